@@ -1,0 +1,1 @@
+"""What a plan costs: time, memory, network. Pure: no torch."""

@@ -1,0 +1,1 @@
+"""Feeds it: one global order, shares of it, text."""

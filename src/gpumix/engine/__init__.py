@@ -1,0 +1,1 @@
+"""Runs a plan: units, shards, collectives, the layered schedule."""

@@ -1,0 +1,1 @@
+"""What is here: discovery of devices, and emulated ones."""

@@ -1,0 +1,1 @@
+"""Which plan is best: one file per strategy. Pure: no torch."""

@@ -1,0 +1,1 @@
+"""How fast it is: compute, memory and network, measured."""

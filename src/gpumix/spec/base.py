@@ -1,0 +1,75 @@
+"""The base of every value: frozen, strict about keys, one JSON file each.
+
+A value that crosses a border between verbs is a `Document`: it names its kind and schema version,
+so that a plan given where a profile is wanted is an error that says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gpumix.spec.errors import InputError
+
+
+class Value(BaseModel):
+    """A frozen value; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits that change when any field changes."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+
+class Document(Value):
+    """A value that lives in a JSON file of its own."""
+
+    KIND: ClassVar[str]
+    SCHEMA: ClassVar[int] = 1
+
+    kind: str
+    schema_version: int = 1
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the document from `path`.
+
+        Raises:
+            InputError: the file is missing, unreadable, no JSON, or of another kind or schema.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"cannot read the {cls.KIND}", where=str(path), why=str(error)
+            ) from error
+        try:
+            document = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise InputError(
+                f"this is not a valid {cls.KIND}: {first['msg']}",
+                where=f"{path}{': ' + place if place else ''}",
+                fix=f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`",
+            ) from error
+        if document.kind != cls.KIND or document.schema_version != cls.SCHEMA:
+            raise InputError(
+                f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is a {document.kind} of "
+                f"schema {document.schema_version}",
+                where=str(path),
+                fix=f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`",
+            )
+        return document
+
+    def save(self, path: Path) -> None:
+        """Write the document to `path` in one atomic step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        part.replace(path)

@@ -1,0 +1,105 @@
+"""The devices that a job may use, and the classes that they fall into.
+
+A cluster is discovered (`cluster: auto`), or written in a file or inline in the job. Devices are
+named by their UUID, never by a rank number, so that a plan survives a changed order of devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gpumix.spec.base import Value
+from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
+
+
+class DeviceClass(Value):
+    """Devices that are interchangeable: same model, memory and host link.
+
+    `emulate_flops_per_s` makes an emulated device of a CPU process: its compute takes FLOPs / rate.
+    `driver` and `compute_capability` are empty for CPUs.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    accelerator: Literal["cuda", "cpu"]
+    memory_bytes: Bytes = Field(gt=0)
+    emulate_flops_per_s: FlopRate | None = None
+    product: str = ""
+    driver: str = ""
+    compute_capability: str = ""
+
+    @property
+    def emulated(self) -> bool:
+        return self.emulate_flops_per_s is not None
+
+    def describe(self) -> str:
+        """One phrase for tables: what it is and whether it is emulated."""
+        if self.emulate_flops_per_s is not None:
+            return f"emulated, {show_flops(self.emulate_flops_per_s)}"
+        return self.product or self.accelerator
+
+
+class Device(Value):
+    """One GPU, or one CPU process that stands for a device."""
+
+    id: str = Field(min_length=1)
+    device_class: str
+    host: str = "localhost"
+    ordinal: int = Field(default=0, ge=0, description="index among the CUDA devices of its host")
+
+
+class Cluster(Value):
+    """All devices that a job may use. Order carries no meaning."""
+
+    classes: tuple[DeviceClass, ...] = Field(min_length=1)
+    devices: tuple[Device, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for what, names in (
+            ("device class", [c.name for c in self.classes]),
+            ("device", [d.id for d in self.devices]),
+        ):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            if twice:
+                raise ValueError(f"{what} '{twice[0]}' is named twice")
+        known = {c.name for c in self.classes}
+        for device in self.devices:
+            if device.device_class not in known:
+                raise ValueError(
+                    f"device '{device.id}' is of class '{device.device_class}', which is not "
+                    f"defined (classes: {', '.join(sorted(known))})"
+                )
+        return self
+
+    def class_named(self, name: str) -> DeviceClass:
+        """The class called `name`; raises KeyError if there is none."""
+        return {c.name: c for c in self.classes}[name]
+
+    def device(self, device_id: str) -> Device:
+        """The device with this id; raises KeyError if there is none."""
+        return {d.id: d for d in self.devices}[device_id]
+
+    def members(self, class_name: str) -> tuple[Device, ...]:
+        """The devices of one class, by id, so that the order they were listed in is forgotten."""
+        chosen = (d for d in self.devices if d.device_class == class_name)
+        return tuple(sorted(chosen, key=lambda d: d.id))
+
+    @property
+    def emulated(self) -> bool:
+        return any(c.emulated for c in self.classes)
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """One row per class, for tables."""
+        return [
+            {
+                "class": c.name,
+                "devices": len(self.members(c.name)),
+                "memory": show_bytes(c.memory_bytes),
+                "what": c.describe(),
+                "hosts": ", ".join(sorted({d.host for d in self.members(c.name)})),
+            }
+            for c in self.classes
+        ]

@@ -1,0 +1,187 @@
+"""Who computes what and who stores what: the value that the engine runs.
+
+A plan is a list of stages; a stage is a run of units and the workers that compute them. Data
+parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) and memory
+(`state_share`) are decided apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from gpumix.spec.base import Document, Value
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+GatherForm = Literal["native", "broadcast", "list"]
+ReduceForm = Literal["native", "all_to_all", "list"]
+
+
+class Collectives(Value):
+    """Which form each collective takes; `engine.comm` says what each form does.
+
+    `native` is the backend's own collective for equal shares; it is used only where the shares of a
+    unit are equal, the other form elsewhere.
+    """
+
+    gather: GatherForm = "broadcast"
+    reduce: ReduceForm = "all_to_all"
+
+
+class Worker(Value):
+    """One device's part: its samples of each global batch, and its share of the state.
+
+    `samples` may be zero (it only stores) and `state_share` may be zero (it only computes).
+    """
+
+    device: str
+    device_class: str
+    host: str = "localhost"
+    samples: int = Field(ge=0)
+    micro_batch: int = Field(ge=0, description="the most samples that run at once; 0 for none")
+    state_share: float = Field(ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> Self:
+        if (self.samples == 0) != (self.micro_batch == 0) or self.micro_batch > self.samples:
+            raise ValueError(
+                f"worker '{self.device}' has {self.samples} samples in micro-batches of "
+                f"{self.micro_batch}"
+            )
+        return self
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Samples in each micro-batch, in order; only the last may be smaller."""
+        return split_micro_batches(self.samples, self.micro_batch)
+
+
+class Stage(Value):
+    """A contiguous run of units, and the workers that compute them, in rank order.
+
+    `units` are the module names of the unit calls in the order of the forward pass, without the
+    root unit; a unit that is called twice is named twice.
+    """
+
+    units: tuple[str, ...] = Field(min_length=1)
+    workers: tuple[Worker, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        total = sum(w.state_share for w in self.workers)
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"the state shares of a stage add up to {total:.6f}, not to 1")
+        return self
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return tuple(w.state_share for w in self.workers)
+
+
+class WorkerPrediction(Value):
+    """What the cost model expects of one worker in one step."""
+
+    device: str
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    memory_bytes: dict[str, int] = Field(description="peak by cause; the sum is the peak")
+    memory_limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory_bytes.values())
+
+
+class Prediction(Value):
+    """What the cost model expects of one step of the plan."""
+
+    step_s: float
+    tokens_per_s: float
+    exposed_communication_s: float
+    workers: tuple[WorkerPrediction, ...]
+
+
+class Alternative(Value):
+    """Another plan that was weighed, and why it lost."""
+
+    strategy: str
+    step_s: float | None = Field(default=None, description="None: it does not fit")
+    why: str
+
+
+class Plan(Document):
+    """What every rank does, valid for one model, sequence length, batch and set of devices."""
+
+    KIND: ClassVar[str] = "plan"
+    kind: Literal["plan"] = "plan"
+
+    strategy: str
+    model: str = Field(description="fingerprint of the model's units and parameter shapes")
+    sequence_length: int = Field(gt=0)
+    global_batch: int = Field(gt=0)
+    compute_dtype: ComputeDtype = "fp32"
+    zero_stage: Literal[3] = 3
+    stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
+    collectives: Collectives = Collectives()
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    lower_bound_s: float | None = Field(
+        default=None, description="no plan is faster than this under the same cost model"
+    )
+    emulated: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = Counter(w.device for stage in self.stages for w in stage.workers)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"device '{twice[0]}' is named twice")
+        for stage in self.stages:
+            samples = sum(w.samples for w in stage.workers)
+            if samples != self.global_batch:
+                raise ValueError(
+                    f"the workers' samples add up to {samples}, not to the global batch of "
+                    f"{self.global_batch}"
+                )
+        return self
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All workers in rank order."""
+        return tuple(w for stage in self.stages for w in stage.workers)
+
+
+def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:
+    """`samples` cut into micro-batches of `micro_batch`, the last one smaller if need be."""
+    if samples == 0:
+        return ()
+    full, rest = divmod(samples, micro_batch)
+    return (micro_batch,) * full + ((rest,) if rest else ())
+
+
+def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Where each worker's interval of a flat buffer starts, and the end: len(shares) + 1 offsets.
+
+    Worker r owns [offsets[r], offsets[r + 1]). Rounding follows the running sum of the shares, so a
+    worker is never more than one element off its share; a share of zero owns nothing.
+    """
+    total, running, offsets = sum(shares), 0.0, [0]
+    for share in shares:
+        running += share
+        offsets.append(max(offsets[-1], min(numel, round(numel * (running / total)))))
+    offsets[-1] = numel
+    last_owner = max((r for r, share in enumerate(shares) if share > 0), default=len(shares) - 1)
+    for r in range(last_owner + 1, len(shares)):
+        offsets[r] = numel
+    return tuple(offsets)
+
+
+def cut_sizes(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Elements of a flat buffer that each worker owns; they add up to `numel`."""
+    return tuple(b - a for a, b in pairwise(cut(numel, shares)))

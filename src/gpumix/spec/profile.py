@@ -1,0 +1,146 @@
+"""What was measured: how fast each class computes, what the engine keeps in memory, the links.
+
+Curves, never slopes: measured points by micro-batch size. Time differs by device class; memory by
+cause does not (the framework's constant apart), because it is counted on the engine's own tensors.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from gpumix.spec.base import Document, Value
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.plan import Collectives, ComputeDtype
+
+ROOT = "(root)"
+
+
+class Curve(Value):
+    """Measured values at growing sizes: seconds or bytes by samples, or seconds by bytes."""
+
+    sizes: tuple[float, ...] = Field(min_length=1)
+    values: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _well_formed(self) -> Self:
+        if len(self.sizes) != len(self.values):
+            raise ValueError(f"{len(self.sizes)} sizes but {len(self.values)} values")
+        if self.sizes[0] <= 0 or any(b <= a for a, b in pairwise(self.sizes)):
+            raise ValueError(f"sizes must be positive and grow, they are {self.sizes}")
+        if any(not 0 <= v < float("inf") for v in self.values):
+            raise ValueError(f"values must be finite and not negative, they are {self.values}")
+        return self
+
+
+class UnitKind(Value):
+    """Units of one structure, of which one was profiled.
+
+    The memory curves give bytes by samples of one micro-batch.
+    """
+
+    name: str
+    trainable: int = Field(ge=0, description="elements that get a gradient")
+    frozen_bytes: int = Field(default=0, ge=0, description="parameters without gradient, gathered")
+    kept: Curve = Field(description="what one call keeps from its forward to its backward")
+    gradient: Curve = Field(description="the gradient of one call's inputs")
+    forward: Curve = Field(description="working set of one forward call, outputs included")
+    backward: Curve = Field(description="working set of recompute and backward, input gradient out")
+
+
+class RootUnit(Value):
+    """The root unit: embedding, final norm, head, and whatever else lies between the units."""
+
+    trainable: int = Field(ge=0)
+    frozen_bytes: int = Field(default=0, ge=0)
+    buffer_bytes: int = Field(default=0, ge=0, description="all buffers of the model, replicated")
+    kept: Curve = Field(description="what the code before the units keeps until its backward")
+    head: Curve = Field(description="working set of the head and loss, forward and backward")
+
+
+class ModelProfile(Value):
+    """The model as the engine sees it: unit calls in order, and what they hold in memory."""
+
+    fingerprint: str = Field(description="of unit names, parameter names, shapes and dtypes")
+    calls: tuple[str, ...] = Field(min_length=1, description="module name of each unit call")
+    kind_of_call: tuple[str, ...]
+    kinds: tuple[UnitKind, ...] = Field(min_length=1)
+    root: RootUnit
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.calls) != len(self.kind_of_call):
+            raise ValueError(f"{len(self.calls)} calls but {len(self.kind_of_call)} kinds of calls")
+        missing = set(self.kind_of_call) - {k.name for k in self.kinds}
+        if missing:
+            raise ValueError(f"unit kind '{min(missing)}' is used but not described")
+        return self
+
+    def kind(self, name: str) -> UnitKind:
+        """The kind called `name`; raises KeyError if there is none."""
+        return {k.name: k for k in self.kinds}[name]
+
+    @property
+    def parameters(self) -> int:
+        """Trainable elements of the whole model; a unit called twice counts once."""
+        units = dict(zip(self.calls, self.kind_of_call))
+        return self.root.trainable + sum(self.kind(k).trainable for k in units.values())
+
+
+class UnitTimes(Value):
+    """Seconds of one unit call by samples of one micro-batch; backward includes the recompute."""
+
+    forward: Curve
+    backward: Curve
+
+
+class ClassProfile(Value):
+    """How fast one device class is, and what it holds before gpumix allocates anything.
+
+    `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
+    unit; backward = head and loss, forward and backward, and the backward of the former.
+    `largest_micro_batch` is the largest that was measured before memory ran out, None if it never
+    did: no plan goes beyond it.
+    """
+
+    device_class: str
+    units: dict[str, UnitTimes]
+    optimizer_s_per_element: float = Field(ge=0)
+    framework_bytes: int = Field(ge=0, description="context and libraries, before any tensor")
+    largest_micro_batch: int | None = None
+
+
+class CollectiveTimes(Value):
+    """Seconds of one collective over all ranks by bytes of the whole (gathered) buffer."""
+
+    operation: Literal["gather", "reduce"]
+    form: str
+    times: Curve
+
+
+class Profile(Document):
+    """All that the planner needs to know of a model on a cluster."""
+
+    KIND: ClassVar[str] = "profile"
+    kind: Literal["profile"] = "profile"
+
+    sequence_length: int = Field(gt=0)
+    compute_dtype: ComputeDtype
+    optimizer: str
+    optimizer_bytes_per_element: int = Field(ge=0, description="optimizer state, 8 for AdamW")
+    torch_version: str
+    cluster: Cluster
+    model: ModelProfile
+    classes: tuple[ClassProfile, ...] = Field(min_length=1)
+    collectives: Collectives = Field(description="the fastest forms on these links")
+    network: tuple[CollectiveTimes, ...] = ()
+    step_overhead_s: float = Field(
+        default=0.0, ge=0, description="of one step, neither compute nor communication"
+    )
+    seconds_spent: float = Field(default=0.0, ge=0)
+
+    def of_class(self, name: str) -> ClassProfile:
+        """The profile of one device class; raises KeyError if there is none."""
+        return {c.device_class: c for c in self.classes}[name]

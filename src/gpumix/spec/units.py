@@ -1,0 +1,72 @@
+"""Units of measure: bytes and seconds inside, GiB and ms when shown.
+
+`Bytes`, `FlopRate` and `Seconds` are field types: a job or cluster file may say "24 GiB",
+"8 GFLOP/s" or "90 s"; the value is a plain number of bytes, FLOP/s or seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*$")
+_BINARY = {"": 1, "B": 1} | {p + "iB": 1024**i for i, p in enumerate("KMGT", start=1)}
+_DECIMAL = {p + "B": 1000**i for i, p in enumerate("KMGT", start=1)}
+_BYTES = _BINARY | _DECIMAL | {"kB": 1000}
+_FLOPS = {"": 1.0} | {f"{p}FLOP/s": 10.0 ** (3 * i) for i, p in enumerate(["", *"KMGTP"])}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
+
+
+def _parse(value: object, table: dict[str, float] | dict[str, int], example: str) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _NUMBER.match(value)
+    if match is None or match.group(2) not in table:
+        units = ", ".join(sorted((u for u in table if u), key=lambda u: table[u]))
+        raise ValueError(f"'{value}' is not an amount such as '{example}' (units: {units})")
+    return float(match.group(1)) * table[match.group(2)]
+
+
+def _parse_bytes(value: object) -> object:
+    parsed = _parse(value, _BYTES, "24 GiB")
+    return round(parsed) if isinstance(parsed, float) else parsed
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)]
+FlopRate = Annotated[
+    float,
+    BeforeValidator(lambda v: _parse(v, _FLOPS, "8 GFLOP/s")),
+    Field(gt=0, allow_inf_nan=False),
+]
+Seconds = Annotated[
+    float, BeforeValidator(lambda v: _parse(v, _SECONDS, "90 s")), Field(gt=0, allow_inf_nan=False)
+]
+
+
+def show_bytes(n: float) -> str:
+    """`n` bytes as a person reads them: '23.5 GiB', '512 B'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """`seconds` as a person reads them: '1.25 s', '340 ms', '2 min 5 s'."""
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-2 else f"{seconds * 1e3:.2f} ms"
+
+
+def show_flops(rate: float) -> str:
+    """`rate` FLOP/s as a person reads it: '8 GFLOP/s'."""
+    for unit in ("", "K", "M", "G", "T"):
+        if rate < 1000:
+            return f"{rate:.3g} {unit}FLOP/s"
+        rate /= 1000
+    return f"{rate:.3g} PFLOP/s"

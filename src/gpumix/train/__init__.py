@@ -1,0 +1,1 @@
+"""The loop: step, optimizer, checkpoint, metrics, ranks."""
