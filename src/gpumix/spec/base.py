@@ -21,7 +21,7 @@ class Value(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         """Twelve hex digits that change when any field changes."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 

@@ -82,7 +82,7 @@ class TrainingError(GpumixError):
     exit_code = 5
 
 
-class Interrupted(GpumixError):  # noqa: N818 (an interruption that was asked for is no error)
+class Interrupted(GpumixError):
     """The user asked to stop; a checkpoint was saved."""
 
     exit_code = EXIT_INTERRUPTED

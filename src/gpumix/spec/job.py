@@ -30,7 +30,7 @@ class ModelSpec(Value):
     config: Path | dict[str, Any] | None = None
     task: Literal["causal-lm", "masked-lm", "seq2seq-lm"] = "causal-lm"
     factory: str | None = Field(default=None, pattern=FACTORY)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     weights: Path | None = None
     units: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ class DataSpec(Value):
     dataset: Path | None = None
     column: str = "text"
     factory: str | None = Field(default=None, pattern=FACTORY)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     held_out: float = Field(default=0.02, ge=0, lt=1)
 
     @model_validator(mode="after")
