@@ -1,0 +1,138 @@
+"""The cut at a unit's boundary: forward without a graph, recompute and backward from saved inputs.
+
+Between units the model's own code stays ordinary autograd. At a unit its outputs become leaves;
+gradients cross from leaf to leaf: of the unit's outputs, through its recompute, to its inputs, and
+from there through the code between units to the outputs of earlier units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gpumix.engine.coroutine import ModelError, UnitCall
+from gpumix.engine.shards import ShardedUnit
+
+Forward = Callable[..., Any]
+
+
+class Cut:
+    """One call of a unit by one micro-batch, from its forward to its backward.
+
+    Args:
+        call: what the model asked for.
+        unit: the unit; its parameters are gathered whenever a method here runs.
+        compute_dtype: floating inputs are cast to it, as FSDP2's mixed precision does.
+        seed: seeds the random numbers of this call, the same in the recompute.
+        forward: stands in for the unit's own forward; the profiler runs one unit for all its kind.
+    """
+
+    def __init__(
+        self,
+        call: UnitCall,
+        unit: ShardedUnit,
+        *,
+        compute_dtype: torch.dtype,
+        seed: Callable[[], None],
+        forward: Forward | None = None,
+    ) -> None:
+        self.unit = unit
+        self._forward = forward or unit.forward
+        self._state = call.state
+        self._dtype = compute_dtype
+        self._seed = seed
+        self._inputs, self._structure = tree_flatten((call.args, call.kwargs))
+        self._refuse_caches()
+        self._leaves: list[torch.Tensor | None] = []
+        self._mutated: list[torch.Tensor] = []
+
+    def _refuse_caches(self) -> None:
+        for value in self._inputs:
+            if hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache"):
+                raise ModelError(
+                    f"unit '{self.unit.name}' is given a {type(value).__name__}",
+                    why="a cache remembers the first run of a unit, which is run again in backward",
+                    fix="set `use_cache=False` in the model's configuration",
+                )
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The inputs that want a gradient: outputs of earlier units, or made from them."""
+        if not self._state.gradients:
+            return []
+        return [t for t in self._inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    @property
+    def differentiable(self) -> bool:
+        return self._state.gradients and (self.unit.trainable or bool(self.inputs))
+
+    def forward(self) -> Any:
+        """Run the unit without a graph; its outputs are leaves."""
+        watched = [t for t in self._inputs if isinstance(t, torch.Tensor)]
+        versions = [t._version for t in watched]
+        buffers = self.unit.buffers
+        buffer_versions = [b._version for b in buffers]
+        self._seed()
+        with self._state.applied(), torch.no_grad():
+            args, kwargs = tree_unflatten(self._cast(self._detached(False)), self._structure)
+            outputs, structure = tree_flatten(self._forward(*args, **kwargs))
+        if [t._version for t in watched] != versions:
+            raise ModelError(
+                f"unit '{self.unit.name}' writes into its own input",
+                why="the input is needed unchanged to run the unit again in backward",
+                fix="make the operation out of place in the model's code",
+            )
+        self._mutated = [b for b, v in zip(buffers, buffer_versions) if b._version != v]
+        leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+        if self.differentiable:
+            self._leaves = [_as_leaf(leaf) for leaf in leaves]
+        return tree_unflatten(leaves, structure)
+
+    def backward(self) -> list[torch.Tensor | None]:
+        """Run the unit again with a graph, and backward; gradients of `inputs`, in their order.
+
+        Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards.
+        """
+        gradients = [None if leaf is None else leaf.grad for leaf in self._leaves]
+        self._leaves = []
+        wanted = self.inputs
+        if all(g is None for g in gradients):
+            return [None] * len(wanted)
+        inputs = self._detached(True)
+        sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        buffers = [b.clone() for b in self._mutated]
+        self._seed()
+        with self._state.applied(), torch.enable_grad():
+            args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
+            outputs = tree_flatten(self._forward(*args, **kwargs))[0]
+        for buffer, saved in zip(self._mutated, buffers):
+            buffer.copy_(saved)
+        pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None]
+        self._inputs = []
+        del args, kwargs, inputs, outputs, gradients
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return [source.grad for source in sources]
+
+    def _detached(self, requires_grad: bool) -> list[Any]:
+        """The inputs cut off from the model's graph; those that want a gradient may get one."""
+        return [
+            t.detach().requires_grad_(requires_grad and t.requires_grad and self._state.gradients)
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in self._inputs
+        ]
+
+    def _cast(self, values: list[Any]) -> list[Any]:
+        return [
+            t.to(self._dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            for t in values
+        ]
+
+
+def _as_leaf(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.requires_grad_()
+    return None

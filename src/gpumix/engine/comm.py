@@ -1,0 +1,286 @@
+"""All communication of a step, in one place.
+
+Backends disagree about uneven sizes: some refuse, gloo accepts a message of the wrong length and
+leaves stale data behind, or aborts the process. So nothing else in gpumix calls a collective on
+the data group, and sizes and dtypes are checked here before every call.
+
+Forms of a gather: `native` (equal shares only), `broadcast` (one per owner into views of the
+buffer: nothing is copied), `list` (the backend's uneven list form; NCCL). Of a reduction: `native`
+(equal shares only), `all_to_all` (everybody sends each owner its part; the owner sums in fp32, in
+rank order, hence bit-repeatable), `list` (NCCL).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.spec.plan import Collectives, Plan
+
+
+class CommunicationError(TrainingError):
+    """A collective failed: a peer died, was too late, or the network broke."""
+
+
+class Pending:
+    """A collective under way. `wait` blocks until its result may be used."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        label: str,
+        clock: WaitClock,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._label = label
+        self._clock = clock
+        self._finish = finish
+
+    def wait(self) -> None:
+        try:
+            with self._clock:
+                for work in self._works:
+                    work.wait()
+        except RuntimeError as error:
+            raise failed(self._label, error) from error
+        self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class WaitClock:
+    """Adds up the time that a device waits for communication.
+
+    On a CPU that is the host's time inside waits. On CUDA a wait returns at once and holds back the
+    stream, so events are recorded around it and read when the total is asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_stream = device.type == "cuda"
+        self._entered = 0.0
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if self._on_stream:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair[0].record()
+            self._events.append(pair)
+        else:
+            self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_stream:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._entered
+
+    def total_s(self) -> float:
+        """Seconds so far; on CUDA this synchronises with the last wait."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(a.elapsed_time(b) for a, b in self._events) / 1e3
+            self._events.clear()
+        return self._seconds
+
+
+def failed(label: str, error: BaseException) -> GpumixError:
+    """The error to raise when the collective `label` failed with `error`."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CommunicationError(f"the {label} failed", why=first)
+
+
+class Communicator:
+    """The collectives of one group of ranks.
+
+    Args:
+        group: the data group, None for a single process.
+        rank, world: this rank's number in the group, and the group's size.
+        forms: which form each collective takes where shares are unequal.
+        device: where the tensors are that are communicated.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world: int,
+        forms: Collectives | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if world > 1 and group is None:
+            raise ValueError("several ranks need a process group")
+        self.group = group
+        self.rank = rank
+        self.world = world
+        self.forms = forms or Collectives()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.device = torch.device(device)
+        self.clock = WaitClock(self.device)
+
+    @classmethod
+    def of_default_group(cls, plan: Plan) -> Communicator:
+        """All ranks of the default process group, on this process's current device."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if not dist.is_initialized():
+            return cls(None, rank=0, world=1, forms=plan.collectives, device=device)
+        return cls(
+            dist.group.WORLD,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            forms=plan.collectives,
+            device=device,
+        )
+
+    def gather(
+        self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
+    ) -> Pending:
+        """Fill the 1-D buffer `full` from every rank's interval of it.
+
+        Args:
+            full: the whole buffer; interval r is [offsets[r], offsets[r + 1]).
+            shard: this rank's interval, of any floating dtype; it is cast to that of `full`.
+        """
+        parts = self._parts(full, offsets)
+        mine = parts[self.rank]
+        if shard.shape != mine.shape:
+            raise AssertionError(f"{label}: shard {shard.shape} for interval {mine.shape}")
+        self._count("gather", full)
+        mine.copy_(shard)
+        if self.world == 1:
+            return Pending((), label, self.clock)
+        try:
+            return Pending(self._start_gather(full, parts), label, self.clock)
+        except RuntimeError as error:
+            raise failed(label, error) from error
+
+    def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
+        form = "native" if _equal(parts) else self.forms.gather
+        mine = parts[self.rank]
+        if form == "native" and dist.get_backend(self.group) == "gloo":
+            form = "broadcast"  # gloo's own gather makes a temporary of the whole: twice as slow
+        if form == "native":
+            return [_all_gather_single(full, mine, self.group)]
+        if form == "list":
+            return [dist.all_gather(parts, mine, group=self.group, async_op=True)]
+        return [
+            dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
+            for owner, part in enumerate(parts)
+            if part.numel()
+        ]
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        offsets: Sequence[int],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        """Sum the 1-D buffer `full` over ranks, each rank its own interval.
+
+        `deliver` is called at the end of the wait with rows of shape [n, own interval], whose sum
+        over the first dimension is the result; it must not keep them. Until then `full` must stay
+        as it is.
+        """
+        parts = self._parts(full, offsets)
+        self._count("reduce", full)
+        if self.world == 1:
+            return Pending((), label, self.clock, lambda: deliver(full[None]))
+        try:
+            return self._start_reduce(full, parts, label, deliver)
+        except RuntimeError as error:
+            raise failed(label, error) from error
+
+    def _start_reduce(
+        self,
+        full: torch.Tensor,
+        parts: list[torch.Tensor],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        mine = parts[self.rank]
+        form = "native" if _equal(parts) else self.forms.reduce
+        if form == "native" and dist.get_backend(self.group) == "gloo":
+            form = "all_to_all"
+        if form == "all_to_all":
+            received = full.new_empty(mine.numel() * self.world)
+            work = dist.all_to_all_single(
+                received,
+                full,
+                output_split_sizes=[mine.numel()] * self.world,
+                input_split_sizes=[p.numel() for p in parts],
+                group=self.group,
+                async_op=True,
+            )
+            rows = received.view(self.world, mine.numel())
+            return Pending([work], label, self.clock, lambda: deliver(rows))
+        # In place: the sum lands in this rank's own interval of the gradient buffer.
+        if form == "native":
+            work = _reduce_scatter_single(mine, full, self.group)
+        else:
+            work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
+        return Pending([work], label, self.clock, lambda: deliver(mine[None]))
+
+    def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
+        """`value` summed over ranks, in place."""
+        self._count("all_reduce", value)
+        if self.world > 1:
+            try:
+                with self.clock:
+                    dist.all_reduce(value, group=self.group)
+            except RuntimeError as error:
+                raise failed(label, error) from error
+        return value
+
+    def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
+        """Every rank's `row` (1-D, same length everywhere): a [world, len(row)] tensor once waited
+        for. For the few numbers that ranks tell each other once a step."""
+        self._count("exchange", row)
+        table = row.new_empty(self.world, row.numel())
+        if self.world == 1:
+            table[0] = row
+            return table, Pending((), label, self.clock)
+        try:
+            work = _all_gather_single(table.view(-1), row, self.group)
+        except RuntimeError as error:
+            raise failed(label, error) from error
+        return table, Pending([work], label, self.clock)
+
+    def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
+        if full.dim() != 1 or len(offsets) != self.world + 1 or offsets[-1] != full.numel():
+            raise AssertionError(f"offsets {offsets} do not cut a buffer of shape {full.shape}")
+        return [full[a:b] for a, b in pairwise(offsets)]
+
+    def _count(self, operation: str, tensor: torch.Tensor) -> None:
+        self.counts[operation] += 1
+        self.bytes[operation] += tensor.numel() * tensor.element_size()
+
+
+def _equal(parts: Sequence[torch.Tensor]) -> bool:
+    return len({p.numel() for p in parts}) == 1
+
+
+def _all_gather_single(
+    out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None
+) -> dist.Work:
+    # torch 2.13 renamed these two; the old names warn there, the new ones are absent before.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, part, group=group, async_op=True)
+
+
+def _reduce_scatter_single(
+    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None
+) -> dist.Work:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, full, group=group, async_op=True)

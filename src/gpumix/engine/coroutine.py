@@ -1,0 +1,117 @@
+"""A model's forward as a coroutine that stops at every unit.
+
+The model's own code runs unchanged in a greenlet. Where it calls a unit, the greenlet hands the
+call to whoever resumed it and sleeps; it wakes up with the unit's outputs. The scheduler can thus
+run unit k of every micro-batch before unit k + 1 of any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import greenlet
+from torch import nn
+
+from gpumix.spec.errors import GpumixError
+
+
+class ModelError(GpumixError):
+    """The model does what the engine cannot run; the message names the unit."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What a model's context managers change for the whole thread, so that it must follow the
+    coroutine: gradient mode and autocast."""
+
+    gradients: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+        return cls(
+            torch.is_grad_enabled(),
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """This state inside, the state of before afterwards."""
+        outside = ThreadState.capture()
+        self.restore()
+        try:
+            yield
+        finally:
+            outside.restore()
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self.gradients)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """A unit was called: by its name, with what, and in which thread state."""
+
+    unit: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: ThreadState
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The model's forward has returned."""
+
+    value: Any
+
+
+class Coroutine:
+    """One run of `function`, which calls a model whose units are `intercepted`."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._greenlet = greenlet(lambda _: Finished(function()))
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    def resume(self, value: Any = None) -> UnitCall | Finished:
+        """Run on, with `value` as the result of the unit call that it stopped at, to the next unit
+        call or the end. Exceptions of the model come out here."""
+        outside = ThreadState.capture()
+        try:
+            return self._greenlet.switch(value)
+        finally:
+            outside.restore()
+
+    def close(self) -> None:
+        """Drop the coroutine; its `finally` blocks run."""
+        if not self._greenlet.dead:
+            self._greenlet.throw()
+
+
+def intercept(name: str, module: nn.Module) -> None:
+    """Make calls of `module` stop the coroutine that they happen in."""
+
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        current = greenlet.getcurrent()
+        if current.parent is None:
+            raise ModelError(
+                f"unit '{name}' was called outside of the engine",
+                why="its parameters are sharded over ranks and only there during a step",
+                fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
+            )
+        inside = ThreadState.capture()
+        outputs = current.parent.switch(UnitCall(name, args, kwargs, inside))
+        inside.restore()
+        return outputs
+
+    module.forward = boundary

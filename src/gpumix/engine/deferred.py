@@ -1,0 +1,206 @@
+"""Builds a model without its weights, and makes any of its tensors later, alone.
+
+`build` runs a constructor while large tensors live on the meta device and every operation on them
+is written down; `Log.materialize` replays what one tensor needs. Random operations are seeded by
+their number, so a tensor's values do not depend on which others are made, nor by whom: this is how
+every rank gets its part of the model's own initialisation and none ever holds the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+# Tensors up to this many elements are made at once: position tables, norms, biases. Constructors
+# read values of such tensors (`.item()` of a drop-path schedule), which a meta tensor has not.
+SMALL_NUMEL = 8192
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Operation:
+    """One recorded call; `outputs` are the meta tensors that it returned, None for the others."""
+
+    number: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[torch.Tensor | None]
+
+    def deferred_tensors(self) -> Iterator[torch.Tensor]:
+        for value in (*tree_iter((self.args, self.kwargs)), *self.outputs):
+            if _is_deferred(value):
+                yield value
+
+
+@dataclass
+class Log:
+    """What was done to a model's deferred tensors, by the storage that it was done to.
+
+    A deferred tensor is a view (shape, strides, offset) of a meta storage; the storage's identity
+    is its key. The log keeps its tensors alive, so that keys stay unique.
+    """
+
+    seed: int
+    of_storage: dict[int, list[Operation]] = field(default_factory=dict)
+
+    def add(self, operation: Operation) -> None:
+        for key in {_key(t) for t in operation.deferred_tensors()}:
+            self.of_storage.setdefault(key, []).append(operation)
+
+    @torch.no_grad()
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values that `tensor` would have had, on the CPU.
+
+        Random numbers come from the CPU's generator: they are the same whatever the device.
+
+        Raises:
+            KeyError: `tensor` is not one of this log's.
+        """
+        real: dict[int, torch.Tensor] = {}
+        for operation in self._needed(_key(tensor)):
+            args, kwargs = tree_map(
+                lambda a: _view_like(real[_key(a)], a) if _is_deferred(a) else a,
+                (operation.args, operation.kwargs),
+            )
+            if "device" in kwargs:
+                kwargs["device"] = _CPU
+            result = _seeded(self.seed, operation.number, operation.function, args, kwargs)
+            for meta, made in zip(operation.outputs, _tensors(result)):
+                if meta is not None:
+                    real.setdefault(_key(meta), made)
+        return _view_like(real[_key(tensor)], tensor)
+
+    def _needed(self, key: int) -> list[Operation]:
+        """The operations that decide a storage's values, in the order of their recording."""
+        wanted, seen, found = [key], set(), {}
+        while wanted:
+            key = wanted.pop()
+            if key not in seen:
+                seen.add(key)
+                for operation in self.of_storage[key]:
+                    found[operation.number] = operation
+                    wanted += [_key(t) for t in operation.deferred_tensors()]
+        return [found[number] for number in sorted(found)]
+
+
+_LOGS: WeakKeyDictionary[nn.Module, Log] = WeakKeyDictionary()
+
+
+def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The model that `factory` returns, without its large tensors; `seed` decides their values.
+
+    A constructor that reads values of large tensors cannot be deferred: such a model is built as
+    usual, on the CPU and under the same seed.
+    """
+    recorder = _Recorder(seed)
+    try:
+        with recorder, recorder.truncated_normal():
+            model = factory()
+    except (NotImplementedError, RuntimeError):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return factory()
+    _LOGS[model] = recorder.log
+    return model
+
+
+def log_of(model: nn.Module) -> Log | None:
+    """The log of a model that `build` returned, None for any other."""
+    return _LOGS.get(model)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sends large new tensors to the meta device and writes down what happens to them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.log = Log(seed)
+        self.number = 0
+
+    @contextlib.contextmanager
+    def truncated_normal(self) -> Iterator[None]:
+        """Record truncated normal initialisation whole: torch redraws by value, and skips meta."""
+        original = nn.init._no_grad_trunc_normal_
+
+        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.number += 1
+            if not tensor.is_meta:
+                return _seeded(self.log.seed, self.number, original, (tensor, *args), kwargs)
+            self.log.add(Operation(self.number, original, (tensor, *args), kwargs, []))
+            return tensor
+
+        nn.init._no_grad_trunc_normal_ = record
+        try:
+            yield
+        finally:
+            nn.init._no_grad_trunc_normal_ = original
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.number += 1
+        if not any(_is_deferred(a) for a in tree_iter((args, kwargs))):
+            if not _makes_large(func, args):
+                return _seeded(self.log.seed, self.number, func, args, kwargs)
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        outputs = [t if t.is_meta else None for t in _tensors(result)]
+        self.log.add(Operation(self.number, func, args, kwargs, outputs))
+        return result
+
+
+def _makes_large(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func` makes a large tensor out of nothing (`empty`, `zeros`, `randn`, ...)."""
+    factory = any(a.name == "device" for a in func._schema.arguments)
+    if not factory or not args or not isinstance(args[0], (list, tuple)):
+        return False
+    return prod(int(size) for size in args[0]) > SMALL_NUMEL
+
+
+def _seeded(
+    seed: int, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run `func`; where it draws random numbers, from a generator seeded by its number."""
+    if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags:
+        return func(*args, **kwargs)
+    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+    before = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return func(*args, **kwargs)
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
+
+
+def _is_deferred(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _view_like(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    return real.as_strided(meta.shape, meta.stride(), meta.storage_offset())

@@ -1,0 +1,230 @@
+"""Runs a plan: one step of a model whose units are sharded over ranks.
+
+The engine holds no optimizer: `parameters()` are this rank's flat pieces, and any optimizer that
+treats elements one by one gives the result that it would give unsharded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpumix.engine import layered
+from gpumix.engine.comm import Communicator, Pending
+from gpumix.engine.layered import MicroBatch, Parts
+from gpumix.engine.objective import Objective
+from gpumix.engine.precision import TORCH_DTYPE, LossScaler
+from gpumix.engine.randomness import Randomness, untouched
+from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan, split_micro_batches
+
+
+class Engine:
+    """A model sharded over ranks by a plan. Made by `prepare`.
+
+    `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        parts: Parts,
+        *,
+        comm: Communicator,
+        objective: Objective,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.comm = comm
+        self.device = comm.device
+        self.steps = 0
+        self.scaler = LossScaler(TORCH_DTYPE[plan.compute_dtype])
+        self.overflowed = False
+        self._parts = parts
+        self._objective = objective
+        self._dtype = TORCH_DTYPE[plan.compute_dtype]
+        self._seed = seed
+        self._worker = plan.workers[comm.rank]
+        self._position = sum(w.samples for w in plan.workers[: comm.rank])
+        self._stats = torch.zeros(comm.world, 2)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward and reduction of one global batch.
+
+        Args:
+            batch: this rank's share of it: a pytree of tensors whose first dimension is the plan's
+                number of samples for this rank, which may be 0.
+
+        Returns:
+            The loss of the global batch, the same on every rank: the sum of all losses over their
+            count, without graph. Gradients of it are in the pieces' `grad`.
+
+        Raises:
+            ModelError: the model does what cannot be run in units; the message names the unit.
+            CommunicationError: another rank died or is late.
+            InputError: the batch has another number of samples than the plan says.
+        """
+        sizes = self._worker.micro_batches
+        tokens = self.plan.global_batch * self.plan.sequence_length
+        # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
+        # the exact count is known when the heads are done, and divided by at the very end.
+        scale = torch.tensor(self.scaler.scale / tokens, device=self.device)
+        batches = self._micro_batches(batch, sizes)
+        with untouched(self.device), torch.enable_grad(), _closing(batches):
+            layered.forward(self._parts, batches, keep=True)
+            results = layered.head(self._parts, batches, scale)
+            table, exchanged = self._exchange(results)
+            gradient_scale = functools.cache(lambda: _gradient_scale(table, exchanged, scale))
+            layered.backward(self._parts, batches, gradient_scale)
+        self.steps += 1
+        self._stats = table
+        if self.scaler.active:
+            self._check_overflow()
+        return table[:, 0].sum() / table[:, 1].sum()
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of one global batch without gradients and without dropout; see `step`.
+
+        Args:
+            batch: this rank's samples, any number of them.
+        """
+        training = self.model.training
+        self.model.eval()
+        sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
+        batches = self._micro_batches(batch, sizes)
+        try:
+            with untouched(self.device), torch.no_grad(), _closing(batches):
+                layered.forward(self._parts, batches, keep=False)
+                results = layered.head(self._parts, batches, None)
+                self._parts.root.release()
+                table, exchanged = self._exchange(results)
+                exchanged.wait()
+        finally:
+            self.model.train(training)
+        return table[:, 0].sum() / table[:, 1].sum()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
+        norm = self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def losses_by_rank(self) -> list[float]:
+        """Each rank's mean loss in the last step, nan for a rank without samples."""
+        return (self._stats[:, 0] / self._stats[:, 1]).tolist()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """The flat groups of all units, root first, then units in order."""
+        for unit in self._parts.all:
+            yield from unit.groups
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of every parameter, in the order of `groups`."""
+        for group in self.groups():
+            yield from group.pieces
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty."""
+        return (p for _, p in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same by the model's own parameter names, for parameter groups."""
+        return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all parameters by name, as in the unsharded model."""
+        return {p.name: p.shape for p in self.pieces()}
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _micro_batches(self, batch: Any, sizes: tuple[int, ...]) -> list[MicroBatch]:
+        if _samples(batch) != sum(sizes):
+            raise InputError(
+                f"rank {self.comm.rank} was given {_samples(batch)} samples, its part of the plan "
+                f"is {sum(sizes)}",
+                fix="feed it with gpumix.Loader, or cut batches by plan.workers[rank].samples",
+            )
+        batch = tree_map(self._to_device, batch)
+        made, begin = [], 0
+        for size in sizes:
+            rows = slice(begin, begin + size)
+            part = tree_map(lambda t, rows=rows: t[rows] if torch.is_tensor(t) else t, batch)
+            randomness = Randomness(self._seed, self.steps, self._position + begin, self.device)
+            made.append(
+                MicroBatch(
+                    lambda part=part: self._objective(self.model, part),
+                    calls=self._parts.calls,
+                    randomness=randomness,
+                    compute_dtype=self._dtype,
+                )
+            )
+            begin += size
+        return made
+
+    def _to_device(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = self._dtype if value.is_floating_point() else value.dtype
+        return value.to(self.device, dtype, non_blocking=True)
+
+    def _exchange(self, results: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Any]:
+        row = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss, count in results:
+            row[0] += loss
+            row[1] += count
+        return self.comm.exchange(row, "exchange of losses")
+
+    def _check_overflow(self) -> None:
+        """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
+        finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
+        bad = (~torch.stack(finite)).sum().float()
+        self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
+        self.scaler.update(overflow=self.overflowed)
+        if self.overflowed:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+
+def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
+    exchanged.wait()
+    return (1.0 / (table[:, 1].sum() * scale)).float()
+
+
+@contextlib.contextmanager
+def _closing(batches: list[MicroBatch]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for micro_batch in batches:
+            micro_batch.close()
+
+
+def _samples(batch: Any) -> int:
+    """The first dimension of a batch's tensors.
+
+    Raises:
+        InputError: tensors differ in it, or there is one without dimensions.
+    """
+    shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise InputError(
+            f"the tensors of a batch must agree in their first dimension, these have {shapes}",
+            fix="make the first dimension of every tensor the samples",
+        )
+    return shapes[0][0] if shapes else 0

@@ -1,0 +1,90 @@
+"""Backward through the code between units.
+
+That code (embedding, masks, norms, head, loss) is ordinary autograd, cut at unit outputs, which are
+leaves. What it hands to units are the *roots* of small graphs. A root may be used by several units
+(an encoder's output): its gradients are summed until the first of its users is done, and passed on
+once. Two roots may share a part of their graphs: the first backward then keeps its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import Node
+
+
+@dataclass
+class _Root:
+    tensor: torch.Tensor
+    first_call: int
+    gradient: torch.Tensor | None = None
+
+
+class Glue:
+    """One micro-batch's roots. Backward comes in the order: loss, last unit call, ..., first."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, _Root] = {}
+        self._kept: set[int] = set()
+
+    def used(self, call: int, inputs: Iterable[torch.Tensor]) -> None:
+        """Unit call number `call` takes `inputs`, which want gradients."""
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                self._roots.setdefault(id(tensor), _Root(tensor, call))
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        """From the loss through the head to the last units' outputs."""
+        seen: set[Node] = set()
+        for call in sorted({root.first_call for root in self._roots.values()}):
+            nodes = _nodes(root.tensor for root in self._of(call))
+            if nodes & seen:
+                self._kept.add(call)
+            seen |= nodes
+        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss])))
+
+    def backward(
+        self,
+        call: int,
+        inputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Unit call number `call` is done: pass on the gradients of its inputs."""
+        for tensor, gradient in zip(inputs, gradients):
+            if gradient is None:
+                continue
+            root = self._roots.get(id(tensor))
+            if root is not None:
+                root.gradient = gradient if root.gradient is None else root.gradient + gradient
+            elif tensor.grad is None:
+                tensor.grad = gradient
+            else:
+                torch.autograd.backward(tensor, gradient)
+        done = self._of(call)
+        for root in done:
+            del self._roots[id(root.tensor)]
+        done = [root for root in done if root.gradient is not None]
+        if done:
+            torch.autograd.backward(
+                [root.tensor for root in done],
+                [root.gradient for root in done],
+                retain_graph=call in self._kept,
+            )
+
+    def _of(self, call: int) -> list[_Root]:
+        return [root for root in self._roots.values() if root.first_call == call]
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> set[Node]:
+    """The graph nodes that backward from `tensors` runs through, leaves' accumulators excepted:
+    those hold no buffers, so sharing them does not matter."""
+    wanted = [t.grad_fn for t in tensors]
+    found: set[Node] = set()
+    while wanted:
+        node = wanted.pop()
+        if node is not None and node not in found and not hasattr(node, "variable"):
+            found.add(node)
+            wanted += [following for following, _ in node.next_functions]
+    return found

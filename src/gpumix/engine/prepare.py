@@ -1,0 +1,121 @@
+"""From a model and a plan to a running engine, in one visible place.
+
+In order: take the model apart, check that the plan is for it and that all ranks agree, give every
+unit its flat shards, move the buffers, make unit calls stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.coroutine import intercept
+from gpumix.engine.engine import Engine
+from gpumix.engine.layered import Parts
+from gpumix.engine.objective import Objective, objective_of
+from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.shards import ShardedUnit, shard
+from gpumix.engine.units import Anatomy, dissect
+from gpumix.engine.weights import source_of
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import ROOT
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    comm: Communicator | None = None,
+    weights: Path | None = None,
+    loss: Objective | None = None,
+    units: Sequence[str] = (),
+    seed: int = 0,
+) -> Engine:
+    """Shard `model` in place, as `plan` says, over the ranks of the default process group.
+
+    Args:
+        model: any module; made by `gpumix.build`, no rank ever holds the whole of it.
+        comm: default: all ranks of the default process group, a single process if there is none.
+        weights: safetensors file or folder with the initial values; default: the model's own.
+        loss: function(model, micro-batch) that returns (summed loss, count); default: from the
+            labels for `transformers` models, and what forward returns for others.
+        units: class or module names of the units; default: found.
+        seed: of dropout.
+
+    Raises:
+        InputError: the plan is for another model or number of ranks, or ranks disagree.
+    """
+    comm = comm or Communicator.of_default_group(plan)
+    anatomy = dissect(model, units)
+    _check(plan, anatomy, comm)
+    _switch_off_caches(model)
+    parts = _shard_all(model, anatomy, plan, comm, weights)
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(comm.device)
+    for name, unit in parts.units.items():
+        intercept(name, unit.module)
+    return Engine(model, plan, parts, comm=comm, objective=loss or objective_of(model), seed=seed)
+
+
+def _shard_all(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, comm: Communicator, weights: Path | None
+) -> Parts:
+    source = source_of(model, weights)
+    sharded: dict[str, ShardedUnit] = {}
+    for unit in anatomy.all:
+        sharded[unit.name] = shard(
+            unit,
+            shares=plan.stages[0].shares,
+            comm=comm,
+            device=comm.device,
+            compute_dtype=TORCH_DTYPE[plan.compute_dtype],
+            source=source,
+        )
+    root = sharded.pop(ROOT)
+    return Parts(sharded, root, plan.stages[0].units)
+
+
+def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
+    if plan.model != anatomy.fingerprint() or set(plan.stages[0].units) != {
+        unit.name for unit in anatomy.units
+    }:
+        raise InputError(
+            "the plan was made for another model",
+            where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
+            fix="make a plan for this model: gpumix plan JOB.yaml",
+        )
+    if len(plan.workers) != comm.world:
+        raise InputError(
+            f"the plan is for {len(plan.workers)} ranks, {comm.world} are running",
+            fix="start one process per device of the plan, or plan for these devices",
+        )
+    digest = int(plan.digest(), 16)
+    table, exchanged = comm.exchange(
+        torch.tensor([digest], device=comm.device), "comparison of plans"
+    )
+    exchanged.wait()
+    others = [rank for rank, row in enumerate(table.tolist()) if row[0] != digest]
+    if others:
+        raise InputError(
+            f"ranks disagree about the plan: rank {comm.rank} has another one than rank(s) "
+            f"{', '.join(map(str, others))}",
+            fix="give the same job and plan file to every host",
+        )
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Units run twice a step (forward, recompute): nothing may remember the first run, and the
+    model must not recompute by itself."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False

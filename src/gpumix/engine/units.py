@@ -1,0 +1,210 @@
+"""Finds the units of a model: what is gathered and scheduled as one.
+
+A unit is a transformer block; all else is the root unit. `transformers` models name their blocks
+in `_no_split_modules`; in other models a block is a member of a list of modules of one class.
+A parameter used by more than one unit belongs to the root, which is gathered throughout a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.profile import ROOT
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter and every place (module, attribute) that holds it; tied ones have several."""
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit: its module name (`ROOT` for the root unit), its module and its own parameters."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    slots: tuple[Slot, ...]
+
+    @property
+    def trainable(self) -> int:
+        """Elements that get a gradient."""
+        return sum(s.parameter.numel() for s in self.slots if s.parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model taken apart: its units in the order of registration, and the root unit."""
+
+    units: tuple[Unit, ...]
+    root: Unit
+
+    @property
+    def all(self) -> tuple[Unit, ...]:
+        """The root unit, then the others."""
+        return (self.root, *self.units)
+
+    def unit(self, name: str) -> Unit:
+        """The unit called `name`; raises KeyError if there is none."""
+        return {u.name: u for u in self.units}[name]
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits of all names, shapes, dtypes and what is trainable."""
+        digest = hashlib.sha256()
+        for unit in self.all:
+            digest.update(f"{unit.name}|{unit.kind}\n".encode())
+            for slot in unit.slots:
+                p = slot.parameter
+                digest.update(
+                    f"{slot.name}|{tuple(p.shape)}|{p.dtype}|{p.requires_grad}\n".encode()
+                )
+        return digest.hexdigest()[:12]
+
+
+def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
+    """Take `model` apart into units.
+
+    Args:
+        model: any module, its parameters real or on the meta device.
+        wanted: class names or module names of the units; by default they are found.
+
+    Raises:
+        InputError: no units were found, or a wanted one does not exist.
+    """
+    found = _outermost(_wanted(model, wanted) if wanted else _found(model))
+    found = [(name, module) for name, module in found if any(True for _ in module.parameters())]
+    if not found:
+        raise InputError(
+            f"found no repeated blocks in {type(model).__name__}",
+            fix="name the class of the blocks: `model: {units: [MyBlock]}` in the job, or "
+            "`units=['MyBlock']` in Python",
+        )
+    slots = _slots(model)
+    owner = _owners(found, slots)
+    kinds: dict[str, str] = {}
+    units = tuple(
+        Unit(
+            name,
+            module,
+            _kind(module, kinds),
+            tuple(s for s in slots if owner[s.name] == name),
+        )
+        for name, module in found
+    )
+    root = Unit(ROOT, model, ROOT, tuple(s for s in slots if owner[s.name] == ROOT))
+    return Anatomy(units, root)
+
+
+def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    found = []
+    for want in wanted:
+        match = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name and want in (name, type(module).__name__)
+        ]
+        if not match:
+            classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
+            raise InputError(
+                f"the model has no module called '{want}' and none of that class",
+                where="units",
+                fix=f"classes with submodules are: {', '.join(classes)}",
+            )
+        found += match
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(dict(found).items(), key=lambda item: order[item[0]])
+
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    named = [(n, m) for n, m in model.named_modules() if n and type(m).__name__ in classes]
+    return named or list(_repeated(model))
+
+
+def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Members of lists whose members have one class and submodules of their own."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        members = list(module.named_children())
+        same = len({type(child) for _, child in members}) == 1
+        if same and all(list(child.children()) for _, child in members):
+            for key, child in members:
+                yield (f"{name}.{key}" if name else key), child
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    names = {name for name, _ in found}
+
+    def inside_another(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:i]) in names for i in range(1, len(parts)))
+
+    return [(name, module) for name, module in found if not inside_another(name)]
+
+
+def _slots(model: nn.Module) -> list[Slot]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, attribute))
+    return [Slot(n, p, tuple(places[id(p)])) for n, p in model.named_parameters()]
+
+
+def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, str]:
+    """The name of the unit that owns each parameter."""
+    inside: dict[int, str] = {}
+    for name, unit in found:
+        for module in unit.modules():
+            # A module shared by two units makes its parameters the root's.
+            inside[id(module)] = ROOT if id(module) in inside else name
+    owner = {}
+    for slot in slots:
+        users = {inside.get(id(module), ROOT) for module, _ in slot.places}
+        owner[slot.name] = users.pop() if len(users) == 1 else ROOT
+    return owner
+
+
+def _kind(module: nn.Module, kinds: dict[str, str]) -> str:
+    """A name shared by modules of one structure; `kinds` maps structures to names so far."""
+    structure = _structure(module)
+    if structure not in kinds:
+        base = type(module).__name__
+        same = sum(name.split("#")[0] == base for name in kinds.values())
+        kinds[structure] = f"{base}#{same + 1}" if same else base
+    return kinds[structure]
+
+
+def _structure(module: nn.Module) -> str:
+    lines = [
+        f"{name}|{tuple(p.shape)}|{p.dtype}|{p.requires_grad}"
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    for name, part in module.named_modules():
+        lines.append(f"{name}|{type(part).__qualname__}")
+        # Settings decide what a block computes (a sliding window, say); its number does not.
+        lines += [
+            f"{name}.{key}={value}"
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, (bool, int, float, str))
+            and not key.startswith("_")
+            and not any(word in key for word in ("idx", "index", "layer_id", "training"))
+        ]
+    return "\n".join(lines)
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Bytes of all buffers, which every rank holds whole."""
+    unique: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
+    return sum(b.numel() * b.element_size() for b in unique.values())
