@@ -110,7 +110,9 @@ class Cut:
             outputs = tree_flatten(self._forward(*args, **kwargs))[0]
         for buffer, saved in zip(self._mutated, buffers):
             buffer.copy_(saved)
-        pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None]
+        # A leaf was made of every floating output; the graph now tells which of them depend on
+        # anything that is trained.
+        pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None and o.requires_grad]
         self._inputs = []
         del args, kwargs, inputs, outputs, gradients
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])

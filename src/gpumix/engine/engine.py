@@ -117,7 +117,7 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
         parameters = [p for p in self.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
         norm = self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -53,7 +53,7 @@ def prepare(
     comm = comm or Communicator.of_default_group(plan)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)
-    _switch_off_caches(model)
+    switch_off_caches(model)
     parts = _shard_all(model, anatomy, plan, comm, weights)
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
@@ -110,7 +110,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
         )
 
 
-def _switch_off_caches(model: nn.Module) -> None:
+def switch_off_caches(model: nn.Module) -> None:
     """Units run twice a step (forward, recompute): nothing may remember the first run, and the
     model must not recompute by itself."""
     for module in model.modules():

@@ -122,10 +122,14 @@ class FlatGroup:
 
     def gather(self) -> Pending:
         """Start to fill the buffer from all ranks' shards."""
-        self.full.untyped_storage().resize_(self._full_bytes)
+        self.allocate()
         return self.comm.gather(
             self.full, self.master, self.offsets, f"all-gather of unit '{self.label}'"
         )
+
+    def allocate(self) -> None:
+        """Give the buffer its memory."""
+        self.full.untyped_storage().resize_(self._full_bytes)
 
     def release(self) -> None:
         """Free the buffer; its views are unusable until the next gather."""

@@ -4,8 +4,9 @@ safetensors. Each rank asks for the intervals that it owns and gets no more than
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -76,7 +77,7 @@ def _from_files(path: Path, own: Source) -> Source:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterable[safe_open]:
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -84,7 +85,7 @@ def _opened(file: Path) -> Iterable[safe_open]:
         raise InputError("cannot read the weights", where=str(file), why=str(error)) from error
 
 
-def _interval(tensor: object, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+def _interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:
     """Elements [start, end) of a tensor on disk, flattened; reads only the rows they are in."""
     if not shape:
         return tensor[...].reshape(-1)[start:end]

@@ -38,16 +38,20 @@ class Curve(Value):
 class UnitKind(Value):
     """Units of one structure, of which one was profiled.
 
-    The memory curves give bytes by samples of one micro-batch.
+    The memory curves give bytes by samples of one micro-batch. A working set is what exists for a
+    moment beside what is kept.
     """
 
     name: str
     trainable: int = Field(ge=0, description="elements that get a gradient")
     frozen_bytes: int = Field(default=0, ge=0, description="parameters without gradient, gathered")
-    kept: Curve = Field(description="what one call keeps from its forward to its backward")
-    gradient: Curve = Field(description="the gradient of one call's inputs")
-    forward: Curve = Field(description="working set of one forward call, outputs included")
-    backward: Curve = Field(description="working set of recompute and backward, input gradient out")
+    kept: Curve = Field(description="what one call leaves behind until its backward: its outputs")
+    gradient: Curve = Field(description="the gradients of one call's inputs")
+    forward: Curve = Field(description="working set of one forward call")
+    backward: Curve = Field(
+        description="working set of recompute and backward; the gradients of the inputs are in it, "
+        "those of the outputs are not"
+    )
 
 
 class RootUnit(Value):
@@ -56,8 +60,13 @@ class RootUnit(Value):
     trainable: int = Field(ge=0)
     frozen_bytes: int = Field(default=0, ge=0)
     buffer_bytes: int = Field(default=0, ge=0, description="all buffers of the model, replicated")
-    kept: Curve = Field(description="what the code before the units keeps until its backward")
-    head: Curve = Field(description="working set of the head and loss, forward and backward")
+    kept: Curve = Field(
+        description="the batch, and what the code before the units keeps until its backward"
+    )
+    head: Curve = Field(
+        description="working set of the head and loss, forward and backward; the gradients of the "
+        "last call's outputs are not in it"
+    )
 
 
 class ModelProfile(Value):
@@ -144,3 +153,26 @@ class Profile(Document):
     def of_class(self, name: str) -> ClassProfile:
         """The profile of one device class; raises KeyError if there is none."""
         return {c.device_class: c for c in self.classes}[name]
+
+
+class ClassMeasurement(Document):
+    """What one device of a class told about a model; kept in the cache by what it depends on."""
+
+    KIND: ClassVar[str] = "class-measurement"
+    kind: Literal["class-measurement"] = "class-measurement"
+
+    device_class: ClassProfile
+    model: ModelProfile
+    seconds_spent: float = Field(ge=0)
+
+
+class LinkMeasurement(Document):
+    """What all ranks of a cluster told about the links between them."""
+
+    KIND: ClassVar[str] = "link-measurement"
+    kind: Literal["link-measurement"] = "link-measurement"
+
+    collectives: Collectives
+    network: tuple[CollectiveTimes, ...]
+    step_overhead_s: float = Field(ge=0)
+    seconds_spent: float = Field(ge=0)

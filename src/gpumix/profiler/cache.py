@@ -1,0 +1,190 @@
+"""Where measurements are kept, and how a profile is put together from them.
+
+A measurement depends on the device class with its driver, on torch, on the model and on the shape
+of the work; its file is named after a hash of all these. No torch here: `gpumix plan` reads the
+cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from gpumix.hardware.environment import cache_folder
+from gpumix.spec.cluster import Cluster, DeviceClass
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
+
+D = TypeVar("D", ClassMeasurement, LinkMeasurement)
+
+# Raised when the meaning of what is measured changes.
+VERSION = 1
+
+OPTIMIZER_BYTES_PER_ELEMENT = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
+
+
+class MeasurementCache:
+    """The measurements of one job's model on one cluster.
+
+    Args:
+        job: the job; what matters of it is the model, the shape, the precision and the optimizer.
+        cluster: its devices.
+        folder: where relative names in the job start from.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._where = job.profile.cache or cache_folder() / "profiles"
+        self._work = work_key(job, folder)
+
+    def class_file(self, device_class: DeviceClass) -> Path:
+        """The file of a class's measurement; what the class is called does not matter."""
+        what = device_class.model_dump(exclude={"name"})
+        return self._where / f"class-{_hash({**self._work, 'class': what})}.json"
+
+    def link_file(self) -> Path:
+        """The file of the links' measurement: of these devices on these hosts."""
+        classes = {c.name: c.model_dump(exclude={"name"}) for c in self._cluster.classes}
+        devices = sorted((d.host, _hash(classes[d.device_class])) for d in self._cluster.devices)
+        return self._where / f"links-{_hash({**self._work, 'devices': devices})}.json"
+
+    def missing(self) -> list[str]:
+        """Names of the classes that were not measured yet."""
+        return [c.name for c in self._cluster.classes if self._load_class(c) is None]
+
+    def load(self) -> Profile | None:
+        """The profile, None if any part of it was not measured yet."""
+        classes = {c.name: self._load_class(c) for c in self._cluster.classes}
+        links = _load(LinkMeasurement, self.link_file())
+        found = {name: m for name, m in classes.items() if m is not None}
+        if links is None or len(found) < len(classes):
+            return None
+        return assemble(self._job, self._cluster, found, links)
+
+    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
+        """Keep measurements, by class name; None keeps the links that are there."""
+        for name, measurement in classes.items():
+            measurement.save(self.class_file(self._cluster.class_named(name)))
+        if links is not None:
+            links.save(self.link_file())
+
+    def measured(self) -> dict[str, ClassMeasurement]:
+        """What is known already, by class name."""
+        found = {c.name: self._load_class(c) for c in self._cluster.classes}
+        return {name: m for name, m in found.items() if m is not None}
+
+    def links(self) -> LinkMeasurement | None:
+        return _load(LinkMeasurement, self.link_file())
+
+    def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
+        found = _load(ClassMeasurement, self.class_file(device_class))
+        if found is None:
+            return None
+        renamed = found.device_class.model_copy(update={"device_class": device_class.name})
+        return found.model_copy(update={"device_class": renamed})
+
+
+def assemble(
+    job: Job,
+    cluster: Cluster,
+    classes: Mapping[str, ClassMeasurement],
+    links: LinkMeasurement,
+) -> Profile:
+    """The profile of a job on a cluster.
+
+    Raises:
+        InputError: the measurements are of different models.
+    """
+    models = {m.model.fingerprint for m in classes.values()}
+    if len(models) > 1:
+        raise InputError(
+            "the device classes were measured with different models",
+            fix="measure again: `gpumix profile JOB.yaml --fresh`",
+        )
+    return Profile(
+        sequence_length=job.sequence_length,
+        compute_dtype=job.precision,
+        optimizer=optimizer_kind(job),
+        optimizer_bytes_per_element=OPTIMIZER_BYTES_PER_ELEMENT[optimizer_kind(job)],
+        torch_version=importlib.metadata.version("torch"),
+        cluster=cluster,
+        model=_widest([m.model for m in classes.values()]),
+        classes=tuple(classes[c.name].device_class for c in cluster.classes),
+        collectives=links.collectives,
+        network=links.network,
+        step_overhead_s=links.step_overhead_s,
+        seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,
+    )
+
+
+def _widest(models: list[ModelProfile]) -> ModelProfile:
+    """The one with the most points: a small device runs out of memory early. Where several have
+    as many, the one that saw the largest working sets."""
+    return max(
+        models,
+        key=lambda m: (len(m.root.kept.sizes), max(k.backward.values[-1] for k in m.kinds)),
+    )
+
+
+def optimizer_kind(job: Job) -> str:
+    """The optimizer as far as memory and speed go."""
+    spec = job.optimizer
+    return "sgd-momentum" if spec.name == "sgd" and spec.momentum else spec.name
+
+
+def work_key(job: Job, folder: Path) -> dict[str, object]:
+    """What a measurement depends on besides the device."""
+    model = job.model.model_dump(mode="json", exclude={"weights"})
+    if isinstance(job.model.config, Path):
+        model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
+    return {
+        "version": VERSION,
+        "torch": importlib.metadata.version("torch"),
+        "transformers": _version_of("transformers"),
+        "model": model,
+        "code": _code_of(job.model.factory, folder),
+        "data": job.data.model_dump(mode="json") if job.data.factory else "tokens",
+        "tokenizer": str(job.tokenizer),
+        "sequence_length": job.sequence_length,
+        "global_batch": job.global_batch,
+        "precision": job.precision,
+        "optimizer": optimizer_kind(job),
+    }
+
+
+def _code_of(factory: str | None, folder: Path) -> str:
+    """A hash of the source file of a model factory: it may change while its name stays."""
+    if factory is None:
+        return ""
+    module = factory.partition(":")[0]
+    candidate = folder / (module.replace(".", "/") + ".py")
+    if not candidate.is_file():
+        spec = importlib.util.find_spec(module.split(".")[0])
+        candidate = Path(spec.origin) if spec is not None and spec.origin else candidate
+    return hashlib.sha256(candidate.read_bytes()).hexdigest() if candidate.is_file() else ""
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _hash(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _load(kind: type[D], path: Path) -> D | None:
+    try:
+        return kind.load(path) if path.is_file() else None
+    except InputError:
+        return None  # of another version, or cut short: measured again

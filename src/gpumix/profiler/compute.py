@@ -1,0 +1,267 @@
+"""Times the units of a model on one device, and counts what they hold in memory.
+
+Only one unit of each kind is computed, and the root unit, at micro-batches of 1, 2, 4, ... until
+memory runs out, a larger one brings nothing, or the budget is spent. Memory is read from the
+device's own allocator while the engine's own parts run: so it is what the kernels of this device
+really take, for any model, also one whose flow depends on its data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpumix.engine.coroutine import UnitCall
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.profiler.counter import MemoryCounter
+from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
+from gpumix.spec.profile import ROOT
+
+# A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
+WORTHWHILE_GAIN = 0.02
+REPEATS = 3
+GRADIENT_STD = 1e-3
+
+Batch = Any
+MakeBatch = Callable[[int], Batch]
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Point:
+    """One micro-batch size: seconds and bytes by unit kind, `ROOT` for the root unit."""
+
+    size: int
+    forward_s: dict[str, float] = field(default_factory=dict)
+    backward_s: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    gradient: dict[str, int] = field(default_factory=dict)
+    forward_bytes: dict[str, int] = field(default_factory=dict)
+    backward_bytes: dict[str, int] = field(default_factory=dict)
+
+    def seconds_per_sample(self) -> float:
+        kinds = set(self.forward_s) - {ROOT}
+        return sum(self.forward_s[k] + self.backward_s[k] for k in kinds) / self.size
+
+
+@dataclass
+class Sweep:
+    """All points of one device, in growing size; `ran_out_at` is the size that did not fit."""
+
+    calls: tuple[str, ...]
+    points: list[Point]
+    ran_out_at: int | None = None
+
+
+def sweep(
+    specimens: Specimens,
+    runtime: DeviceRuntime,
+    make_batch: MakeBatch,
+    *,
+    largest: int,
+    budget_s: float,
+    progress: Progress,
+) -> Sweep:
+    """Measure micro-batches of growing size.
+
+    Args:
+        make_batch: a batch of so many samples, on the host.
+        largest: the largest micro-batch of interest.
+        budget_s: no new size is begun that would probably end later than this.
+
+    Raises:
+        torch.OutOfMemoryError: one sample is too much.
+    """
+    begun = time.perf_counter()
+    found = Sweep((), [])
+    for size in _sizes(largest):
+        started = time.perf_counter()
+        try:
+            with MemoryCounter(runtime) as memory:
+                point, found.calls = _Measurement(specimens, runtime, memory).run(make_batch(size))
+        except Exception as error:
+            if not is_out_of_memory(error) or not found.points:
+                raise
+            found.ran_out_at = size
+            break
+        found.points.append(point)
+        progress(f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample")
+        now = time.perf_counter()
+        if _saturated(found.points) or now - begun + 2 * (now - started) > budget_s:
+            break
+    return found
+
+
+def _sizes(largest: int) -> Iterator[int]:
+    size = 1
+    while size < largest:
+        yield size
+        size *= 2
+    yield largest
+
+
+def _saturated(points: list[Point]) -> bool:
+    if len(points) < 3:
+        return False
+    speeds = [1 / p.seconds_per_sample() for p in points[-3:]]
+    return all(b < a * (1 + WORTHWHILE_GAIN) for a, b in pairwise(speeds))
+
+
+class _Measurement:
+    """One micro-batch size: a first walk counts memory and warms up, more walks take times."""
+
+    def __init__(self, specimens: Specimens, runtime: DeviceRuntime, memory: MemoryCounter) -> None:
+        self._specimens = specimens
+        self._runtime = runtime
+        self._memory = memory
+        self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
+
+    def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
+        size = next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+        self._point = Point(size)
+        self._point.kept[ROOT] = 0
+        calls = self._first_walk(batch)
+        for kind, (call, _) in self._seen.items():
+            self._count_unit(kind, call)
+        with self._memory.paused():
+            self._time_units()
+            self._time_root(batch, len(calls))
+        return self._point, calls
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _first_walk(self, batch: Batch) -> tuple[str, ...]:
+        """Run the model once; find a call of each kind, and what lies between the calls."""
+        specimens, point = self._specimens, self._point
+        with specimens.start(self._on_device_counted(batch)) as walk:
+            point.kept[ROOT] += self._memory.added(walk.go_on)
+            outputs: Any = None
+            while walk.call is not None:
+                kind = specimens.kind_of[walk.call.unit]
+                if kind not in self._seen:
+                    self._seen[kind] = (walk.call, self._forward_counted(kind, walk.call))
+                outputs = self._seen[kind][1].again()
+                before = self._memory.current()
+                self._memory.reset_peak()
+                walk.go_on(outputs)
+                if walk.call is not None:  # the code between two calls; else it was the head
+                    point.kept[ROOT] += max(0, self._memory.current() - before)
+            walk.loss_backward()
+            of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
+            point.backward_bytes[ROOT] = max(0, self._memory.peak() - before - of_leaves)
+            return tuple(walk.calls)
+
+    def _on_device_counted(self, batch: Batch) -> Batch:
+        made: list[Batch] = []
+        self._point.kept[ROOT] += self._memory.added(lambda: made.append(self._on_device(batch)))
+        return made[0]
+
+    def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
+        before = self._memory.current()
+        self._memory.reset_peak()
+        outputs = Outputs(self._specimens.cut(call).forward())
+        kept = self._memory.current() - before
+        self._point.kept[kind] = max(0, kept)
+        self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
+        return outputs
+
+    def _count_unit(self, kind: str, call: UnitCall) -> None:
+        cut = self._specimens.cut(call)
+        _give_gradients(cut.forward())
+        before = self._memory.current()
+        self._memory.reset_peak()
+        gradients = cut.backward()
+        self._point.gradient[kind] = tensor_bytes(gradients)
+        self._point.backward_bytes[kind] = max(0, self._memory.peak() - before)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _time_units(self) -> None:
+        for kind, (call, _) in self._seen.items():
+            forward, backward = [], []
+            for _ in range(REPEATS):
+                cut = self._specimens.cut(call)
+                seconds, outputs = self._timed(cut.forward)
+                forward.append(seconds)
+                _give_gradients(outputs)
+                backward.append(self._timed(cut.backward)[0])
+            self._point.forward_s[kind] = _median(forward)
+            self._point.backward_s[kind] = _median(backward)
+
+    def _time_root(self, batch: Batch, calls: int) -> None:
+        forward, backward = [], []
+        for _ in range(REPEATS):
+            with self._specimens.start(self._on_device(batch)) as walk:
+                forward.append(self._timed(walk.go_on)[0])
+                first = self._specimens.cut(walk.call).inputs if walk.call else []
+                for _ in range(calls - 1):
+                    walk.go_on(self._again(walk))
+                backward.append(
+                    self._timed(partial(walk.go_on, self._again(walk)))[0]
+                    + self._timed(walk.loss_backward)[0]
+                    + self._timed(partial(walk.root_backward, first))[0]
+                )
+        self._point.forward_s[ROOT] = _median(forward)
+        self._point.backward_s[ROOT] = _median(backward)
+
+    def _again(self, walk: Walk) -> Any:
+        assert walk.call is not None
+        return self._seen[self._specimens.kind_of[walk.call.unit]][1].again()
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds of `work` on the device, and its result."""
+        self._runtime.synchronize()
+        self._runtime.idle()
+        begun = time.perf_counter()
+        result = work()
+        self._runtime.synchronize()
+        return time.perf_counter() - begun, result
+
+    def _on_device(self, batch: Batch) -> Batch:
+        dtype, device = self._specimens.compute_dtype, self._specimens.device
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+
+        return tree_map(move, batch)
+
+
+def _leaves(outputs: Any) -> list[torch.Tensor]:
+    tensors = (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor))
+    return [t for t in tensors if t.requires_grad]
+
+
+def _give_gradients(outputs: Any) -> None:
+    for leaf in _leaves(outputs):
+        leaf.grad = torch.randn_like(leaf).mul_(GRADIENT_STD)
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def optimizer_seconds_per_element(
+    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any], numel: int
+) -> float:
+    """Seconds that the optimizer takes for one element, on a shard of `numel` elements."""
+    parameter = torch.nn.Parameter(torch.zeros(numel, device=runtime.torch_device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = optimizer_of([parameter])
+    seconds = []
+    for _ in range(1 + REPEATS):
+        runtime.synchronize()
+        begun = time.perf_counter()
+        optimizer.step()
+        runtime.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return _median(seconds[1:]) / numel

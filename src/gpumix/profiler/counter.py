@@ -1,0 +1,93 @@
+"""Bytes in use on a device, from its allocator where that counts, else from its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from gpumix.hardware.runtime import DeviceRuntime
+
+
+class MemoryCounter:
+    """Current and peak bytes while its `with` block runs.
+
+    Where the runtime cannot count (a CPU without compiler), every operation's tensors are tracked
+    instead, which misses what kernels allocate for themselves.
+    """
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._tracker = _Tracker() if runtime.current_bytes() is None else None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> MemoryCounter:
+        if self._tracker is not None:
+            self._stack.enter_context(self._tracker)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No tracking inside, so that it costs no time there; nothing may be counted afterwards."""
+        self._stack.close()
+        yield
+
+    def current(self) -> int:
+        return self._tracker.current if self._tracker else self._runtime.current_bytes() or 0
+
+    def peak(self) -> int:
+        return self._tracker.peak if self._tracker else self._runtime.peak_bytes() or 0
+
+    def reset_peak(self) -> None:
+        if self._tracker:
+            self._tracker.peak = self._tracker.current
+        else:
+            self._runtime.reset_peak()
+
+    def added(self, work: Callable[[], object]) -> int:
+        """Bytes that are in use after `work` and were not before."""
+        before = self.current()
+        work()
+        return max(0, self.current() - before)
+
+
+class _Tracker(TorchDispatchMode):
+    """Adds up the storages of all tensors that operations return, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = weakref.finalize(storage, self._free, key, storage.nbytes())
+            self.current += storage.nbytes()
+            self.peak = max(self.peak, self.current)
+
+    def _free(self, key: int, numel: int) -> None:
+        del self._alive[key]
+        self.current -= numel

@@ -1,0 +1,167 @@
+"""Measures one device class, and puts the points together into what the planner reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from gpumix.engine.objective import Objective, objective_of
+from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.prepare import switch_off_caches
+from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.profiler.compute import (
+    MakeBatch,
+    Progress,
+    Sweep,
+    optimizer_seconds_per_element,
+    sweep,
+)
+from gpumix.profiler.specimen import Specimens
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
+from gpumix.spec.profile import (
+    ROOT,
+    ClassMeasurement,
+    ClassProfile,
+    Curve,
+    ModelProfile,
+    RootUnit,
+    UnitKind,
+    UnitTimes,
+)
+from gpumix.spec.units import show_bytes
+
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZER_TRIAL_NUMEL = 2**20
+
+
+def measure_class(
+    model: nn.Module,
+    runtime: DeviceRuntime,
+    make_batch: MakeBatch,
+    *,
+    device_class: str,
+    compute_dtype: ComputeDtype = "fp32",
+    largest: int,
+    budget_s: float = 60.0,
+    optimizer_of: OptimizerOf | None = None,
+    loss: Objective | None = None,
+    units: Sequence[str] = (),
+    progress: Progress = lambda line: None,
+) -> ClassMeasurement:
+    """Measure the units of `model` on this process's device. No other rank takes part.
+
+    Args:
+        model: by choice on the meta device; it is of no use afterwards.
+        make_batch: a batch of so many samples, on the host.
+        largest: the largest micro-batch of interest, the global batch.
+        optimizer_of: makes the optimizer for given parameters; default: AdamW.
+
+    Raises:
+        NoFeasiblePlanError: the device cannot hold one unit with one sample.
+    """
+    begun = time.perf_counter()
+    framework = runtime.framework_bytes()
+    anatomy = dissect(model, units)
+    switch_off_caches(model)
+    optimizer_of = optimizer_of or partial(torch.optim.AdamW, fused=True)
+    try:
+        specimens = Specimens(
+            model,
+            anatomy,
+            device=runtime.torch_device,
+            compute_dtype=TORCH_DTYPE[compute_dtype],
+            objective=loss or objective_of(model),
+        )
+        found = sweep(
+            specimens,
+            runtime,
+            make_batch,
+            largest=largest,
+            budget_s=budget_s,
+            progress=lambda line: progress(f"{device_class}: {line}"),
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NoFeasiblePlanError(
+            "one unit with one sample does not fit",
+            where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
+            why=str(error).splitlines()[0],
+            fix="shorten sequence_length, or leave this class out of the cluster",
+        ) from error
+    del specimens
+    return ClassMeasurement(
+        device_class=ClassProfile(
+            device_class=device_class,
+            units=_times(found),
+            optimizer_s_per_element=optimizer_seconds_per_element(
+                runtime, optimizer_of, OPTIMIZER_TRIAL_NUMEL
+            ),
+            framework_bytes=framework,
+            largest_micro_batch=None if found.ran_out_at is None else found.ran_out_at - 1,
+        ),
+        model=_model_profile(anatomy, found, model, compute_dtype),
+        seconds_spent=time.perf_counter() - begun,
+    )
+
+
+def _times(found: Sweep) -> dict[str, UnitTimes]:
+    return {
+        kind: UnitTimes(
+            forward=_curve(found, [p.forward_s[kind] for p in found.points]),
+            backward=_curve(found, [p.backward_s[kind] for p in found.points]),
+        )
+        for kind in found.points[0].forward_s
+    }
+
+
+def _model_profile(
+    anatomy: Anatomy, found: Sweep, model: nn.Module, compute_dtype: ComputeDtype
+) -> ModelProfile:
+    kind_of = {unit.name: unit.kind for unit in anatomy.units}
+    first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
+    return ModelProfile(
+        fingerprint=anatomy.fingerprint(),
+        calls=found.calls,
+        kind_of_call=tuple(kind_of[name] for name in found.calls),
+        kinds=tuple(
+            UnitKind(
+                name=kind,
+                trainable=unit.trainable,
+                frozen_bytes=_frozen_bytes(unit, compute_dtype),
+                kept=_curve(found, [p.kept[kind] for p in found.points]),
+                gradient=_curve(found, [p.gradient[kind] for p in found.points]),
+                forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
+                backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
+            )
+            for kind, unit in sorted(first_of_kind.items())
+            if kind in found.points[0].kept
+        ),
+        root=RootUnit(
+            trainable=anatomy.root.trainable,
+            frozen_bytes=_frozen_bytes(anatomy.root, compute_dtype),
+            buffer_bytes=buffer_bytes(model),
+            kept=_curve(found, [p.kept[ROOT] for p in found.points]),
+            head=_curve(found, [p.backward_bytes[ROOT] for p in found.points]),
+        ),
+    )
+
+
+def _frozen_bytes(unit: Unit, compute_dtype: ComputeDtype) -> int:
+    """Frozen parameters are stored as they are gathered: floats in the compute dtype."""
+    frozen = [s.parameter for s in unit.slots if not s.parameter.requires_grad]
+    return sum(
+        p.numel() * (DTYPE_BYTES[compute_dtype] if p.is_floating_point() else p.element_size())
+        for p in frozen
+    )
+
+
+def _curve(found: Sweep, values: Sequence[float]) -> Curve:
+    return Curve(sizes=tuple(float(p.size) for p in found.points), values=tuple(map(float, values)))

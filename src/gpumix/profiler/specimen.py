@@ -1,0 +1,177 @@
+"""One unit of each kind, and the root unit, ready to run on one device.
+
+The model's own forward decides what a unit is called with. Of each kind only one unit has memory
+and is computed; the others stand in line and are handed its outputs. So a model that does not fit
+on a device can be profiled on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpumix.engine.boundary import Cut
+from gpumix.engine.comm import Communicator
+from gpumix.engine.coroutine import Coroutine, Finished, UnitCall, intercept
+from gpumix.engine.glue import Glue
+from gpumix.engine.objective import Objective
+from gpumix.engine.shards import FlatGroup, ShardedUnit, shard
+from gpumix.engine.units import Anatomy, Unit
+
+# Small and not zero: like trained weights for the clock, and no loss overflows.
+WEIGHT_STD = 0.02
+
+
+class Specimens:
+    """A model of which one unit per kind can run.
+
+    Args:
+        model: on the meta device or not; its parameters are replaced by random ones.
+        device: where it runs.
+        objective: the loss of a batch, as for the engine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        objective: Objective,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self._objective = objective
+        self.root = self._alive(anatomy.root)
+        self.of_kind: dict[str, ShardedUnit] = {}
+        for unit in anatomy.units:
+            if unit.kind not in self.of_kind:
+                self.of_kind[unit.kind] = self._alive(unit)
+            intercept(unit.name, unit.module)
+        self.kind_of = {unit.name: unit.kind for unit in anatomy.units}
+        for owner in model.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(device)
+
+    def _alive(self, unit: Unit) -> ShardedUnit:
+        """A unit with gathered parameters and a gradient buffer, but no state: another rank of a
+        made-up pair owns all of that."""
+        bystander = _Bystander(self.device)
+        alive = shard(
+            unit,
+            shares=(1.0, 0.0),
+            comm=bystander,
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+            source=_no_values,
+        )
+        for group in alive.groups:
+            _fill(group)
+        return alive
+
+    def start(self, batch: Any) -> Walk:
+        """Begin to run the model on `batch`, whose tensors are on the device."""
+        return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
+
+    def cut(self, call: UnitCall) -> Cut:
+        """The specimen of the called unit, given what that was called with."""
+        return Cut(
+            call,
+            self.of_kind[self.kind_of[call.unit]],
+            compute_dtype=self.compute_dtype,
+            seed=_no_seed,
+        )
+
+
+class Walk:
+    """One run of the model from unit call to unit call."""
+
+    def __init__(self, specimens: Specimens, coroutine: Coroutine) -> None:
+        self.calls: list[str] = []
+        self._specimens = specimens
+        self._coroutine = coroutine
+        self._glue = Glue()
+        self._at: UnitCall | Finished | None = None
+
+    def __enter__(self) -> Walk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._coroutine.close()
+
+    @property
+    def call(self) -> UnitCall | None:
+        """The unit call that the walk has stopped at; None at the end."""
+        return self._at if isinstance(self._at, UnitCall) else None
+
+    def go_on(self, outputs: Any = None) -> None:
+        """Hand over the outputs of the call (nothing at the start) and walk to the next."""
+        self._at = self._coroutine.resume(outputs)
+        if self.call is not None:
+            self._glue.used(len(self.calls), self._specimens.cut(self.call).inputs)
+            self.calls.append(self.call.unit)
+
+    def loss_backward(self) -> None:
+        """At the end: backward from the loss to the last unit's outputs."""
+        assert isinstance(self._at, Finished)
+        loss, count = self._at.value
+        self._at = None
+        self._glue.backward_loss(loss / count)
+
+    def root_backward(self, inputs: list[torch.Tensor]) -> None:
+        """Backward through the code before the first call, which took `inputs`."""
+        self._glue.backward(0, inputs, [torch.ones_like(t) for t in inputs])
+
+
+@dataclass
+class Outputs:
+    """A call's outputs, to be handed to calls of the same kind that are not computed."""
+
+    value: Any
+
+    def again(self) -> Any:
+        return tree_map(
+            lambda t: (
+                t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+            ),
+            self.value,
+        )
+
+
+class _Bystander(Communicator):
+    """Rank 1 of two, which never communicates."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, rank=0, world=1, device=device)
+        self.rank, self.world = 1, 2
+
+
+def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+    raise AssertionError(f"a specimen owns nothing, it was asked for '{name}'")
+
+
+def _no_seed() -> None:
+    return None
+
+
+def _fill(group: FlatGroup) -> None:
+    group.allocate()
+    if group.full.is_floating_point():
+        group.full.data.normal_(0.0, WEIGHT_STD)
+    else:
+        group.full.data.zero_()
+    if group.trainable:
+        group.begin_gradient()
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a pytree."""
+    tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
