@@ -1,0 +1,252 @@
+"""Token files: one flat memory-mapped stream of tokens per corpus, built once per machine.
+
+A JSON sidecar says what the stream was made from; while that has not changed, the stream is used
+again. Building is atomic and done by one process, the others wait for it. Numpy only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gpumix.data.lock import exclusive
+from gpumix.data.tokenizer import token_dtype
+from gpumix.spec.errors import InputError, MachineError
+
+_FORMAT = 1  # a change in how files become tokens takes a new number: old caches are built again
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that a corpus is made of, as it was before it was read."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> SourceFile:
+        return cls(path.absolute(), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a token file is made from and how: `how` tells apart ways to read the same files."""
+
+    sources: tuple[SourceFile, ...]
+    tokenizer: str
+    vocab_size: int
+    how: str = "text"
+
+    @property
+    def key(self) -> str:
+        """The name of the token file in the cache; the same when a source's content changes."""
+        return _digest(self.tokenizer, self.how, [str(s.path) for s in self.sources])[:16]
+
+    @property
+    def sources_digest(self) -> str:
+        """Changes when the size or the time stamp of any source does."""
+        return _digest([(str(s.path), s.size, s.mtime_ns) for s in self.sources])
+
+
+@dataclass(frozen=True)
+class _Sidecar:
+    """What the JSON file beside a token file says; `sha256` is that of the tokens."""
+
+    format: int
+    recipe: str
+    sources: int
+    source_bytes: int
+    tokenizer: str
+    file: str
+    dtype: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """A stream of tokens, cut into samples of `sequence_length`; the tail is dropped.
+
+    `stream` is memory-mapped, one dimension; `sha256` that of its content, which is the same on
+    every machine that packs the same corpus.
+    """
+
+    stream: np.ndarray
+    sequence_length: int
+    sha256: str
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.sequence_length
+
+    def tokens(self, samples: np.ndarray) -> np.ndarray:
+        """int64[len(samples), sequence_length]: sample k is tokens [k*L, (k+1)*L)."""
+        table = self.stream[: len(self) * self.sequence_length].reshape(-1, self.sequence_length)
+        rows: np.ndarray = table[samples].astype(np.int64)
+        return rows
+
+
+class TokenWriter:
+    """Appends tokens to a part file; as a context, leaves no part file behind on an error."""
+
+    def __init__(self, part: Path, vocab_size: int, heartbeat: Callable[[], None]) -> None:
+        self.dtype = token_dtype(vocab_size)
+        self.count = 0
+        self._part = part
+        self._heartbeat = heartbeat
+        self._sha = hashlib.sha256()
+        try:
+            self._file = part.open("wb", buffering=0)
+        except OSError as error:
+            raise _cannot_write(part, error) from error
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append `tokens`, one dimension of ids below the vocabulary's size.
+
+        Raises:
+            MachineError: the disk is full or fails.
+        """
+        raw = np.ascontiguousarray(tokens, dtype=self.dtype).view(np.uint8).data
+        self._sha.update(raw)
+        self.count += len(tokens)
+        try:
+            while raw.nbytes:  # an unbuffered write may take only a part
+                raw = raw[self._file.write(raw) :]
+        except OSError as error:
+            raise _cannot_write(self._part, error) from error
+        self._heartbeat()
+
+    def finish(self, folder: Path, key: str) -> tuple[str, str]:
+        """Give the part file its name, which holds its hash; return (name, sha256)."""
+        sha = self._sha.hexdigest()
+        name = f"{key}-{sha[:12]}.tokens"
+        try:
+            os.fsync(self._file.fileno())  # no valid name on data that a crash would lose
+            self._part.replace(folder / name)
+        except OSError as error:
+            raise _cannot_write(self._part, error) from error
+        return name, sha
+
+
+def packed(
+    cache: Path,
+    recipe: Recipe,
+    sequence_length: int,
+    fill: Callable[[TokenWriter], None],
+    *,
+    wait_s: float = 300.0,
+) -> PackedText:
+    """The token file of `recipe` in the folder `cache`; `fill` writes it where none is current.
+
+    Any number of processes may call this at once: one builds, the others wait as long as it makes
+    progress, and `wait_s` seconds beyond.
+
+    Raises:
+        InputError: there are fewer tokens than one sample takes; whatever `fill` raises.
+        MachineError: the cache cannot be written, or its builder hangs.
+    """
+    found = _current(cache, recipe)
+    if found is None:
+        with exclusive(cache / f"{recipe.key}.lock", wait_s=wait_s) as heartbeat:
+            found = _current(cache, recipe)
+            if found is None:
+                _build(cache, recipe, fill, heartbeat)
+                found = _current(cache, recipe)
+    if found is None:
+        raise MachineError("the packed text vanished while it was opened", where=str(cache))
+    stream, sha = found
+    if len(stream) < sequence_length:
+        first, others = recipe.sources[0].path, len(recipe.sources) - 1
+        raise InputError(
+            f"the text has {len(stream)} tokens, one sample takes {sequence_length}",
+            where=f"{first} and {others} more" if others else str(first),
+            fix="give more text, or lower sequence_length",
+        )
+    return PackedText(stream, sequence_length, sha)
+
+
+def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, str] | None:
+    """(stream, sha256) of the token file that the cache holds for `recipe`, if it is up to date."""
+    try:
+        card = _Sidecar(**json.loads((cache / f"{recipe.key}.json").read_text(encoding="utf-8")))
+        if (card.format, card.recipe) != (_FORMAT, recipe.sources_digest):
+            return None
+        if not card.tokens:
+            return np.empty(0, dtype=card.dtype), card.sha256
+        stream = np.memmap(cache / card.file, dtype=card.dtype, mode="r")
+    except (OSError, ValueError, TypeError):  # missing, or torn by a crash: it is built again
+        return None
+    return (stream, card.sha256) if len(stream) == card.tokens else None
+
+
+def _build(
+    cache: Path, recipe: Recipe, fill: Callable[[TokenWriter], None], heartbeat: Callable[[], None]
+) -> None:
+    """Write the token file, then the sidecar that makes it valid, then drop the one before."""
+    with TokenWriter(cache / f".{recipe.key}.part", recipe.vocab_size, heartbeat) as writer:
+        fill(writer)
+        name, sha = writer.finish(cache, recipe.key)
+    card = _Sidecar(
+        format=_FORMAT,
+        recipe=recipe.sources_digest,
+        sources=len(recipe.sources),
+        source_bytes=sum(s.size for s in recipe.sources),
+        tokenizer=recipe.tokenizer,
+        file=name,
+        dtype=writer.dtype.str,
+        tokens=writer.count,
+        sha256=sha,
+    )
+    try:
+        _write_sidecar(cache / f"{recipe.key}.json", card)
+    except MachineError:
+        (cache / name).unlink(missing_ok=True)
+        raise
+    for old in cache.glob(f"{recipe.key}-*.tokens"):
+        if old.name != name:  # whoever has it mapped keeps it until the mapping goes
+            old.unlink(missing_ok=True)
+    _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
+
+
+def _write_sidecar(path: Path, card: _Sidecar) -> None:
+    part = path.with_suffix(".json.part")
+    try:
+        part.write_text(json.dumps(asdict(card), indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"cannot write the packed text: {error.strerror}",
+        where=str(path),
+        fix=f"free space on the disk of {path.parent}, or use another cache folder",
+    )
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()

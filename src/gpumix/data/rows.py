@@ -1,0 +1,104 @@
+"""What training reads from: a source of samples with random access.
+
+A source gives the samples of any indices at once as a dictionary of tensors. Where they come from
+(packed text, a saved dataset, a factory) is the matter of the classes that derive from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpumix.data.packed import PackedText
+from gpumix.spec.errors import InputError
+
+
+class Source(ABC):
+    """Samples 0 to len - 1, each a dictionary of tensors with the same keys, shapes and dtypes.
+
+    `rows` is called from one background thread and, in an evaluation, from the caller's at the
+    same time.
+    """
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes when the samples or their order do; does not depend on where the files lie."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """The samples at `indices` (int64, one dimension), stacked along a new first dimension.
+
+        For no indices: tensors of no rows, with the right dtypes and trailing dimensions.
+        """
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return {key: value[0] for key, value in self.rows(np.array([index])).items()}
+
+
+class PackedSource(Source):
+    """Packed text: `input_ids` and, with the same values, `labels`, both int64[k, L]."""
+
+    def __init__(self, text: PackedText) -> None:
+        self._text = text
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(self._text.sha256, self._text.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        tokens = torch.from_numpy(self._text.tokens(indices))
+        return {"input_ids": tokens, "labels": tokens.clone()}  # a caller may mask labels in place
+
+
+class View(Source):
+    """Samples [start, stop) of another source."""
+
+    def __init__(self, whole: Source, start: int, stop: int) -> None:
+        self._whole = whole
+        self._start = start
+        self._stop = stop
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(self._whole.fingerprint, self._start, self._stop)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.rows(np.asarray(indices) + self._start)
+
+
+def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
+    """(train, held out): the last part `held_out` of the samples, at least one unless it is 0.
+
+    Raises:
+        InputError: that leaves nothing to train on.
+    """
+    n = len(whole)
+    kept = max(1, int(n * held_out)) if held_out else 0
+    if kept >= n:
+        raise InputError(
+            f"the data has {n} sample{'s' if n != 1 else ''}, and data.held_out keeps {kept} of "
+            "them for evaluation: none is left to train on",
+            fix="give more data, lower sequence_length, or set data.held_out to 0",
+        )
+    return View(whole, 0, n - kept), View(whole, n - kept, n)
+
+
+def digest(*parts: object) -> str:
+    """Sixteen hex digits that change when any part does."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

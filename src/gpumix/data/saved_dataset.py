@@ -1,0 +1,237 @@
+"""A folder written by `datasets.save_to_disk` as a source.
+
+Text, and token lists of other lengths than a sample's, are packed once into a token file; token
+lists of just that length are read as they are. `datasets` is imported inside: it takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpumix.data.packed import Recipe, SourceFile, TokenWriter, packed
+from gpumix.data.rows import PackedSource, Source, digest
+from gpumix.data.text import Piece, write_documents
+from gpumix.data.tokenizer import Tokenizer
+from gpumix.spec.errors import InputError, MachineError
+
+_TOKENS = "input_ids"
+_MASK = "attention_mask"
+_PER_TOKEN = (_TOKENS, "labels", _MASK, "token_type_ids", "position_ids")
+_IGNORED = -100  # a label that the loss leaves out
+_ROWS = 2000
+
+
+def open_saved(
+    folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int, cache: Path
+) -> Source:
+    """The dataset in `folder`: its `column` of text or of tokens, or else its `input_ids`.
+
+    Raises:
+        InputError: no such dataset, no such column, or both of the two; a row is null or holds
+            tokens that the tokenizer does not know.
+        MachineError: the package `datasets` is missing, or the cache cannot be written.
+    """
+    dataset = _load(folder)
+    name = _column(dataset, column, folder)
+    if name == _TOKENS and _lengths_are(dataset, sequence_length, folder):
+        return SavedRows(dataset, _mark(folder))
+    recipe = Recipe(
+        _files(folder), tokenizer.fingerprint, tokenizer.vocab_size, how=f"column {name}"
+    )
+
+    def fill(writer: TokenWriter) -> None:
+        if name == _TOKENS:
+            _write_tokens(dataset, tokenizer, writer, folder)
+        else:
+            write_documents(_documents(dataset, name, folder), tokenizer, writer)
+
+    return PackedSource(packed(cache, recipe, sequence_length, fill))
+
+
+class SavedRows(Source):
+    """Rows of one length, as they are: those of `_PER_TOKEN` that there are, int64[k, L].
+
+    Without a column `labels` the labels are the tokens, -100 where the attention mask is 0.
+    """
+
+    def __init__(self, dataset: Any, fingerprint: str) -> None:
+        names = [name for name in _PER_TOKEN if name in dataset.column_names]
+        self._rows = dataset.with_format("numpy", columns=names)
+        self._fingerprint = fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        wanted = [int(i) for i in indices]
+        columns = self._rows[wanted or [0]]  # a row tells the shape where none is wanted
+        batch = {
+            name: torch.from_numpy(np.array(column, dtype=np.int64))[: len(wanted)]
+            for name, column in columns.items()
+        }
+        if "labels" not in batch:
+            batch["labels"] = batch[_TOKENS].clone()
+            if _MASK in batch:
+                batch["labels"][batch[_MASK] == 0] = _IGNORED
+        return batch
+
+
+def _load(folder: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MachineError(
+            "data.dataset needs the package 'datasets', which is not installed",
+            fix="pip install 'gpumix[datasets]'",
+        ) from error
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, LookupError) as error:  # IndexError: it was saved without rows
+        raise InputError(
+            "cannot load the dataset",
+            where=str(folder),
+            why="it is empty" if isinstance(error, IndexError) else str(error),
+            fix=f"write it with `dataset.save_to_disk('{folder}')`",
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        splits = sorted(loaded)
+        raise InputError(
+            f"the folder holds several datasets: {', '.join(splits)}",
+            where=str(folder),
+            fix=f"set data.dataset to one of them, for example {folder / splits[0]}",
+        )
+    return loaded
+
+
+def _column(dataset: Any, column: str, folder: Path) -> str:
+    """The column to read: `column`, or `input_ids` where there is no such column."""
+    names = dataset.column_names
+    if column not in names and _TOKENS not in names:
+        raise InputError(
+            f"there is no column '{column}'",
+            where=str(folder),
+            why=f"there is {', '.join(names)}",
+            fix="set data.column to the column of text",
+        )
+    if column in names and column != _TOKENS and _TOKENS in names:
+        raise InputError(
+            f"the dataset has both text ('{column}') and tokens ('{_TOKENS}')",
+            where=str(folder),
+            fix=f"set data.column to {_TOKENS} to use the tokens, or save the dataset without them",
+        )
+    name = column if column in names else _TOKENS
+    kind = dataset.features.arrow_schema.field(name).type
+    wanted = "lists of integers" if name == _TOKENS else "text"
+    if not (_is_tokens(kind) if name == _TOKENS else _is_text(kind)):
+        raise InputError(f"column '{name}' holds {kind}, not {wanted}", where=str(folder))
+    return name
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _is_tokens(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(lists and types.is_integer(kind.value_type))
+
+
+def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
+    """Whether every row has `length` tokens; the other per-token columns must agree."""
+    names = [name for name in _PER_TOKEN if name in dataset.column_names]
+    equal = True
+    for first, columns in _lists(dataset, names, folder):
+        lengths = columns[_TOKENS][0]
+        for name in names:
+            if (columns[name][0] != lengths).any():
+                raise InputError(
+                    f"'{name}' and '{_TOKENS}' differ in length at or after row {first}",
+                    where=str(folder),
+                )
+        equal = equal and bool((lengths == length).all())
+    return equal
+
+
+def _lists(
+    dataset: Any, names: list[str], folder: Path
+) -> Iterator[tuple[int, dict[str, tuple[np.ndarray, np.ndarray]]]]:
+    """(first row, per column the rows' lengths and all their elements), for a run of rows each."""
+    import pyarrow.compute as compute
+
+    tables = dataset.select_columns(names).with_format("arrow").iter(batch_size=_ROWS)
+    for number, table in enumerate(tables):
+        columns = {}
+        for name in names:
+            column = table[name].combine_chunks()
+            flat = column.flatten()
+            if column.null_count or flat.null_count:
+                raise _null_row(name, number * _ROWS, folder)
+            lengths = compute.list_value_length(column)
+            columns[name] = lengths.to_numpy(zero_copy_only=False), flat.to_numpy()
+        yield number * _ROWS, columns
+
+
+def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folder: Path) -> None:
+    """Every row's tokens that the attention mask leaves, then end-of-text if not yet there."""
+    if "labels" in dataset.column_names:
+        raise InputError(
+            "rows of other lengths than sequence_length cannot keep their column 'labels'",
+            where=str(folder),
+            fix="cut them to sequence_length, or save the dataset without 'labels'",
+        )
+    names = [name for name in (_TOKENS, _MASK) if name in dataset.column_names]
+    for first, columns in _lists(dataset, names, folder):
+        lengths, tokens = columns[_TOKENS]
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
+            raise InputError(
+                f"a token near row {first} is outside the tokenizer's {tokenizer.vocab_size}",
+                where=str(folder),
+                fix="set tokenizer: to the tokenizer.json that the tokens were made with",
+            )
+        ends = np.cumsum(lengths[lengths > 0])
+        ends = ends[tokens[ends - 1] != tokenizer.end_of_text]
+        kept = np.insert(columns[_MASK][1] != 0, ends, True) if _MASK in columns else slice(None)
+        writer.write(np.insert(tokens, ends, tokenizer.end_of_text)[kept])
+
+
+def _documents(dataset: Any, name: str, folder: Path) -> Iterator[Piece]:
+    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=_ROWS)
+    for number, batch in enumerate(batches):
+        for offset, text in enumerate(batch[name]):
+            if text is None:
+                raise _null_row(name, number * _ROWS + offset, folder)
+            yield text, True
+
+
+def _null_row(name: str, row: int, folder: Path) -> InputError:
+    return InputError(
+        f"column '{name}' holds a null at or after row {row}",
+        where=str(folder),
+        fix=f"drop such rows: dataset.filter(lambda row: row['{name}'] is not None)",
+    )
+
+
+def _files(folder: Path) -> tuple[SourceFile, ...]:
+    """The files that the dataset is made of; `datasets` adds caches of its own to the folder."""
+    names = ["state.json", *(path.name for path in sorted(folder.glob("data-*.arrow")))]
+    return tuple(SourceFile.of(folder / name, (folder / name).stat()) for name in names)
+
+
+def _mark(folder: Path) -> str:
+    """The dataset's fingerprint: what `datasets` wrote of its history, and its files' sizes."""
+    sizes = [(file.path.name, file.size) for file in _files(folder)]
+    return digest((folder / "state.json").read_bytes(), sizes)

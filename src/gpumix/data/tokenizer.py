@@ -1,0 +1,171 @@
+"""From text to token ids: raw bytes, or a `tokenizer.json`.
+
+Both offer the same few things, so that packing and the model's vocabulary need not know which it
+is. Numpy only; the `tokenizers` package is imported where a file asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gpumix.spec.errors import InputError, MachineError
+
+# Names under which well-known vocabularies hold the token that ends a document.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+
+
+class Tokenizer(Protocol):
+    """What packing asks of a tokenizer. `fingerprint` changes when the ids of any text may."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, end-of-text included."""
+
+    @property
+    def end_of_text(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether files are handed over as raw bytes; otherwise they are decoded as UTF-8."""
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """The ids of one text, without special tokens: unsigned integers, one dimension."""
+
+    def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        """The ids of each text, as `encode` gives them, on all cores where that is possible."""
+
+
+class ByteTokenizer:
+    """One token a byte, and 256 for the end of a text."""
+
+    vocab_size = 257
+    end_of_text = 256
+    fingerprint = "bytes-1"
+    reads_bytes = True
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        raw = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+
+class FileTokenizer:
+    """A `tokenizer.json`. Bytes that are no UTF-8 become U+FFFD; truncation and padding are off.
+
+    Args:
+        path: the file, or the folder that holds `tokenizer.json`.
+
+    Raises:
+        InputError: the file is missing or broken, or which token ends a text is not plain.
+        MachineError: the package `tokenizers` is not installed.
+    """
+
+    reads_bytes = False
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise InputError(
+                f"cannot read the tokenizer: {error.strerror}",
+                where=str(file),
+                fix="set `tokenizer:` to 'bytes', a tokenizer.json or a folder that holds one",
+            ) from error
+        self._tokenizer = _parse(content, file)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise InputError("the tokenizer has no tokens", where=str(file))
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_text = vocabulary[_end_of_text(vocabulary, file)]
+        mark = hashlib.sha256(content + f"|{self.end_of_text}".encode())
+        self.fingerprint = mark.hexdigest()[:16]
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        decoded = [t.decode(errors="replace") if isinstance(t, bytes) else t for t in texts]
+        encoded = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+
+def open_tokenizer(tokenizer: Literal["bytes"] | Path) -> Tokenizer:
+    """The tokenizer that a job names; errors as `FileTokenizer` raises them."""
+    return FileTokenizer(tokenizer) if isinstance(tokenizer, Path) else ByteTokenizer()
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smaller of uint16 and uint32 that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def _parse(content: bytes, file: Path) -> Any:
+    """The `tokenizers.Tokenizer` in `content`; its `encode` neither cuts nor pads."""
+    try:
+        from tokenizers import Tokenizer as Parser
+    except ImportError as error:
+        raise MachineError(
+            "a tokenizer file needs the package 'tokenizers', which is not installed",
+            where=str(file),
+            fix="pip install 'gpumix[transformers]'",
+        ) from error
+    try:
+        parsed = Parser.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise InputError(
+            "this is not a tokenizer file",
+            where=str(file),
+            why=str(error),
+            fix="save one with `tokenizer.save('tokenizer.json')`",
+        ) from error
+    parsed.no_truncation()
+    parsed.no_padding()
+    return parsed
+
+
+def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
+    """The token that ends a text: `eos_token` of tokenizer_config.json, or the one known name."""
+    config = file.with_name("tokenizer_config.json")
+    fix = f'write {{"eos_token": "..."}} into {config}'
+    if config.is_file():
+        named = _configured(config)
+        if named is not None and named not in vocabulary:
+            raise InputError(
+                f"the end-of-text token {named!r} is not in the vocabulary",
+                where=str(config),
+                fix=fix,
+            )
+        if named is not None:
+            return named
+    known = [name for name in _END_OF_TEXT if name in vocabulary]
+    if len(known) != 1:
+        raise InputError(
+            "which token ends a text is not plain",
+            where=str(file),
+            why=f"the vocabulary holds {', '.join(known) or 'none of the usual names'}",
+            fix=fix,
+        )
+    return known[0]
+
+
+def _configured(config: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json, which writes it as a string or as an object."""
+    try:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(
+            "cannot read the tokenizer's configuration", where=str(config), why=str(error)
+        ) from error
+    return token.get("content") if isinstance(token, dict) else token

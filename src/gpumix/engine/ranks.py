@@ -1,0 +1,268 @@
+"""The ranks of a run: who they are, how they talk, and who is missing when one is.
+
+Tensors go through process groups (`data` for the engine's collectives, one more for checkpoints).
+Words go through the rendezvous store, as text: what a rank has to say is kept there, so whoever
+waits in vain can name the rank that said nothing. Each rank's heartbeat is there too.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from gpumix.engine.comm import CommunicationError, Communicator
+from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.spec.plan import Plan
+
+BEAT_S = 0.5
+# A rank that has not moved its heartbeat for so long is dead or stopped.
+SILENCE_S = 3.0
+# Within this time all that wait for the same thing have noticed that it failed.
+NOTICE_S = 1.0
+# How long a rank that lost a peer waits for somebody's own account of what happened.
+ACCOUNT_S = 5.0
+
+
+class Ranks:
+    """All ranks of a run, as one of them sees them.
+
+    Args:
+        store: the rendezvous store; None for a single process.
+        rank, world: this rank, and how many there are.
+        names: what to call each rank in messages: its device and host.
+        device: where the engine's tensors are.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self.timeout_s = timeout_s
+        self.names = [f"rank {r}" for r in range(world)]
+        self._store = store
+        self._told: dict[str, int] = {}
+        self._heart: _Heart | None = None
+        if store is not None and world > 1:
+            self._heart = _Heart(store.clone(), rank)
+            self._connect(store)
+
+    def _connect(self, store: dist.Store) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("data", store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=self.timeout_s),
+            device_id=self.device if backend == "nccl" else None,
+        )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if (
+            error is not None
+            and self._store is not None
+            and not isinstance(error, CommunicationError)
+        ):
+            report_failure(self._store, self.rank, error)
+        if self._heart is not None:
+            self._heart.stop()
+        if dist.is_initialized() and error is None:
+            dist.destroy_process_group()
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    def communicator(self, plan: Plan | None = None) -> Communicator:
+        """The engine's collectives over all ranks, in the forms of `plan`."""
+        return Communicator(
+            dist.group.WORLD if self.world > 1 else None,
+            rank=self.rank,
+            world=self.world,
+            forms=plan.collectives if plan is not None else None,
+            device=self.device,
+        )
+
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A group of CPU tensors for checkpoints, so that saving never blocks training's group."""
+        if self.world == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def gather(self, topic: str, text: str) -> list[str]:
+        """Every rank's text on `topic`, in rank order. Collective; the n-th call of every rank on
+        a topic belongs together.
+
+        Raises:
+            TrainingError: a rank said nothing within the timeout; the message names it.
+        """
+        if self._store is None or self.world == 1:
+            return [text]
+        key = self._next(topic)
+        self._store.set(f"{key}/{self.rank}", text)
+        return [self._hear(f"{key}/{rank}", rank, topic) for rank in range(self.world)]
+
+    def share(self, topic: str, text: str | None) -> str:
+        """Rank 0's text on `topic`, for all. Collective."""
+        if self._store is None or self.world == 1:
+            return text or ""
+        key = self._next(topic)
+        if self.rank == 0:
+            self._store.set(key, text or "")
+        return self._hear(key, 0, topic)
+
+    def agree(self, topic: str, error: GpumixError | None) -> None:
+        """Raise the first error that any rank has, on all of them. Collective."""
+        accounts = self.gather(topic, "" if error is None else _account(error))
+        if error is not None:
+            raise error
+        for account in accounts:
+            if account:
+                raise _retold(account)
+
+    def _next(self, topic: str) -> str:
+        self._told[topic] = self._told.get(topic, 0) + 1
+        return f"{topic}/{self._told[topic]}"
+
+    def _hear(self, key: str, rank: int, topic: str) -> str:
+        assert self._store is not None
+        deadline = time.monotonic() + self.timeout_s
+        while not self._store.check([key]):
+            failed = self._account_of_failure()
+            if failed is not None:
+                raise failed
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"{self.names[rank]} did not come to '{topic}' within {self.timeout_s:.0f} s",
+                    where=self.names[self.rank],
+                    fix="look at that rank's host; a longer `timeout` in the job waits longer",
+                )
+            time.sleep(0.005)
+        return str(self._store.get(key).decode())
+
+    # -- who is missing ----------------------------------------------------------------------------
+
+    def explain(self, error: CommunicationError) -> GpumixError:
+        """Why a collective failed: another rank's own account, else who is silent, else who is
+        late."""
+        assert self._store is not None
+        self._store.set(f"waiting/{self.rank}", error.what)
+        time.sleep(NOTICE_S)
+        late = [r for r in range(self.world) if not self._store.check([f"waiting/{r}"])]
+        deadline = time.monotonic() + ACCOUNT_S
+        while time.monotonic() < deadline:
+            account = self._account_of_failure()
+            if account is not None:
+                return account
+            time.sleep(0.1)
+        silent = self._silent()
+        if not silent and not late:
+            return error
+        return TrainingError(
+            f"{' and '.join(self.names[r] for r in silent or late)} "
+            + ("stopped answering" if silent else "did not take part"),
+            where=self.names[self.rank],
+            why=f"{error.what}: {error.why}",
+            fix="look at that process: it was killed, stopped, is slow, or its host is gone; then "
+            "run the same command with --resume",
+        )
+
+    def _account_of_failure(self) -> GpumixError | None:
+        assert self._store is not None
+        try:
+            for rank in range(self.world):
+                if rank != self.rank and self._store.check([f"failed/{rank}"]):
+                    return _retold(self._store.get(f"failed/{rank}").decode(), self.names[rank])
+        except RuntimeError as error:
+            return TrainingError(
+                "the process that holds the ranks together is gone",
+                where=self.names[self.rank],
+                why=str(error).splitlines()[0],
+                fix="look at the launcher's host, then run the same command with --resume",
+            )
+        return None
+
+    def _silent(self) -> list[int]:
+        """Ranks whose heartbeat does not move."""
+        assert self._store is not None
+        before = [self._beat(rank) for rank in range(self.world)]
+        time.sleep(SILENCE_S)
+        return [rank for rank in range(self.world) if self._beat(rank) == before[rank]]
+
+    def _beat(self, rank: int) -> str:
+        assert self._store is not None
+        key = f"beat/{rank}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+
+class _Heart:
+    """Moves this rank's heartbeat in the store, from a thread of its own."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = store
+        self._key = f"beat/{rank}"
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpumix-heart", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._stopped.wait(BEAT_S):
+            beats += 1
+            try:
+                self._store.set(self._key, str(beats))
+            except RuntimeError:  # the store is gone, and with it everybody who listens
+                return
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Tell all ranks that `rank` has failed, so that they need not wait for it."""
+    store.set(f"failed/{rank}", _account(error))
+
+
+def _account(error: BaseException) -> str:
+    """An error as text that other ranks can read."""
+    if isinstance(error, GpumixError):
+        fields = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        return json.dumps({**fields, "exit_code": error.exit_code})
+    first = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {first[0] if first else ''}"
+    return json.dumps({"what": what, "where": "", "why": "", "fix": "", "exit_code": 1})
+
+
+def _retold(account: str, who: str = "") -> GpumixError:
+    """Another rank's error, with its exit code."""
+    fields = json.loads(account)
+    exit_code = fields.pop("exit_code")
+    if not fields["where"]:
+        fields["where"] = who
+    error = TrainingError(fields.pop("what"), **fields)
+    error.exit_code = exit_code
+    return error

@@ -1,0 +1,222 @@
+"""Starts the ranks of a run on this host, watches them, and says why one failed.
+
+Ranks are forked from a server process that has imported torch once, so four of them start in a
+tenth of a second. The parent holds the rendezvous store, on loopback; so it survives any rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from gpumix.spec.cluster import Device
+from gpumix.spec.errors import GpumixError, Interrupted, TrainingError
+
+LOOPBACK = "127.0.0.1"
+PRELOAD = ["torch", "torch.distributed", "gpumix.train.preload"]
+# After one rank has failed, how long the others may take to notice and say so.
+GRACE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: its number, its device, and how it reaches the others."""
+
+    rank: int
+    world: int
+    device: Device
+    port: int
+    host: str = LOOPBACK
+
+
+Work = Callable[..., Any]
+
+
+def launch(work: Work, devices: Sequence[Device], *args: Any, debug: bool = False) -> list[Any]:
+    """Run `work(seat, *args)` in one process per device; the results in rank order.
+
+    Args:
+        work: a module-level function; it, its arguments and its result are pickled between this
+            process and its own children.
+        debug: print the traceback of every error.
+
+    Raises:
+        GpumixError: a rank's own error; of several the one that caused the others.
+        TrainingError: a rank died without a word.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with _store() as (store, port):
+        seats = [Seat(r, len(devices), device, port) for r, device in enumerate(devices)]
+        children = []
+        with _interrupts_ignored_by_children():
+            for seat in seats:
+                mine, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_child, args=(work, seat, args, theirs, debug), daemon=False
+                )
+                process.start()
+                theirs.close()
+                children.append(_Child(seat, process, mine))
+        try:
+            return _watch(children, store)
+        finally:
+            for child in children:
+                child.kill()
+
+
+@contextmanager
+def _store() -> Iterator[tuple[Any, int]]:
+    """The rendezvous store, on a free port of loopback."""
+    import torch.distributed as dist
+
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=os.dup(server.fileno()),
+        )
+        yield store, port
+
+
+@contextmanager
+def _interrupts_ignored_by_children() -> Iterator[None]:
+    """Ctrl-C reaches the whole process group; ranks take it only once they are ready for it."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main = before is not None and _in_main_thread()
+    if in_main:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+@dataclass
+class _Child:
+    seat: Seat
+    process: Any
+    pipe: Connection
+    ended: bool = False
+    result: Any = None
+    error: GpumixError | None = None
+    unexpected: str = ""
+
+    def name(self) -> str:
+        return f"rank {self.seat.rank} (device '{self.seat.device.id}', pid {self.process.pid})"
+
+    def collect(self) -> None:
+        """Take what the child sent before it ended, if anything."""
+        self.ended = True
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            self.error = _death(self.name(), self.process.exitcode)
+            return
+        if kind == "result":
+            self.result = value
+        elif kind == "error":
+            self.error = value
+        else:
+            self.unexpected = value
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _death(name: str, exit_code: int | None) -> TrainingError:
+    how = f"left with exit code {exit_code}"
+    why = ""
+    if exit_code is not None and exit_code < 0:
+        how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        if -exit_code == signal.SIGKILL:
+            why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
+    return TrainingError(
+        f"{name} {how}",
+        where=f"host {socket.gethostname()}",
+        why=why,
+        fix="run the same command with --resume",
+    )
+
+
+def _watch(children: list[_Child], store: Any) -> list[Any]:
+    """Wait for all; once one has failed, for as long as the others need to notice."""
+    from gpumix.engine.ranks import report_failure
+
+    deadline: float | None = None
+    interrupts = 0
+    while waiting := [c for c in children if not c.ended]:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            ready = wait([c.pipe for c in waiting], timeout)
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts > 1:
+                raise
+            continue  # the ranks have it too; they save and leave
+        for child in waiting:
+            if child.pipe in ready:
+                child.collect()
+                if child.error is not None:
+                    report_failure(store, child.seat.rank, child.error)
+                if child.error is not None or child.unexpected:
+                    deadline = deadline or time.monotonic() + GRACE_S
+        if not ready and deadline is not None and time.monotonic() >= deadline:
+            break
+    _raise_cause(children)
+    return [child.result for child in children]
+
+
+def _raise_cause(children: list[_Child]) -> None:
+    """Raise the error that explains the others."""
+    for child in children:
+        if child.unexpected:
+            raise RuntimeError(f"{child.name()} failed:\n{child.unexpected}")
+    errors = [c.error for c in children if c.error is not None]
+    deaths = [c.error for c in children if c.error is not None and "killed by" in c.error.what]
+    own = [e for e in errors if type(e).__name__ != "CommunicationError"]
+    if errors:
+        raise (deaths or own or errors)[0]
+
+
+def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debug: bool) -> None:
+    """One rank's process. Its own edge: whatever happens is told to the parent."""
+    try:
+        pipe.send(("result", work(seat, *args)))
+    except GpumixError as error:
+        if debug and not isinstance(error, Interrupted):
+            traceback.print_exc()
+        pipe.send(("error", error))
+    except BaseException:
+        pipe.send(("unexpected", traceback.format_exc()))
+    finally:
+        pipe.close()
+        sys.stderr.flush()
+        # Threads of a broken process group may hang in their destructors; the parent knows all.
+        os._exit(0)

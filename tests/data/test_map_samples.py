@@ -1,0 +1,150 @@
+"""Any map-style dataset as a source: stacking, and errors that name the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpumix.data.rows import Source, split_held_out
+from gpumix.data.samples import SampleSource, as_source
+from gpumix.spec.errors import InputError
+
+
+class Squares(torch.utils.data.Dataset):
+    def __init__(self, n: int = 10) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "tensor": torch.full((2, 3), index, dtype=torch.bfloat16),
+            "array": np.arange(index, index + 4, dtype=np.int32),
+            "whole": index * index,
+            "real": 0.5,
+            "flag": index % 2 == 0,
+            "list": [index, 0],
+        }
+
+
+def test_samples_are_stacked_by_index():
+    rows = SampleSource(Squares(), "squares").rows(np.array([7, 2]))
+    assert rows["tensor"].shape == (2, 2, 3) and rows["tensor"].dtype == torch.bfloat16
+    assert rows["array"].tolist() == [[7, 8, 9, 10], [2, 3, 4, 5]]
+    assert rows["array"].dtype == torch.int32
+    assert rows["whole"].tolist() == [49, 4] and rows["whole"].dtype == torch.int64
+    assert rows["real"].dtype == torch.float32
+    assert rows["flag"].tolist() == [False, True]
+    assert rows["list"].tolist() == [[7, 0], [2, 0]]
+
+
+def test_no_rows_keep_dtype_and_shape():
+    source = SampleSource(Squares(), "squares")
+    some, none = source.rows(np.array([1])), source.rows(np.empty(0, dtype=np.int64))
+    for key, value in some.items():
+        assert none[key].shape == (0, *value.shape[1:]) and none[key].dtype == value.dtype
+
+
+def test_one_sample_and_its_bounds():
+    source = SampleSource(Squares(), "squares")
+    assert len(source) == 10 and source[3]["whole"] == 9
+    with pytest.raises(IndexError, match="sample 10 of 10"):
+        source[10]
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_that_way():
+    class Many(Squares):
+        def __getitems__(self, indices: list[int]) -> list[dict[str, int]]:
+            return [{"whole": -index} for index in indices]
+
+    assert SampleSource(Many(), "many").rows(np.array([4, 5]))["whole"].tolist() == [-4, -5]
+
+
+def test_a_read_only_array_is_copied_without_a_warning(recwarn):
+    array = np.arange(3)
+    array.flags.writeable = False
+    assert SampleSource([{"a": array}], "x").rows(np.array([0]))["a"].tolist() == [[0, 1, 2]]
+    assert not recwarn.list
+
+
+def test_a_source_is_taken_as_it_is():
+    source = SampleSource(Squares(), "squares")
+    assert as_source(source) is source
+    assert isinstance(as_source(Squares()), Source)
+
+
+def test_fingerprints_know_name_length_and_shape():
+    def mark(samples: list[dict[str, Any]], name: str = "x") -> str:
+        return SampleSource(samples, name).fingerprint
+
+    one = mark([{"a": 1}])
+    assert mark([{"a": 2}]) == one  # the content may be augmented at random
+    assert len({one, mark([{"a": 1}], "y"), mark([{"a": 1}] * 2), mark([{"a": [1]}])}) == 4
+
+
+RAGGED = {
+    "shape": {"a": [1, 2, 3]},
+    "dtype": {"a": [1.0, 2.0]},
+    "keys": {"b": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_a_sample_that_differs_is_named(kind):
+    source = SampleSource([{"a": [1, 2]}, {"a": [3, 4]}, RAGGED[kind]], "mine:make")
+    with pytest.raises(InputError, match="sample 2") as caught:
+        source.rows(np.array([0, 2]))
+    assert caught.value.where == "mine:make"
+
+
+@pytest.mark.parametrize("value", ["text", None, [1, [2]], object()])
+def test_what_is_no_tensor_is_named(value):
+    with pytest.raises(InputError, match=r"sample 0 holds 'a', a .* that is no tensor"):
+        SampleSource([{"a": value}], "mine:make")
+
+
+@pytest.mark.parametrize("sample", [(1, 2), 3, {}])
+def test_samples_must_be_dictionaries(sample):
+    with pytest.raises(InputError, match="not a dictionary of tensors"):
+        SampleSource([sample], "mine:make")
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return iter([{"a": 1}] * 3)
+
+
+@pytest.mark.parametrize("dataset", [iter([{"a": 1}]), Stream(), {1, 2}])
+def test_datasets_must_be_map_style(dataset):
+    with pytest.raises(InputError, match="no map-style dataset"):
+        as_source(dataset)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(InputError, match="empty"):
+        as_source([])
+
+
+@pytest.mark.parametrize(
+    ("n", "part", "kept"), [(10, 0.0, 0), (10, 0.02, 1), (10, 0.35, 3), (1000, 0.02, 20), (1, 0, 0)]
+)
+def test_the_end_is_held_out(n, part, kept):
+    train, held_out = split_held_out(as_source(Squares(n)), part)
+    assert (len(train), len(held_out)) == (n - kept, kept)
+    if kept:
+        assert held_out[0]["whole"] == (n - kept) ** 2
+    assert held_out.rows(np.empty(0, dtype=np.int64))["whole"].shape == (0,)
+    assert train.fingerprint != held_out.fingerprint
+
+
+def test_something_must_be_left_to_train_on():
+    with pytest.raises(InputError, match="1 sample, and"):
+        split_held_out(as_source(Squares(1)), 0.02)

@@ -1,0 +1,150 @@
+"""From a job to its sources: text, a saved dataset, a factory; paths start from its folder."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_helpers import write_tokenizer
+
+from gpumix.data.rows import Source
+from gpumix.data.sources import open_data
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+
+_NAMES = (f"user_module_{number}" for number in itertools.count())
+
+MODULE = """
+import helper_of_{name}
+import torch
+
+class Data:
+    def __init__(self, n, length=4):
+        self.n, self.length = n, length
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        return {{"input_ids": torch.full((self.length,), index)}}
+
+def make(n, length=4):
+    return Data(n, length)
+
+def make_iterator(n):
+    return iter(range(n))
+
+def make_source(n):
+    from gpumix.data.samples import SampleSource
+    return SampleSource(Data(n), "own name")
+
+number = 3
+"""
+
+
+def job(**data: Any) -> Job:
+    return Job.model_validate(
+        {"model": {"config": {}}, "sequence_length": 4, "global_batch": 2, "steps": 1, "data": data}
+    )
+
+
+def opened(folder: Path, **data: Any) -> tuple[Source, Source]:
+    return open_data(job(**data), folder, folder / "cache")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> str:
+    """The name of a module in the job's folder, new for each test."""
+    name = next(_NAMES)
+    (tmp_path / f"{name}.py").write_text(MODULE.format(name=name))
+    (tmp_path / f"helper_of_{name}.py").write_text("")
+    monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
+    return name
+
+
+def test_text_is_found_from_the_folder_and_split(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(40)))
+    train, held_out = opened(tmp_path, text=["a.txt"], held_out=0.2)
+    assert (len(train), len(held_out)) == (8, 2)
+    assert train[1]["input_ids"].tolist() == [4, 5, 6, 7] == train[1]["labels"].tolist()
+    assert held_out[0]["input_ids"].tolist() == [32, 33, 34, 35]
+    masked = train.rows(np.array([0]))
+    masked["labels"].fill_(-100)
+    assert masked["input_ids"].tolist() == [[0, 1, 2, 3]]
+
+
+def test_a_tokenizer_is_found_from_the_folder(tmp_path):
+    write_tokenizer(tmp_path / "t.json", "</s>")
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    named = job(text=["a.txt"], held_out=0).model_copy(update={"tokenizer": Path("t.json")})
+    train, held_out = open_data(named, tmp_path, tmp_path / "cache")
+    assert train[0]["input_ids"].tolist() == [2, 3, 4, 5]
+    assert len(held_out) == 0
+
+
+def test_a_saved_dataset_is_found_from_the_folder(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = {"input_ids": [[i] * 4 for i in range(5)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"))
+    train, held_out = opened(tmp_path, dataset="d")
+    assert (len(train), len(held_out)) == (4, 1)
+    assert held_out[0]["input_ids"].tolist() == [4, 4, 4, 4]
+
+
+def test_a_factory_is_found_in_the_folder_and_called(tmp_path, module):
+    train, held_out = opened(tmp_path, factory=f"{module}:make", arguments={"n": 10}, held_out=0.3)
+    assert (len(train), len(held_out)) == (7, 3)
+    assert train.rows(np.array([6]))["input_ids"].tolist() == [[6, 6, 6, 6]]
+
+
+def test_a_factory_may_make_a_source(tmp_path, module):
+    train, _ = opened(tmp_path, factory=f"{module}:make_source", arguments={"n": 10})
+    assert len(train) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("mke", {}, "has no function 'mke'"),
+        ("number", {}, "has no function 'number'"),
+        ("make", {}, "missing a required argument: 'n'"),
+        ("make", {"n": 3, "m": 3}, "unexpected keyword argument 'm'"),
+        ("make_iterator", {"n": 3}, "no map-style dataset"),
+        ("make", {"n": 0}, "the dataset is empty"),
+        ("make", {"n": 9, "length": 5}, "sequence_length is 4"),
+    ],
+)
+def test_what_a_factory_cannot_be(tmp_path, module, name, arguments, says):
+    with pytest.raises(InputError, match=says):
+        opened(tmp_path, factory=f"{module}:{name}", arguments=arguments)
+
+
+def test_near_names_are_offered(tmp_path, module):
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path, factory=f"{module}:mke")
+    assert "make" in caught.value.why
+    with pytest.raises(InputError, match="no module") as caught:
+        opened(tmp_path, factory=f"{module}x:make")
+    assert module in caught.value.why
+
+
+@pytest.mark.parametrize("content", ["import no_such_package", "def make(:", "raise ImportError"])
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, module, content):
+    (tmp_path / f"{module}.py").write_text(content)
+    with pytest.raises(InputError, match=f"'{module}' cannot be imported"):
+        opened(tmp_path, factory=f"{module}:make")
+
+
+def test_an_error_inside_a_factory_passes_through(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("def make():\n    return 1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        opened(tmp_path, factory=f"{module}:make")
+
+
+def test_too_little_data_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abcd")
+    with pytest.raises(InputError, match="none is left to train on"):
+        opened(tmp_path, text=["a.txt"])
