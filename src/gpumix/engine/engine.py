@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine import layered
+from gpumix.engine import layered, state
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.layered import MicroBatch, Parts
 from gpumix.engine.objective import Objective
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.state import OptimizerState
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, split_micro_batches
 
@@ -30,6 +33,8 @@ class Engine:
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
+    `notice` is a number that this rank tells all others in the next step, at no further cost;
+    `notices_by_rank` is what all ranks said in the last one.
     """
 
     def __init__(
@@ -49,13 +54,14 @@ class Engine:
         self.steps = 0
         self.scaler = LossScaler(TORCH_DTYPE[plan.compute_dtype])
         self.overflowed = False
+        self.notice = 0.0
         self._parts = parts
         self._objective = objective
         self._dtype = TORCH_DTYPE[plan.compute_dtype]
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
-        self._stats = torch.zeros(comm.world, 2)
+        self._stats = torch.zeros(comm.world, 3)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -123,9 +129,13 @@ class Engine:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def losses_by_rank(self) -> list[float]:
-        """Each rank's mean loss in the last step, nan for a rank without samples."""
-        return (self._stats[:, 0] / self._stats[:, 1]).tolist()
+    def ranks_with_bad_loss(self) -> list[int]:
+        """Ranks whose summed loss was not finite in the last step."""
+        return [r for r, loss in enumerate(self._stats[:, 0].tolist()) if not math.isfinite(loss)]
+
+    def notices_by_rank(self) -> list[float]:
+        """Each rank's `notice` in the last step."""
+        return self._stats[:, 2].tolist()
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -150,6 +160,30 @@ class Engine:
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of all parameters by name, as in the unsharded model."""
         return {p.name: p.shape for p in self.pieces()}
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The unsharded model's state dict, on the CPU, by its own names. Collective.
+
+        Args:
+            rank0_only: the other ranks take part but get nothing.
+        """
+        return state.full_state(self.model, self.groups(), self.comm, rank0_only=rank0_only)
+
+    def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of an unsharded model's state dict.
+
+        Raises:
+            InputError: names or shapes differ; nothing was changed.
+        """
+        state.load_full_state(self.model, self.groups(), values)
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
+        return state.optimizer_state(self.pieces(), optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
+        """Replace what `optimizer` keeps; its hyperparameters stay."""
+        state.load_optimizer_state(self.pieces(), optimizer, values)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -184,7 +218,8 @@ class Engine:
         return value.to(self.device, dtype, non_blocking=True)
 
     def _exchange(self, results: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Any]:
-        row = torch.zeros(2, dtype=torch.float64, device=self.device)
+        row = torch.zeros(3, dtype=torch.float64, device=self.device)
+        row[2] = self.notice
         for loss, count in results:
             row[0] += loss
             row[1] += count

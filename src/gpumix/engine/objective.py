@@ -37,14 +37,22 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
             where=f"batch with {_describe(batch)}",
             fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
         )
-    labels = counted = batch["labels"]
-    if getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss":
-        counted = labels[..., 1:]  # that loss compares each position with the next label
-    count = (counted != IGNORED_LABEL).sum()
+    labels = batch["labels"]
+    count = (_counted(model, labels) != IGNORED_LABEL).sum()
     # A micro-batch without any label would have a mean loss of 0 / 0; with some other label it has
     # a finite one, and both loss and gradient are multiplied with 0.
     labels = torch.where(count > 0, labels, torch.zeros_like(labels))
-    return model(**{**batch, "labels": labels}).loss * count, count
+    # In fp32: a sum over many labels is beyond fp16's range.
+    return model(**{**batch, "labels": labels}).loss.float() * count, count
+
+
+def _counted(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The labels that enter the model's loss."""
+    # That loss compares each position with the next label. Encoder-decoders have it by name too,
+    # but shift their decoder's input instead.
+    shifts = getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+    encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+    return labels[..., 1:] if shifts and not encoder_decoder else labels
 
 
 def summed_by_model(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,9 +35,9 @@ class Ranks:
     Args:
         store: the rendezvous store; None for a single process.
         rank, world: this rank, and how many there are.
-        names: what to call each rank in messages: its device and host.
         device: where the engine's tensors are.
         timeout_s: how long a rank waits for the others.
+        name: of this rank in messages: its device and host.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Ranks:
         world: int,
         device: torch.device,
         timeout_s: float,
+        name: str = "",
     ) -> None:
         self.rank = rank
         self.world = world
@@ -60,6 +61,10 @@ class Ranks:
         if store is not None and world > 1:
             self._heart = _Heart(store.clone(), rank)
             self._connect(store)
+            self.names = [
+                f"rank {r}{f' ({told})' if told else ''}"
+                for r, told in enumerate(self.gather("names", name))
+            ]
 
     def _connect(self, store: dist.Store) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -112,9 +117,12 @@ class Ranks:
 
     # -- words -------------------------------------------------------------------------------------
 
-    def gather(self, topic: str, text: str) -> list[str]:
+    def gather(self, topic: str, text: str, *, patience_s: float = 0.0) -> list[str]:
         """Every rank's text on `topic`, in rank order. Collective; the n-th call of every rank on
         a topic belongs together.
+
+        Args:
+            patience_s: how much longer than the usual timeout the slowest may take.
 
         Raises:
             TrainingError: a rank said nothing within the timeout; the message names it.
@@ -123,7 +131,7 @@ class Ranks:
             return [text]
         key = self._next(topic)
         self._store.set(f"{key}/{self.rank}", text)
-        return [self._hear(f"{key}/{rank}", rank, topic) for rank in range(self.world)]
+        return [self._hear(f"{key}/{r}", r, topic, patience_s) for r in range(self.world)]
 
     def share(self, topic: str, text: str | None) -> str:
         """Rank 0's text on `topic`, for all. Collective."""
@@ -134,9 +142,10 @@ class Ranks:
             self._store.set(key, text or "")
         return self._hear(key, 0, topic)
 
-    def agree(self, topic: str, error: GpumixError | None) -> None:
-        """Raise the first error that any rank has, on all of them. Collective."""
-        accounts = self.gather(topic, "" if error is None else _account(error))
+    def agree(self, topic: str, error: GpumixError | None, *, patience_s: float = 0.0) -> None:
+        """Raise the first error that any rank has, on all of them. Collective; see `gather`."""
+        text = "" if error is None else _account(error)
+        accounts = self.gather(topic, text, patience_s=patience_s)
         if error is not None:
             raise error
         for account in accounts:
@@ -147,16 +156,17 @@ class Ranks:
         self._told[topic] = self._told.get(topic, 0) + 1
         return f"{topic}/{self._told[topic]}"
 
-    def _hear(self, key: str, rank: int, topic: str) -> str:
+    def _hear(self, key: str, rank: int, topic: str, patience_s: float = 0.0) -> str:
         assert self._store is not None
-        deadline = time.monotonic() + self.timeout_s
+        allowed_s = self.timeout_s + patience_s
+        deadline = time.monotonic() + allowed_s
         while not self._store.check([key]):
             failed = self._account_of_failure()
             if failed is not None:
                 raise failed
             if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"{self.names[rank]} did not come to '{topic}' within {self.timeout_s:.0f} s",
+                    f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
                     where=self.names[self.rank],
                     fix="look at that rank's host; a longer `timeout` in the job waits longer",
                 )

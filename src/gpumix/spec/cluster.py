@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 from gpumix.spec.base import Value
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
+CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
 
 class DeviceClass(Value):
     """Devices that are interchangeable: same model, memory and host link.
@@ -22,7 +24,7 @@ class DeviceClass(Value):
     `driver` and `compute_capability` are empty for CPUs.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=CLASS_NAME)
     accelerator: Literal["cuda", "cpu"]
     memory_bytes: Bytes = Field(gt=0)
     emulate_flops_per_s: FlopRate | None = None
@@ -81,6 +83,10 @@ class Cluster(Value):
     def device(self, device_id: str) -> Device:
         """The device with this id; raises KeyError if there is none."""
         return {d.id: d for d in self.devices}[device_id]
+
+    def in_rank_order(self) -> tuple[Device, ...]:
+        """The devices by host, ordinal and id: rank r of a run has the r-th."""
+        return tuple(sorted(self.devices, key=lambda d: (d.host, d.ordinal, d.id)))
 
     def members(self, class_name: str) -> tuple[Device, ...]:
         """The devices of one class, by id, so that the order they were listed in is forgotten."""

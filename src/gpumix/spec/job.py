@@ -7,7 +7,7 @@ words the errors; this page only says what a job is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.units import Seconds
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -71,13 +72,22 @@ class OptimizerSpec(Value):
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd only")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="on parameters of two and more dimensions"
+        default=0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="on parameters of two and more dimensions",
     )
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _momentum_is_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"'momentum' has no effect on {self.name}; it is for sgd")
+        return self
 
 
 class ScheduleSpec(Value):

@@ -31,13 +31,18 @@ GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its number, its device, and how it reaches the others."""
+    """Where a rank sits: its number, its device, and how it reaches the others.
+
+    `run` keeps the words of several runs in one store apart. `holds_store`: no other process does.
+    """
 
     rank: int
     world: int
     device: Device
     port: int
     host: str = LOOPBACK
+    run: str = "run"
+    holds_store: bool = False
 
 
 Work = Callable[..., Any]
@@ -167,8 +172,11 @@ def _death(name: str, exit_code: int | None) -> TrainingError:
 
 def _watch(children: list[_Child], store: Any) -> list[Any]:
     """Wait for all; once one has failed, for as long as the others need to notice."""
+    import torch.distributed as dist
+
     from gpumix.engine.ranks import report_failure
 
+    run_store = dist.PrefixStore(children[0].seat.run, store)
     deadline: float | None = None
     interrupts = 0
     while waiting := [c for c in children if not c.ended]:
@@ -184,7 +192,7 @@ def _watch(children: list[_Child], store: Any) -> list[Any]:
             if child.pipe in ready:
                 child.collect()
                 if child.error is not None:
-                    report_failure(store, child.seat.rank, child.error)
+                    report_failure(run_store, child.seat.rank, child.error)
                 if child.error is not None or child.unexpected:
                     deadline = deadline or time.monotonic() + GRACE_S
         if not ready and deadline is not None and time.monotonic() >= deadline:

@@ -1,0 +1,109 @@
+"""`gpumix demo`: the whole way on four emulated devices, on text that every Python brings along."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+
+EVEN_STEPS = 5
+# Neither a part of the library itself, nor in every installation.
+NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
+
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 192,
+    "n_layer": 6,
+    "n_head": 6,
+    "n_positions": 128,
+    "vocab_size": 264,  # 256 bytes, the end of a text, and a round number
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+
+# Speeds 4 : 2 : 1 : 1, and the fast device is not the one with the most memory. The rates keep
+# the emulation at a fraction of two ordinary CPU cores.
+CLUSTER = [
+    {"class": "fast", "emulate": "8 GFLOP/s", "memory": "64 MiB"},
+    {"class": "medium", "emulate": "4 GFLOP/s", "memory": "128 MiB"},
+    {"class": "slow", "emulate": "2 GFLOP/s", "memory": "48 MiB", "count": 2},
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Train a small GPT on an emulated mixture of devices; takes a few minutes.\n\n"
+        "Example: gpumix demo --steps 10"
+    )(demo)
+
+
+@verb
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps.")] = 24,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The run's folder; a former demo is replaced.")
+    ] = Path("runs/demo"),
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the job.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.train.pipeline import Pipeline
+
+    job_file = _write_job(output, steps)
+    pipeline = Pipeline.of_file(job_file, overrides, debug=debug)
+    summary = pipeline.train(None, resume=False)
+    pipeline.show(f"now {EVEN_STEPS} steps with an even split, on the same devices")
+    even = pipeline.try_out(pipeline.plan(pipeline.profile(), "even"), EVEN_STEPS)
+    speedup = summary.tokens_per_s / even.tokens_per_s
+    error = summary.prediction_error or 0.0
+    pipeline.show(
+        f"[bold]{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
+        f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}[/bold]"
+    )
+    if as_json:
+        overruns = summary.overruns + even.overruns
+        print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
+
+
+def _write_job(folder: Path, steps: int) -> Path:
+    """The demo's job file, in a fresh folder."""
+    import yaml
+
+    if (folder / "demo.yaml").exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {
+        "model": {"config": GPT},
+        "data": {"text": _library_text(), "pattern": "*.py", "held_out": 0.01},
+        "sequence_length": 128,
+        "global_batch": 32,
+        "steps": steps,
+        "optimizer": {"lr": 2e-3},
+        "schedule": {"warmup_steps": 3},
+        "cluster": CLUSTER,
+        "output": str(folder.absolute()),
+        "log_every_steps": 2,
+        "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},
+    }
+    path = folder / "demo.yaml"
+    path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _library_text() -> list[str]:
+    """The source of the standard library: its modules and packages."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [
+        path
+        for path in sorted(library.iterdir())
+        if path.name not in NOT_TEXT and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    ]
+    return [str(path) for path in found]

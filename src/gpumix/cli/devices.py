@@ -1,0 +1,46 @@
+"""`gpumix devices`: what there is to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Show the devices of this host, or of a job or cluster file.\n\n"
+        "Example: gpumix devices --json"
+    )(devices)
+
+
+@verb
+def devices(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="[JOB]", help="Take the cluster of this job.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="Take this cluster file.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.hardware.discover import discover
+    from gpumix.spec.read import read_cluster, read_job
+    from gpumix.train.tables import devices_table, stderr
+
+    wanted = None
+    if cluster is not None:
+        wanted = read_cluster(cluster)
+    elif job is not None:
+        named = read_job(job, overrides).cluster
+        wanted = None if named == "auto" else named
+    found = wanted or discover()
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        stderr().print(devices_table(found))

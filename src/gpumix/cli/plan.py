@@ -1,0 +1,78 @@
+"""`gpumix plan`: who computes what and who stores what. Decides, so it never imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+
+if TYPE_CHECKING:
+    from gpumix.spec.cluster import Cluster
+    from gpumix.spec.job import Job
+    from gpumix.spec.profile import Profile
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Plan a job; measures first what is not in the cache.\n\n"
+        "Example: gpumix plan job.yaml --strategy even --output plan.json"
+    )(plan)
+
+
+@verb
+def plan(
+    job: JobFile,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Plan from this profile.")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="optimal or even; default: the job's.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.planner.explain import plan as make_plan
+    from gpumix.spec.profile import Profile
+    from gpumix.spec.read import read_job
+    from gpumix.train.tables import plan_table, stderr
+
+    read = read_job(job, overrides)
+    measured = Profile.load(profile) if profile is not None else _measured(job, read, overrides)
+    made = make_plan(measured, read.global_batch, strategy or read.strategy)
+    if output is not None:
+        made.save(output)
+    if as_json:
+        print_json(made.model_dump(mode="json"))
+    else:
+        stderr().print(plan_table(made))
+
+
+def _measured(path: Path, job: Job, overrides: list[str]) -> Profile:
+    """The profile from the cache; another process measures what is missing there."""
+    found = _cached(path, job)
+    if found is None:
+        sets = [part for override in overrides for part in ("--set", override)]
+        command = [sys.executable, "-m", "gpumix", "profile", str(path), *sets]
+        done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise typer.Exit(done.returncode)
+        found = _cached(path, job)
+    assert found is not None, "the profiler saves what it measures"
+    return found
+
+
+def _cached(path: Path, job: Job) -> Profile | None:
+    from gpumix.hardware.discover import discover
+    from gpumix.profiler.cache import MeasurementCache
+
+    cluster: Cluster = discover() if job.cluster == "auto" else job.cluster
+    return MeasurementCache(job, cluster, path.absolute().parent).load()

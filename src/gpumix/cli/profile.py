@@ -1,0 +1,45 @@
+"""`gpumix profile`: how fast each device class is at this job's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Measure compute, memory and network for a job's model; results are cached.\n\n"
+        "Example: gpumix profile job.yaml --output profile.json"
+    )(profile)
+
+
+@verb
+def profile(
+    job: JobFile,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile here.")
+    ] = None,
+    fresh: Fresh = False,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.train.pipeline import Pipeline
+    from gpumix.train.tables import profile_table
+
+    pipeline = Pipeline.of_file(job, overrides, debug=debug)
+    found = pipeline.profile(fresh=fresh)
+    if not pipeline.speaks:
+        return
+    if output is not None:
+        found.save(output)
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        pipeline.show(profile_table(found))

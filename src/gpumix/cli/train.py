@@ -1,0 +1,46 @@
+"""`gpumix train`: detect, profile, plan, show, train."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Train a job: detect the devices, profile, plan, show, train.\n\n"
+        "Starts one process per device on this host; for several hosts start it with torchrun:\n"
+        "torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix train job.yaml\n\n"
+        "Example: gpumix train job.yaml --set steps=1000 --resume"
+    )(train)
+
+
+@verb
+def train(
+    job: JobFile,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Train by this plan; nothing is profiled.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")
+    ] = False,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.spec.plan import Plan
+    from gpumix.train.pipeline import Pipeline
+
+    given = Plan.load(plan) if plan is not None else None
+    pipeline = Pipeline.of_file(job, overrides, debug=debug)
+    summary = pipeline.train(given, resume=resume)
+    if not pipeline.speaks:
+        return
+    pipeline.show_summary(summary)
+    if as_json:
+        print_json(asdict(summary))

@@ -1,0 +1,252 @@
+"""How many bytes a worker holds at its peak, by cause. All amounts are bytes.
+
+The peak is the largest of the moments in `cost.phases`. Each is linear in the worker's share of the
+state (its state, and the buffer that receives gradients), so a choice of samples and micro-batch
+leaves room for a largest share: `MemoryModel.capacity`, which the planner searches with.
+`memory_by_worker` counts a finished plan exactly, by the intervals that `spec.plan.cut` gives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpumix.cost.curves import FloatArray, MicroBatches, values_at
+from gpumix.cost.network import GRADIENT_BYTES, Links, UnitSize, unit_sizes
+from gpumix.cost.phases import Pass, Phase, phases
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.plan import Worker, cut_sizes
+from gpumix.spec.profile import ROOT, Curve, ModelProfile, Profile
+
+# An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
+MASTER_BYTES = 4
+SHARD_GRADIENT_BYTES = 4
+
+# What an allocator cannot hand out. CUDA's caching allocator loses memory to fragments between
+# blocks of unlike size; layered passes reuse equal blocks, so 6 % is left for that. Allocation on
+# the CPU is capped to the byte; 2 % covers the temporaries of the framework's own kernels.
+CUDA_RESERVE = 0.06
+CPU_RESERVE = 0.02
+
+# A cut rounds both ends of an interval: at most one element a unit, one more for the float sums.
+ROUNDING_ELEMENTS = 2
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What one rank stores: elements of one unit of each kind, and all its frozen bytes."""
+
+    elements: Mapping[str, int]
+    frozen_bytes: int
+
+
+def usable_bytes(device_class: DeviceClass) -> int:
+    """What a plan may fill of a device's memory, the framework's own bytes included."""
+    reserve = CUDA_RESERVE if device_class.accelerator == "cuda" else CPU_RESERVE
+    return int(device_class.memory_bytes * (1.0 - reserve))
+
+
+def unit_counts(model: ModelProfile) -> Counter[str]:
+    """Units of each kind, the root among them; a unit that is called twice is one unit."""
+    return Counter({ROOT: 1}) + Counter(dict(zip(model.calls, model.kind_of_call)).values())
+
+
+def owned_by_rank(model: ModelProfile, shares: tuple[float, ...]) -> tuple[Owned, ...]:
+    """What each rank stores at these shares, to the element."""
+    counts, sizes = unit_counts(model), unit_sizes(model)
+    trainable = {name: cut_sizes(size.trainable, shares) for name, size in sizes.items()}
+    frozen = {name: cut_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
+    return tuple(
+        Owned(
+            elements={name: owned[rank] for name, owned in trainable.items()},
+            frozen_bytes=sum(n * frozen[name][rank] for name, n in counts.items()),
+        )
+        for rank in range(len(shares))
+    )
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Bytes by phase (first axis) of many choices: without state, and what a share of it adds.
+
+    `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
+    """
+
+    fixed: FloatArray
+    rounding: FloatArray
+    per_share: FloatArray
+
+    def capacity(self, free_bytes: float) -> FloatArray:
+        """The largest share of the state, at most 1, that each choice leaves room for.
+
+        `free_bytes` is what the device has besides the framework. -1 where the choice does not fit
+        even without state.
+        """
+        room = free_bytes - self.fixed
+        share = ((room - self.rounding) / self.per_share).min(axis=0)
+        return np.where(room.min(axis=0) >= 0, np.clip(share, 0.0, 1.0), -1.0)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What a model trained over `ranks` ranks holds, for any samples, micro-batch and share."""
+
+    profile: Profile
+    links: Links
+    ranks: int
+    phases: tuple[Phase, ...] = field(init=False)
+    sizes: Mapping[str, UnitSize] = field(init=False)
+    counts: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", phases(self.profile.model))
+        object.__setattr__(self, "sizes", unit_sizes(self.profile.model))
+        object.__setattr__(self, "counts", unit_counts(self.profile.model))
+
+    @property
+    def bytes_per_element(self) -> int:
+        """State of one element."""
+        return MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
+
+    @property
+    def state_bytes(self) -> int:
+        """State of the whole model, which the shares divide."""
+        frozen = sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
+        return self.profile.model.parameters * self.bytes_per_element + frozen
+
+    def without_state(self, phase: Phase, held: Activations) -> dict[str, FloatArray]:
+        """Bytes of `phase` by cause, those apart that depend on the share of the state."""
+        fixed = {
+            "buffers": self.profile.model.root.buffer_bytes,
+            "gathered": sum(
+                self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in phase.gathered
+            ),
+            "gradients": sum(self.sizes[n].gradient_bytes for n in phase.gradients),
+        }
+        return {cause: np.asarray(size, np.float64) for cause, size in fixed.items()} | {
+            "activations": held.kept(phase),
+            "boundary gradients": held.boundary(phase),
+            "working set": held.working(phase),
+        }
+
+    def demands(self, micro: MicroBatches) -> Demands:
+        """What each choice of `micro` takes in each phase, to compare with any amount of memory."""
+        held = Activations(self.profile.model, micro)
+        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.bytes_per_element + 1)
+        fixed = [sum(self.without_state(phase, held).values()) for phase in self.phases]
+        spare = [rounding + self._received_bytes(p, ROUNDING_ELEMENTS) for p in self.phases]
+        across = (len(self.phases),) + (1,) * micro.size.ndim
+        return Demands(
+            fixed=np.stack([np.broadcast_to(f, micro.size.shape) for f in fixed]),
+            rounding=np.asarray(spare, np.float64).reshape(across),
+            per_share=np.asarray(
+                [max(1, self.bytes_per_share(p)) for p in self.phases], np.float64
+            ).reshape(across),
+        )
+
+    def bytes_per_share(self, phase: Phase) -> int:
+        """What `phase` holds more at share 1 than at share 0."""
+        reduced = self.sizes[phase.reduced].trainable if phase.reduced else 0
+        return self.state_bytes + self._received_bytes(phase, reduced)
+
+    def ones_are_least(self, largest: int) -> bool:
+        """Whether no cut of samples takes less memory than micro-batches of one sample.
+
+        True where keeping m samples at once takes at least m times what one takes, up to `largest`.
+        """
+        model, sizes = self.profile.model, np.arange(1, largest + 1)
+        curves = [model.root.kept, *(c for k in model.kinds for c in (k.kept, k.gradient))]
+        together = [values_at(curve, sizes) for curve in curves]
+        return all(bool((values >= sizes * values[0]).all()) for values in together)
+
+    def peaks(self, micro: MicroBatches, owned: Sequence[Owned]) -> list[dict[str, int]]:
+        """Peak by cause, the framework apart, of each entry of `micro` that stores `owned`."""
+        held = Activations(self.profile.model, micro)
+        state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
+        moments = []
+        for phase in self.phases:
+            causes = {"state": state} | self.without_state(phase, held)
+            own = [o.elements[phase.reduced] if phase.reduced else 0 for o in owned]
+            causes["gradients"] = causes["gradients"] + np.asarray(
+                [self._received_bytes(phase, n) for n in own], np.float64
+            )
+            moments.append({c: np.broadcast_to(size, state.shape) for c, size in causes.items()})
+        totals = [np.sum(list(causes.values()), axis=0) for causes in moments]
+        highest = np.argmax(totals, axis=0)
+        return [
+            {cause: int(size[i]) for cause, size in moments[phase].items()}
+            for i, phase in enumerate(highest)
+        ]
+
+    def _owned_bytes(self, owned: Owned) -> int:
+        elements = sum(n * owned.elements[name] for name, n in self.counts.items())
+        return elements * self.bytes_per_element + owned.frozen_bytes
+
+    def _received_bytes(self, phase: Phase, own_elements: int) -> int:
+        """The buffer in which all ranks' parts of the own interval arrive, to be summed there."""
+        if phase.reduced not in self.links.all_to_all:
+            return 0
+        return self.ranks * own_elements * GRADIENT_BYTES
+
+
+class Activations:
+    """What samples hold in each phase, each curve summed once. Whole bytes, rounded up."""
+
+    def __init__(self, model: ModelProfile, micro: MicroBatches) -> None:
+        self._micro = micro
+        self._root = model.root
+        self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
+        self._kept = {name: _up(micro.total(k.kept)) for name, k in self._kinds.items()}
+        self._kept[ROOT] = _up(micro.total(model.root.kept))
+        self._boundary = {name: _up(micro.total(k.gradient)) for name, k in self._kinds.items()}
+
+    def kept(self, phase: Phase) -> FloatArray:
+        """Inputs of calls that wait for their backward, of all micro-batches."""
+        return sum(
+            (count * self._kept[name] for name, count in phase.kept),
+            start=np.zeros(self._micro.size.shape),
+        )
+
+    def boundary(self, phase: Phase) -> FloatArray:
+        """Gradients between two calls, of all micro-batches."""
+        if phase.boundary is None:
+            return np.zeros(self._micro.size.shape)
+        return self._boundary[phase.boundary]
+
+    def working(self, phase: Phase) -> FloatArray:
+        """What one micro-batch needs while it is computed; they run one after the other."""
+        if phase.working is None:
+            return np.zeros(self._micro.size.shape)
+        return _up(self._micro.largest(self._curve(*phase.working)))
+
+    def _curve(self, name: str, of: Pass) -> Curve:
+        if of == "head":
+            return self._root.head
+        kind = self._kinds[name]
+        return kind.forward if of == "forward" else kind.backward
+
+
+def memory_by_worker(
+    profile: Profile, workers: tuple[Worker, ...], links: Links
+) -> tuple[dict[str, int], ...]:
+    """The peak of each worker by cause, exact for the plan's cuts; the sum is the peak."""
+    model = MemoryModel(profile, links, len(workers))
+    owned = owned_by_rank(profile.model, tuple(w.state_share for w in workers))
+    micro = MicroBatches.of([w.samples for w in workers], [w.micro_batch for w in workers])
+    return tuple(
+        causes | {"framework": profile.of_class(worker.device_class).framework_bytes}
+        for worker, causes in zip(workers, model.peaks(micro, owned))
+    )
+
+
+def free_bytes(profile: Profile, device_class: str) -> int:
+    """What a device of this class has for tensors."""
+    usable = usable_bytes(profile.cluster.class_named(device_class))
+    return usable - profile.of_class(device_class).framework_bytes
+
+
+def _up(sizes: FloatArray) -> FloatArray:
+    return np.ceil(sizes)

@@ -1,0 +1,235 @@
+"""What a sharded model and its optimizer hold, by the model's own names.
+
+Full tensors for whoever wants an ordinary state dict; this rank's parts for checkpoints. Neither
+depends on the plan, so what one plan saved another loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.spec.errors import InputError
+
+Scalar = torch.Tensor | bool | int | float
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor that is cut as a parameter is.
+
+    `local` holds elements [start, end) of the tensor of `shape`, flattened; it may be empty.
+    """
+
+    shape: torch.Size
+    start: int
+    end: int
+    local: torch.Tensor
+
+
+# Parameter name -> name of a state -> its value.
+OptimizerState = dict[str, dict[str, Part | Scalar]]
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a model's state dict, by all of their names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def full_state(
+    model: nn.Module, groups: Iterable[FlatGroup], comm: Communicator, *, rank0_only: bool
+) -> dict[str, torch.Tensor]:
+    """What `state_dict` of the unsharded model would be, on the CPU. Collective.
+
+    Trained parameters are in fp32, frozen ones in the plan's compute dtype. Names of a tied
+    parameter share one tensor. With `rank0_only` the other ranks get nothing. No rank holds more
+    than one flat group beside the result.
+    """
+    keep = comm.rank == 0 or not rank0_only
+    groups = list(groups)
+    values: dict[str, torch.Tensor] = {}
+    for group in groups:
+        for piece, value in _gathered(group, comm):
+            if keep:
+                values[piece.name] = value.to("cpu", copy=True)
+    if not keep:
+        return {}
+    state = {name: values[own] for name, own in _all_names(model, groups).items()}
+    for name, buffer in persistent_buffers(model).items():
+        state[name] = buffer.detach().to("cpu", copy=True)
+    return state
+
+
+def _gathered(group: FlatGroup, comm: Communicator) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Every parameter of a group, whole: views of one temporary buffer of masters."""
+    buffer = torch.empty(group.numel, dtype=group.master.dtype, device=group.master.device)
+    label = f"all-gather of the state of unit '{group.label}'"
+    comm.gather(buffer, group.master, group.offsets, label).wait()
+    numels = [piece.shape.numel() for piece in group.pieces]
+    for piece, flat in zip(group.pieces, buffer.split(numels)):
+        yield piece, flat.view(piece.shape)
+
+
+def _all_names(model: nn.Module, groups: Iterable[FlatGroup]) -> dict[str, str]:
+    """Every name that a parameter has in the model, and the one that its piece has."""
+    own = {
+        id(view): piece.name for group in groups for view, piece in zip(group.views, group.pieces)
+    }
+    return {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@torch.no_grad()
+def load_full_state(
+    model: nn.Module, groups: Iterable[FlatGroup], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Take this rank's intervals of ordinary full tensors; of a tied parameter any name will do.
+
+    Raises:
+        InputError: names are missing or unexpected, or shapes differ; nothing was changed.
+    """
+    groups = list(groups)
+    names = _all_names(model, groups)
+    given = {own: state[name] for name, own in names.items() if name in state}
+    pieces = {piece.name: piece for group in groups for piece in group.pieces}
+    buffers = persistent_buffers(model)
+    given_buffers = {name: state[name] for name in buffers if name in state}
+    wanted = {name: piece.shape for name, piece in pieces.items()}
+    wanted |= {name: buffer.shape for name, buffer in buffers.items()}
+    shapes = {name: value.shape for name, value in (given | given_buffers).items()}
+    shapes |= {name: v.shape for name, v in state.items() if name not in names | buffers}
+    check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
+    for name, piece in pieces.items():
+        piece.local.copy_(given[name].reshape(-1)[piece.start : piece.end])
+    for name, buffer in buffers.items():
+        buffer.copy_(given_buffers[name])
+
+
+def check_names_and_shapes(
+    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]], what: str
+) -> None:
+    """Raise an InputError that says `what`, and why: names or shapes that differ."""
+    missing = [name for name in wanted if name not in given]
+    unexpected = [name for name in given if name not in wanted]
+    differing = [
+        f"{name} is {tuple(given[name])}, the model wants {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
+    why = "; ".join(f"{kind}: {_some(names)}" for kind, names in found if names)
+    if why:
+        raise InputError(what, why=why, fix="give the state of this very model")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
+    """The optimizer's state of this rank's pieces, by parameter name; nothing is copied.
+
+    Tensors of a piece's shape become parts, 0-dimensional ones and numbers stay what they are.
+    Hyperparameters (`lr`, ...) are not state.
+
+    Raises:
+        InputError: the optimizer is for other parameters, or has state that belongs to no element.
+    """
+    pieces = list(pieces)
+    _check_ours(pieces, optimizer)
+    return {
+        piece.name: {
+            name: _value(piece, name, value)
+            for name, value in optimizer.state[piece.local].items()
+            if value is not None
+        }
+        for piece in pieces
+        if piece.local in optimizer.state
+    }
+
+
+def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
+    ours = {id(piece.local) for piece in pieces}
+    foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in ours]
+    if foreign:
+        raise InputError(
+            f"the optimizer updates {len(foreign)} tensor(s) that are not the engine's",
+            why="a sharded model's parameters are pieces of the model's own",
+            fix="make the optimizer from engine.parameters() or engine.named_parameters()",
+        )
+
+
+def _value(piece: Piece, name: str, value: object) -> Part | Scalar:
+    if isinstance(value, torch.Tensor):
+        if value.shape == piece.local.shape:
+            return Part(piece.shape, piece.start, piece.end, value.detach())
+        if value.dim() == 0:
+            return value.detach()
+    elif isinstance(value, (bool, int, float)):
+        return value
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise InputError(
+        f"the optimizer's state '{name}' of parameter '{piece.name}' cannot be cut anew",
+        why=f"it is {shape}: neither one value for each of the {piece.local.numel()} elements "
+        "that this rank stores, nor a single number",
+        fix="use an optimizer that treats elements one by one, such as torch.optim.AdamW",
+    )
+
+
+def load_optimizer_state(
+    pieces: Iterable[Piece], optimizer: Optimizer, state: OptimizerState
+) -> None:
+    """Replace the optimizer's state; its hyperparameters stay.
+
+    Raises:
+        InputError: the optimizer is for other parameters, or the state is cut by another plan.
+    """
+    pieces = list(pieces)
+    _check_ours(pieces, optimizer)
+    by_local = {id(piece.local): piece for piece in pieces}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbered = {by_local[id(p)].name: (i, by_local[id(p)]) for i, p in enumerate(parameters)}
+    absent = [name for name in state if name not in numbered]
+    if absent:
+        raise InputError(
+            f"the optimizer does not update {_some(absent)}, for which there is state",
+            fix="give the optimizer the parameters that it had before",
+        )
+    packed = optimizer.state_dict()
+    packed["state"] = {
+        numbered[name][0]: {
+            key: _local(numbered[name][1], key, value) for key, value in values.items()
+        }
+        for name, values in state.items()
+    }
+    optimizer.load_state_dict(packed)
+
+
+def _local(piece: Piece, key: str, value: Part | Scalar) -> Scalar:
+    if not isinstance(value, Part):
+        # Optimizers count in place: no two parameters may share a tensor.
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    if (value.shape, value.start, value.end) != (piece.shape, piece.start, piece.end):
+        raise InputError(
+            f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
+            why=f"it holds elements {value.start} to {value.end}, this rank stores {piece.start} "
+            f"to {piece.end}",
+            fix="take it through a checkpoint, which any plan can load",
+        )
+    return value.local

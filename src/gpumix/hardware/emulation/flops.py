@@ -1,0 +1,52 @@
+"""How many FLOPs one operation of torch has.
+
+torch's own formulas, and those that it lacks for CPUs. They are kept here and not registered with
+torch, whose table is shared by everything in the process. What has no formula counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+Formula = Callable[..., int]
+"""Called with the operation's arguments and `out_val=` its result; returns FLOPs."""
+
+aten = torch.ops.aten
+
+
+def formula_of(operation: Any) -> Formula | None:
+    """The formula of an operation as a dispatch mode sees it, or None if it has none.
+
+    Overloads (`mm.default`, `mm.out`) share one; higher-order operations have no overloads.
+    """
+    packet = getattr(operation, "overloadpacket", operation)
+    return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A mixture's experts. Unless both are 3-D, each row or column belongs to one group only."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+_OURS: dict[Any, Formula] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._grouped_mm: _grouped_mm,
+    aten.addmm_: flop_counter.flop_registry[aten.addmm],
+    aten.baddbmm_: flop_counter.flop_registry[aten.baddbmm],
+}

@@ -1,0 +1,63 @@
+"""The environment variables that this package reads, all of them, in one place.
+
+`CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own; `CXX` and `XDG_CACHE_HOME` have
+their usual meaning; torchrun sets the others. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def visible_cuda_devices() -> tuple[str, ...] | None:
+    """The entries of `CUDA_VISIBLE_DEVICES`, or None if it is not set (all are visible)."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def cuda_counts_by_bus() -> bool:
+    """Whether CUDA numbers devices as NVML does; its default is the fastest first."""
+    return os.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
+
+
+def chosen_compiler() -> str | None:
+    """The C++ compiler that the user asked for, possibly with arguments."""
+    return os.environ.get("CXX") or None
+
+
+def cache_folder() -> Path:
+    """Where things that can be made again are kept; never the source tree."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "gpumix"
+
+
+@dataclass(frozen=True)
+class TorchrunPlace:
+    """What torchrun tells a process that it starts."""
+
+    rank: int
+    world: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    agent_has_store: bool
+
+
+def torchrun_place() -> TorchrunPlace | None:
+    """This process's place in a run that torchrun, or anything that speaks like it, started."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in os.environ for name in names):
+        return None
+    rank, world, local_rank, address, port = (os.environ[name] for name in names)
+    return TorchrunPlace(
+        rank=int(rank),
+        world=int(world),
+        local_rank=int(local_rank),
+        master_address=address,
+        master_port=int(port),
+        agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )

@@ -1,0 +1,92 @@
+"""Compiles the capped allocator once per torch, Python and machine, into the user's cache folder.
+
+Ranks that build at the same time do not disturb one another: each compiles into a folder of its
+own and moves the result into place in one step. About 2 s the first time, a look-up afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gpumix.hardware.environment import cache_folder, chosen_compiler
+
+SOURCE = Path(__file__).with_name("capped_alloc.cpp")
+COMPILERS = ("g++", "c++", "clang++")
+BUILD_TIMEOUT_S = 120
+
+
+class BuildError(Exception):
+    """The allocator cannot be built here; the caller falls back, so this never reaches a user."""
+
+
+def capped_allocator_library() -> Path:
+    """The compiled allocator for this torch; builds it if the cache has none.
+
+    Raises:
+        BuildError: there is no compiler, the build fails, or the cache folder is not writable.
+    """
+    library = cache_folder() / f"capped_alloc-{_key()}.so"
+    if library.exists():
+        return library
+    compiler = _compiler()
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+            built = Path(folder) / library.name
+            _compile(compiler, built)
+            built.replace(library)
+    except OSError as error:
+        raise BuildError(f"cannot write to {library.parent}: {error}") from error
+    return library
+
+
+def _key() -> str:
+    """Changes with everything that the binary depends on."""
+    parts = (
+        torch.__version__,
+        str(torch.compiled_with_cxx11_abi()),
+        str(sysconfig.get_config_var("SOABI")),
+        platform.machine(),
+        SOURCE.read_text(encoding="utf-8"),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiler() -> list[str]:
+    chosen = chosen_compiler()
+    if chosen is not None:
+        return shlex.split(chosen)
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return [found]
+    raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
+
+
+def _compile(compiler: list[str], output: Path) -> None:
+    root = Path(torch.__file__).parent
+    command = [
+        *compiler,
+        *("-O2", "-std=c++20", "-shared", "-fPIC"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{root / 'include'}",
+        str(SOURCE),
+        *(f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"),
+        *("-o", str(output)),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler[0]}: {error}") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BuildError(f"{compiler[0]}: {lines[0]}")

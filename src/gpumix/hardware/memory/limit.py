@@ -1,0 +1,161 @@
+"""What a CPU process allocates, counted to the byte and held below a cap, as on a GPU.
+
+The allocator of the process can be replaced only once, so `limit_memory` installs at its first
+call and changes the cap afterwards. Used by emulated devices and, to measure peaks, by plain CPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from gpumix.hardware.memory.build import BuildError, capped_allocator_library
+from gpumix.spec.errors import MachineError
+
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+class MemoryLimit(ABC):
+    """The memory limit of this process. Only what is allocated after the install counts.
+
+    Attributes:
+        exact: True if bytes are counted; False if only a coarse limit of the system holds, and
+            then `current_bytes` and `peak_bytes` are None rather than a guess.
+        why_inexact: why bytes cannot be counted here; empty if they are.
+    """
+
+    exact: bool
+    why_inexact: str = ""
+
+    @abstractmethod
+    def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
+        """Refuse allocations beyond `cap_bytes`; None lifts the cap. `owner` is for the error."""
+
+    @property
+    @abstractmethod
+    def current_bytes(self) -> int | None:
+        """Bytes in use, or None if unknown."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """The most bytes in use since `reset_peak`, or None if unknown."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes in use now; no effect where peaks are unknown."""
+
+
+def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> MemoryLimit:
+    """Count this process's CPU tensors, and refuse what goes beyond `cap_bytes` (None: count only).
+
+    Args:
+        cap_bytes: bytes, over all tensors allocated after the first call in this process.
+        owner: who is out of memory, in the error: "emulated device 'small'".
+
+    Raises:
+        MachineError: bytes cannot be counted here, nor can the system limit them.
+    """
+    limit = _limit_of_this_process()
+    limit.set_cap(cap_bytes, owner=owner)
+    return limit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that the device's memory is used up, however it is worded.
+
+    A MemoryError counts: under the system's limit Python's own objects fail in the same way.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY_TEXTS)
+
+
+@functools.cache
+def _limit_of_this_process() -> MemoryLimit:
+    limit: MemoryLimit
+    try:
+        limit = _CountedLimit(capped_allocator_library())
+    except BuildError as error:
+        limit = _SystemLimit(why=str(error))
+    # A forked child, such as a data loader's worker, is not the device.
+    os.register_at_fork(after_in_child=lambda: limit.set_cap(None, owner="forked process"))
+    return limit
+
+
+class _CountedLimit(MemoryLimit):
+    """The allocator of `capped_alloc.cpp`: byte-exact, raises torch.OutOfMemoryError."""
+
+    exact = True
+
+    def __init__(self, library: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise BuildError(f"cannot load {library}: {error}") from error
+        self._library.gpumix_set_cap.argtypes = (ctypes.c_int64, ctypes.c_char_p)
+        self._library.gpumix_current.restype = ctypes.c_int64
+        self._library.gpumix_peak.restype = ctypes.c_int64
+        self._library.gpumix_install()
+
+    def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
+        cap = -1 if cap_bytes is None else cap_bytes
+        self._library.gpumix_set_cap(cap, owner.encode())
+
+    @property
+    def current_bytes(self) -> int:
+        return int(self._library.gpumix_current())
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self._library.gpumix_peak())
+
+    def reset_peak(self) -> None:
+        self._library.gpumix_reset_peak()
+
+
+class _SystemLimit(MemoryLimit):
+    """RLIMIT_DATA: the data segment may grow by the cap. Coarse, and Python's objects count too."""
+
+    exact = False
+    current_bytes = None
+    peak_bytes = None
+
+    def __init__(self, *, why: str) -> None:
+        self.why_inexact = why
+        self._baseline = _data_segment_bytes(why)
+
+    def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
+        import resource  # not on Windows, where `_data_segment_bytes` has refused already
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = hard if cap_bytes is None else self._baseline + cap_bytes
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def reset_peak(self) -> None:
+        return None
+
+
+def _data_segment_bytes(why: str) -> int:
+    """The size of this process's data segment, which is what RLIMIT_DATA limits."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise MachineError(
+        "the memory of a CPU process can be neither counted nor limited here",
+        why=f"{why}; and this system has no /proc/self/status",
+        fix="install a C++ compiler: `apt-get install g++` or `xcode-select --install`",
+    )

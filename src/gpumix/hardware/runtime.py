@@ -1,0 +1,237 @@
+"""One interface to any device, so that the engine, profiler and trainer never ask what it is.
+
+`open_device` makes this process the user of one device: a GPU, a plain CPU, or an emulated device.
+Bytes and seconds; what cannot be known is None, never a guess.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+
+import torch
+
+from gpumix.hardware.discover import product_slug
+from gpumix.hardware.emulation import EmulatedDevice
+from gpumix.hardware.memory import limit_memory
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import MachineError
+
+
+class DeviceRuntime(ABC):
+    """The device that this process computes on, from `open_device` to `close`.
+
+    Attributes:
+        torch_device: where tensors go.
+        memory_limit_bytes: what the process may use in all, `framework_bytes` included.
+    """
+
+    torch_device: torch.device
+    memory_limit_bytes: int
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device is done with all that it was given."""
+
+    def idle(self) -> None:
+        """Tell that the process waited for something else than this device: data, a DDP step.
+
+        Only an emulated device cares: it must not make up for time in which it had no work.
+        """
+        return
+
+    @abstractmethod
+    def current_bytes(self) -> int | None:
+        """Bytes of tensors now, or None if unknown."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors since `reset_peak`, or None if unknown."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes in use now."""
+
+    def framework_bytes(self) -> int:
+        """What of the limit is not for tensors: the context, libraries, other processes."""
+        return 0
+
+    @property
+    def overruns(self) -> int:
+        """How many times an emulated device fell behind its speed; 0 for others."""
+        return 0
+
+    @property
+    def overrun_s(self) -> float:
+        """By how many seconds in sum. A measurement during which this grew is spoiled."""
+        return 0.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the device back; the runtime must not be used afterwards."""
+
+    def __enter__(self) -> DeviceRuntime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "") -> DeviceRuntime:
+    """Make this process the user of one device.
+
+    Args:
+        device_class: what it is, and how much memory it may use.
+        ordinal: its number among the CUDA devices that this process sees; CPUs have none.
+        device_id: a UUID ("GPU-...") finds the GPU whatever its number; other ids are ignored.
+
+    Raises:
+        MachineError: there is no such GPU, or it is not what its class says.
+    """
+    if device_class.emulated:
+        return _EmulatedRuntime(device_class)
+    if device_class.accelerator == "cpu":
+        return _CpuRuntime(device_class)
+    if not torch.cuda.is_available():
+        raise MachineError(
+            f"torch sees no GPU, but device class '{device_class.name}' wants one",
+            why=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+            fix="run `nvidia-smi`, and install a torch built for its CUDA version",
+        )
+    return _CudaRuntime(device_class, _cuda_ordinal(ordinal, device_id))
+
+
+class _CpuRuntime(DeviceRuntime):
+    """A plain CPU: its tensors are counted, and capped at the class's memory."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, device_class: DeviceClass) -> None:
+        self.memory_limit_bytes = device_class.memory_bytes
+        self._memory = limit_memory(
+            device_class.memory_bytes, owner=f"device '{device_class.name}'"
+        )
+
+    def synchronize(self) -> None:
+        return None
+
+    def current_bytes(self) -> int | None:
+        return self._memory.current_bytes
+
+    def peak_bytes(self) -> int | None:
+        return self._memory.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._memory.reset_peak()
+
+    def close(self) -> None:
+        limit_memory(None)
+
+
+class _EmulatedRuntime(_CpuRuntime):
+    """A CPU process that is held to the speed and the memory of its class."""
+
+    def __init__(self, device_class: DeviceClass) -> None:
+        self._device = EmulatedDevice(device_class).__enter__()
+        assert self._device.memory is not None and self._device.pacer is not None
+        self.memory_limit_bytes = device_class.memory_bytes
+        self._memory = self._device.memory
+        self._pacer = self._device.pacer
+
+    def synchronize(self) -> None:
+        self._pacer.synchronize()
+
+    def idle(self) -> None:
+        self._pacer.idle()
+
+    @property
+    def overruns(self) -> int:
+        return self._pacer.overruns
+
+    @property
+    def overrun_s(self) -> float:
+        return self._pacer.overrun_s
+
+    def close(self) -> None:
+        self._device.__exit__(None, None, None)
+
+
+class _CudaRuntime(DeviceRuntime):
+    """One NVIDIA GPU. A class with less memory than the card has is enforced by the allocator."""
+
+    def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
+        _check_product(device_class, ordinal)
+        torch.cuda.set_device(ordinal)
+        self.torch_device = torch.device("cuda", ordinal)
+        self.memory_limit_bytes = device_class.memory_bytes
+        _, total = torch.cuda.mem_get_info(self.torch_device)  # makes the context
+        if device_class.memory_bytes < total:
+            for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
+            torch.cuda.set_per_process_memory_fraction(for_tensors / total, self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def current_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def framework_bytes(self) -> int:
+        """All but what torch holds or could still get; NVML's total exceeds CUDA's a little."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        obtainable = free + torch.cuda.memory_reserved(self.torch_device)
+        return max(total, self.memory_limit_bytes) - obtainable
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+
+
+def _cuda_ordinal(ordinal: int, device_id: str) -> int:
+    """The number under which this process sees the GPU.
+
+    CUDA may number GPUs by speed, while discovery goes by PCI bus: the UUID decides if known.
+    """
+    count = torch.cuda.device_count()
+    if device_id.startswith("GPU-"):
+        uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
+        if device_id in uuids:
+            return uuids.index(device_id)
+        seen = ", ".join(uuids)
+    elif ordinal < count:
+        return ordinal
+    else:
+        seen = f"{count} GPUs"
+    raise MachineError(
+        f"this process does not see GPU {device_id or ordinal}",
+        why=f"it sees {seen}",
+        fix="compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES, or discover the cluster again",
+    )
+
+
+def _check_product(device_class: DeviceClass, ordinal: int) -> None:
+    """A discovered class names product and compute capability; the GPU must be of that kind."""
+    if not device_class.compute_capability:
+        return
+    product = torch.cuda.get_device_name(ordinal)
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(ordinal))
+    same_product = product_slug(product) == product_slug(device_class.product)
+    if same_product and capability == device_class.compute_capability:
+        return
+    raise MachineError(
+        f"GPU {ordinal} is a {product} ({capability}), but class '{device_class.name}' is "
+        f"{device_class.product} ({device_class.compute_capability})",
+        why="CUDA numbers GPUs by speed unless it is told to go by PCI bus",
+        fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, or discover the cluster again",
+    )

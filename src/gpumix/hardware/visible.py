@@ -1,0 +1,105 @@
+"""Which of a host's GPUs CUDA shows to a program: `CUDA_VISIBLE_DEVICES`, read as CUDA reads it.
+
+Two things CUDA decides silently are errors here. Its numbers go by speed unless
+`CUDA_DEVICE_ORDER=PCI_BUS_ID`, and `nvidia-smi` goes by bus: on mixed hosts '0' may mean another
+card than its user thinks. And it drops an entry that names no GPU, with all entries after it.
+
+GPUs in MIG mode are refused: a process can use only one instance, and instances of one GPU cannot
+talk to each other through NCCL, so a plan over them would not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumix.hardware.environment import cuda_counts_by_bus, visible_cuda_devices
+from gpumix.spec.errors import MachineError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver describes it; `index` is its place by PCI bus, as `nvidia-smi` has."""
+
+    index: int
+    uuid: str
+    product: str
+    memory_bytes: int
+    driver: str
+    compute_capability: str
+    mig: bool = False
+
+    @property
+    def kind(self) -> tuple[str, int, str, str]:
+        """What GPUs of one class have in common."""
+        return self.product, self.memory_bytes, self.driver, self.compute_capability
+
+
+def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA shows, in its order; all by bus if `CUDA_VISIBLE_DEVICES` is not set.
+
+    Raises:
+        MachineError: an entry names no GPU or more than one, a GPU is named twice, a number is
+            ambiguous because the products differ, or a GPU that is shown is in MIG mode.
+    """
+    entries = visible_cuda_devices()
+    chosen = gpus if entries is None else _chosen(gpus, entries, host=host)
+    for gpu in chosen:
+        if gpu.mig:
+            raise _mig_error(f"{host}, GPU {gpu.index}")
+    return chosen
+
+
+def _chosen(gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str) -> tuple[Gpu, ...]:
+    if not gpus:  # no driver: whatever the variable says, there is nothing to show
+        return ()
+    if "-1" in entries:  # the customary end of the list
+        entries = entries[: entries.index("-1")]
+    chosen = tuple(_named(gpus, entry, host=host) for entry in entries)
+    if len(set(chosen)) < len(chosen):
+        raise _visible_error(f"CUDA_VISIBLE_DEVICES={','.join(entries)} names a GPU twice", host)
+    by_number = any(entry.isdigit() for entry in entries)
+    one_kind = len({gpu.kind for gpu in gpus}) == 1
+    if by_number and not one_kind and len(chosen) < len(gpus) and not cuda_counts_by_bus():
+        raise _ambiguous_error(entries, host)
+    return chosen
+
+
+def _named(gpus: tuple[Gpu, ...], entry: str, *, host: str) -> Gpu:
+    """The GPU that one entry names: a number, or the beginning of a UUID that only one has."""
+    if entry.startswith("MIG"):
+        raise _mig_error(f"{host}, CUDA_VISIBLE_DEVICES")
+    if entry.isdigit():
+        matches = [gpu for gpu in gpus if gpu.index == int(entry)]
+    else:
+        matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+    if len(matches) != 1:
+        number = "no GPU" if not matches else f"{len(matches)} GPUs"
+        raise _visible_error(f"CUDA_VISIBLE_DEVICES names '{entry}', which is {number} here", host)
+    return matches[0]
+
+
+def _visible_error(what: str, host: str) -> MachineError:
+    return MachineError(
+        what,
+        where=host,
+        fix="set CUDA_VISIBLE_DEVICES to numbers or UUIDs that `nvidia-smi -L` shows, or unset it",
+    )
+
+
+def _ambiguous_error(entries: tuple[str, ...], host: str) -> MachineError:
+    return MachineError(
+        f"it is unclear which GPUs CUDA_VISIBLE_DEVICES={','.join(entries)} means",
+        where=host,
+        why="the GPUs differ, and CUDA numbers them by speed while nvidia-smi goes by PCI bus",
+        fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID` to number them as nvidia-smi does, or name "
+        "them by UUID (`nvidia-smi -L`)",
+    )
+
+
+def _mig_error(where: str) -> MachineError:
+    return MachineError(
+        "GPUs in MIG mode are not supported",
+        where=where,
+        why="instances of one GPU cannot exchange tensors through NCCL",
+        fix="hide the GPU with CUDA_VISIBLE_DEVICES, or leave MIG mode: `sudo nvidia-smi -mig 0`",
+    )

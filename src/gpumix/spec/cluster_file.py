@@ -1,0 +1,208 @@
+"""A cluster as a person writes it, in a file of its own or inline in a job.
+
+The long form names classes and then devices; in the short form each row of a list defines its
+class. `assemble` turns either into a `Cluster`, or says what is wrong. Used by `spec.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+
+from gpumix.spec.base import Value
+from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
+from gpumix.spec.read_errors import Problem, nearest, suggest, validated
+from gpumix.spec.read_yaml import Keys, show_value
+from gpumix.spec.units import Bytes, FlopRate
+
+MOST_DEVICES = 65_536
+
+
+def _finite(value: object, parse: ValidatorFunctionWrapHandler) -> int:
+    """`Bytes`, for which '1e999 GiB' is a wrong value like any other."""
+    try:
+        return int(parse(value))
+    except OverflowError as error:
+        raise ValueError(f"'{value}' is more than any device has") from error
+
+
+ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
+Memory = Annotated[Bytes, WrapValidator(_finite), Field(gt=0)]
+
+
+class ClassForm(Value):
+    """What a device class is, its name apart; cuda unless it is emulated or says otherwise."""
+
+    memory: Memory
+    emulate: FlopRate | None = None
+    accelerator: Literal["cuda", "cpu"] | None = None
+    product: str = ""
+    driver: str = ""
+    compute_capability: str = ""
+
+    @model_validator(mode="after")
+    def _emulated_on_cpu(self) -> Self:
+        if self.emulate is not None and self.accelerator == "cuda":
+            raise ValueError("'emulate' makes a device of a CPU process, not of a cuda device")
+        return self
+
+    def named(self, name: str) -> DeviceClass:
+        """The class as a value."""
+        return DeviceClass(
+            name=name,
+            accelerator=self.accelerator or ("cuda" if self.emulate is None else "cpu"),
+            memory_bytes=self.memory,
+            emulate_flops_per_s=self.emulate,
+            product=self.product,
+            driver=self.driver,
+            compute_capability=self.compute_capability,
+        )
+
+
+class DeviceRow(Value):
+    """One device, or `count` of one class on one host; their ordinals follow each other."""
+
+    device_class: ClassName = Field(alias="class")
+    id: str | None = Field(default=None, min_length=1)
+    count: int = Field(default=1, ge=1, le=MOST_DEVICES)
+    host: str = Field(default="localhost", min_length=1)
+    ordinal: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_device_has_an_id(self) -> Self:
+        if self.id is not None and self.count > 1:
+            raise ValueError(f"{self.count} devices cannot share the id '{self.id}'")
+        return self
+
+
+class ClusterForm(Value):
+    """The long form."""
+
+    classes: dict[ClassName, ClassForm] = Field(min_length=1)
+    devices: tuple[DeviceRow, ...] = Field(min_length=1)
+
+
+class ShortRow(ClassForm, DeviceRow):
+    """A row of the short form: devices and their class in one."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Both forms as one: definitions and rows, each with its keys in the file."""
+
+    classes: tuple[tuple[Keys, DeviceClass], ...]
+    rows: tuple[tuple[Keys, DeviceRow], ...]
+
+
+def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Problem]]:
+    """The cluster that is `written` at `keys` of its file; or None and what is wrong with it."""
+    parts, problems = _long(written, keys) if isinstance(written, dict) else _short(written, keys)
+    if parts is None:
+        return None, problems
+    problems = [*_class_problems(parts), *_row_problems(parts)]
+    if problems:
+        return None, problems
+    devices, problems = _devices(parts)
+    if problems:
+        return None, problems
+    classes = {c.name: c for _, c in parts.classes}
+    return Cluster(classes=tuple(classes.values()), devices=devices), []
+
+
+def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
+    form, problems = validated(ClusterForm, written, keys)
+    if form is None:
+        return None, problems
+    classes = (((*keys, "classes", n), c.named(n)) for n, c in form.classes.items())
+    rows = (((*keys, "devices", i), row) for i, row in enumerate(form.devices))
+    return _Parts(tuple(classes), tuple(rows)), []
+
+
+def _short(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
+    if not isinstance(written, list) or not written:
+        what = f"a cluster must be a mapping or a list of devices, it is {show_value(written)}"
+        fix = "write [{class: rtx3090, memory: 24 GiB}]; a job may also say 'auto' or name a file"
+        return None, [Problem(keys, what, fix)]
+    read = [((*keys, i), *validated(ShortRow, row, (*keys, i))) for i, row in enumerate(written)]
+    problems = [problem for _, _, found in read for problem in found]
+    if problems:
+        return None, problems
+    rows = tuple((at, row) for at, row, _ in read if row is not None)
+    return _Parts(tuple((at, row.named(row.device_class)) for at, row in rows), rows), []
+
+
+def _class_problems(parts: _Parts) -> Iterator[Problem]:
+    """A class that is defined in two ways; emulated classes beside real ones."""
+    first_keys, first = parts.classes[0]
+    known: dict[str, tuple[Keys, DeviceClass]] = {}
+    for keys, device_class in parts.classes:
+        other_keys, other = known.setdefault(device_class.name, (keys, device_class))
+        if other != device_class:
+            what = f"class '{device_class.name}' is defined twice, and differently"
+            yield Problem(
+                keys, what, "make the rows agree, or give the class another name", other_keys
+            )
+        elif device_class.emulated != first.emulated:
+            what = f"class '{device_class.name}' is {_kind(device_class)}, '{first.name}' is"
+            what += f" {_kind(first)}; a cluster is all one or all the other"
+            yield Problem(keys, what, "give 'emulate' to every class or to none", first_keys)
+
+
+def _kind(device_class: DeviceClass) -> str:
+    return "emulated" if device_class.emulated else "real"
+
+
+def _row_problems(parts: _Parts) -> Iterator[Problem]:
+    """A class that is not defined; an ordinal where it has no effect."""
+    known = {c.name: c for _, c in parts.classes}
+    for keys, row in parts.rows:
+        device_class = known.get(row.device_class)
+        if device_class is None:
+            what = f"class '{row.device_class}' is not defined"
+            fix = suggest(nearest(row.device_class, known), known, "classes")
+            yield Problem((*keys, "class"), what, fix)
+        elif row.ordinal is not None and device_class.accelerator != "cuda":
+            what = f"'ordinal' has no effect: class '{row.device_class}' is not cuda"
+            yield Problem((*keys, "ordinal"), what, "leave it out")
+
+
+def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
+    """Every device, and the rows that clash with an earlier one by id or by place in a host."""
+    cuda = {c.name for _, c in parts.classes if c.accelerator == "cuda"}
+    devices: list[Device] = []
+    problems: dict[Keys, Problem] = {}
+    ids: dict[str, Keys] = {}
+    slots: dict[tuple[str, int], Keys] = {}
+    for keys, device in _expanded(parts):
+        devices.append(device)
+        by_id = ids.setdefault(device.id, keys)
+        slot = (device.host, device.ordinal)
+        by_slot = slots.setdefault(slot, keys) if device.device_class in cuda else keys
+        if by_id != keys:
+            what, fix = f"device id '{device.id}' is given twice", "give each an id of its own"
+            problems.setdefault(keys, Problem(keys, what, fix, by_id))
+        elif by_slot != keys:
+            what = f"two devices are cuda device {device.ordinal} of host '{device.host}'"
+            problems.setdefault(keys, Problem(keys, what, "give each its 'ordinal'", by_slot))
+    return tuple(devices), list(problems.values())
+
+
+def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
+    """One device at a time; those without an id are numbered per class."""
+    cuda = {c.name for _, c in parts.classes if c.accelerator == "cuda"}
+    numbers: dict[str, int] = {}
+    for keys, row in parts.rows:
+        for offset in range(row.count):
+            name = row.id
+            if name is None:
+                number = numbers.get(row.device_class, 0)
+                numbers[row.device_class] = number + 1
+                name = f"{row.device_class}-{number}"
+            ordinal = (row.ordinal or 0) + (offset if row.device_class in cuda else 0)
+            yield (
+                keys,
+                Device(id=name, device_class=row.device_class, host=row.host, ordinal=ordinal),
+            )

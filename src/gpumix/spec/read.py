@@ -1,0 +1,131 @@
+"""Reads what a user writes: a job file with `--set` arguments, and a cluster file.
+
+The only way from YAML to a `Job` or a `Cluster`. Every error is an `InputError` that names the key,
+the file and the line, or the argument; all errors of a file come at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from gpumix.spec.base import Value
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.cluster_file import assemble
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+from gpumix.spec.read_errors import did_you_mean, input_error, nearest, validated
+from gpumix.spec.read_overrides import overridden
+from gpumix.spec.read_yaml import Keys, Place, Tree, load_yaml, show_value
+
+AUTO: Literal["auto"] = "auto"
+CLUSTER: Keys = ("cluster",)
+CONFIG_FIX = "give the config.json of a transformers model, or its content with a model_type"
+
+
+def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in the YAML file at `path`, with `overrides` of the form key=value.
+
+    Relative paths in the file start at its folder, those in overrides at the current directory; in
+    the job they are absolute. A cluster file that the job names is read too.
+
+    Raises:
+        InputError: a file or an override is wrong.
+    """
+    tree = load_yaml(path, "job")
+    if not isinstance(tree.value, dict):
+        what = f"a job must be a mapping of keys to values, it is {show_value(tree.value)}"
+        raise InputError(what, where=str(tree.place(())))
+    for override in overrides:
+        tree = overridden(tree, override)
+    checked, written = _checked(tree)
+    job: Job = _with_paths(checked, tree, ())
+    if job.model.config is not None:
+        _check_model_config(job.model.config, tree.place(("model", "config")))
+    cluster = _named_cluster(written, tree) if isinstance(written, str) else written
+    return job.model_copy(update={"cluster": cluster})
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in the YAML file at `path`, in its long or its short form.
+
+    Raises:
+        InputError: the file is wrong.
+    """
+    tree = load_yaml(path, "cluster")
+    cluster, problems = assemble(tree.value)
+    if cluster is None:
+        raise input_error(problems, tree)
+    return cluster
+
+
+def _checked(tree: Tree) -> tuple[Job, Cluster | str]:
+    """The job with its cluster left out, and that cluster: a value, a path or 'auto'."""
+    assert isinstance(tree.value, dict)
+    written = tree.value.get("cluster", AUTO)
+    cluster: Cluster | str | None
+    cluster, problems = (written, []) if isinstance(written, str) else assemble(written, CLUSTER)
+    job, found = validated(Job, {**tree.value, "cluster": AUTO})
+    if job is None or cluster is None:
+        raise input_error([*found, *problems], tree)
+    return job, cluster
+
+
+def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
+    """The cluster that the text `name` stands for."""
+    if name == AUTO:
+        return AUTO
+    place = tree.place(CLUSTER)
+    path = _absolute(Path(name), place)
+    with suppress(OSError):  # a name that is too long is no file either
+        if path.exists():
+            return read_cluster(path)
+    meant = did_you_mean(nearest(name, [AUTO]))
+    raise InputError(
+        f"'cluster': there is no cluster file {path}",
+        where=str(place),
+        fix=f"{meant} give '{AUTO}', the path of a cluster file, or the cluster itself".lstrip(),
+    )
+
+
+def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
+    """`value`, which stands at `keys`, with every path in it made absolute."""
+    if isinstance(value, Path):
+        return _absolute(value, tree.place(keys))
+    if isinstance(value, tuple):
+        return tuple(_with_paths(item, tree, (*keys, i)) for i, item in enumerate(value))
+    if isinstance(value, Value):
+        names = type(value).model_fields
+        fields = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
+        return value.model_copy(update=fields)
+    return value
+
+
+def _absolute(path: Path, place: Place) -> Path:
+    try:
+        return place.source.folder / path.expanduser()
+    except RuntimeError as error:
+        raise InputError(f"'{path}' names no user's home", where=str(place)) from error
+
+
+def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
+    """A configuration, in a file or inline, names its kind of model as `transformers` wants it."""
+    found = _read_json(config, place) if isinstance(config, Path) else config
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        holder = f" in {config}" if isinstance(config, Path) else ""
+        what = f"'model.config': there is no 'model_type'{holder}"
+        raise InputError(what, where=str(place), fix=CONFIG_FIX)
+
+
+def _read_json(path: Path, place: Place) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        what, why = f"'model.config': cannot read {path}", error.strerror or str(error)
+        raise InputError(what, where=str(place), why=why, fix=CONFIG_FIX) from error
+    except (ValueError, RecursionError) as error:
+        what = f"'model.config': {path} is not JSON"
+        raise InputError(what, where=str(place), why=str(error), fix=CONFIG_FIX) from error

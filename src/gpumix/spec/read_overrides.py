@@ -1,0 +1,59 @@
+"""`--set key=value`: one value of a job replaced from the command line.
+
+The key is dotted, the value is YAML. Whether the key exists is for the job's own check to say,
+which then names the argument as the place. Sits under `spec.read`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.read_yaml import (
+    UNFIT,
+    Keys,
+    Place,
+    Source,
+    Tree,
+    parse_yaml,
+    show_keys,
+    show_value,
+)
+
+
+def overridden(tree: Tree, argument: str) -> Tree:
+    """`tree` with one value set; mappings on the way to it are made where they are missing.
+
+    Raises:
+        InputError: the argument is not key=value, its value is not YAML, or its key leads through
+            something that is no mapping.
+    """
+    source = Source(f"--set {argument}", Path.cwd())
+    key, equals, text = argument.partition("=")
+    keys: Keys = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(keys) or UNFIT.search(key):
+        raise InputError(
+            f"'{argument}' is not of the form key=value",
+            where=source.name,
+            fix="write a dotted key, '=' and a value, such as --set optimizer.lr=1e-4",
+        )
+    new = parse_yaml(text, source, lines=False) or Tree(None, {(): Place(source)})
+    places = {k: p for k, p in tree.places.items() if k[: len(keys)] != keys}
+    for depth in range(1, len(keys)):
+        places.setdefault(keys[:depth], Place(source))
+    places |= {(*keys, *k): p for k, p in new.places.items()}
+    return Tree(_with(tree.value, keys, 0, new.value, source), places)
+
+
+def _with(holder: object, keys: Keys, depth: int, value: object, source: Source) -> object:
+    """`holder`, a mapping that stands at keys[:depth], with `value` at `keys`."""
+    if depth == len(keys):
+        return value
+    if holder is not None and not isinstance(holder, dict):
+        raise InputError(
+            f"'{show_keys(keys[:depth])}' is {show_value(holder)}, it has no keys",
+            where=source.name,
+            fix=f"set all of it: --set '{show_keys(keys[:depth])}=...'",
+        )
+    old: dict[str | int, object] = holder or {}
+    return {**old, keys[depth]: _with(old.get(keys[depth]), keys, depth + 1, value, source)}

@@ -1,0 +1,230 @@
+"""YAML text as plain values, with the place of every key, so that an error can name its line.
+
+PyYAML's node tree (`compose`) knows lines and columns; nothing in it runs code. Sits under
+`spec.read`; the values are what JSON has: mappings with text keys, lists, text, numbers, booleans.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from gpumix.spec.errors import InputError
+
+Keys = tuple[str | int, ...]
+"""The way from the top of a file to a value: keys of mappings and positions in lists."""
+
+MAX_DEPTH = 50
+MAX_VALUES = 100_000
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {"bool", "null", "int", "float"}
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+UNFIT = re.compile("[\0\ud800-\udfff]")
+"""Characters that neither a file's name nor JSON can hold."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a `--set` argument; relative paths written in it start at `folder`."""
+
+    name: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was written; `line` counts from 1 and is 0 in a `--set` argument."""
+
+    source: Source
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.line}" if self.line else self.source.name
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Plain values and the place of every key and list item; the top's keys are ()."""
+
+    value: object
+    places: dict[Keys, Place]
+
+    def place(self, keys: Keys) -> Place:
+        """Where `keys` was written; what was not written has the place of what should hold it."""
+        while keys not in self.places:
+            keys = keys[:-1]
+        return self.places[keys]
+
+
+def load_yaml(path: Path, what: str) -> Tree:
+    """The values in the YAML file at `path`; `what` names the kind of file in errors.
+
+    Raises:
+        InputError: the file is missing, a folder, not UTF-8, empty or not YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"there is no such {what} file", where=str(path)) from error
+    except IsADirectoryError as error:
+        raise InputError(f"this is a folder, not a {what} file", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the {what} file is not UTF-8 text", where=str(path), why=str(error)
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the {what} file", where=str(path), why=str(error)) from error
+    tree = parse_yaml(text, Source(str(path), path.parent.absolute()))
+    if tree is None:
+        raise InputError(f"the {what} file is empty", where=str(path))
+    return tree
+
+
+def parse_yaml(text: str, source: Source, *, lines: bool = True) -> Tree | None:
+    """The values in `text`, None if it holds none; without `lines` all are at `source` itself.
+
+    Raises:
+        InputError: not YAML, a key twice, an odd tag, or nested or repeated without end.
+    """
+    reader = _Reader(source, lines)
+    node = _compose(text, reader)
+    if node is None:
+        return None
+    reader.places[()] = reader.place(node.start_mark)
+    return Tree(reader.value(node, ()), reader.places)
+
+
+def _compose(text: str, reader: _Reader) -> yaml.Node | None:
+    """PyYAML's node tree, and its errors in our words."""
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        return node
+    except yaml.MarkedYAMLError as error:
+        where = reader.exact(error.problem_mark or error.context_mark)
+        what = f"this is not YAML: {error.problem or error.context}"
+        raise InputError(what, where=where, why=error.context or "") from error
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        where = f"{reader.source.name}:{line}:{column}" if reader.lines else reader.source.name
+        what = f"this is not YAML: the character {chr(error.character)!r} may not stand here"
+        raise InputError(what, where=where) from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise InputError("this is not YAML", where=reader.source.name, why=str(error)) from error
+    except RecursionError as error:
+        raise InputError("this is nested too deep", where=reader.source.name) from error
+
+
+class _Reader:
+    """Turns nodes into values and notes where each was; lives for one text."""
+
+    def __init__(self, source: Source, lines: bool) -> None:
+        self.source = source
+        self.lines = lines
+        self.places: dict[Keys, Place] = {}
+        self.scalars = yaml.constructor.SafeConstructor()
+
+    def place(self, mark: yaml.Mark) -> Place:
+        return Place(self.source, mark.line + 1, mark.column) if self.lines else Place(self.source)
+
+    def exact(self, mark: yaml.Mark | None) -> str:
+        """`file:line:column`, for errors of syntax."""
+        if mark is None or not self.lines:
+            return self.source.name
+        return f"{self.source.name}:{mark.line + 1}:{mark.column + 1}"
+
+    def fail(self, what: str, node: yaml.Node, fix: str = "") -> InputError:
+        return InputError(what, where=self.exact(node.start_mark), fix=fix)
+
+    def value(self, node: yaml.Node, keys: Keys) -> object:
+        """The value of `node`. Aliases repeat values, hence the two limits."""
+        if len(keys) > MAX_DEPTH:
+            raise self.fail(f"this is nested deeper than {MAX_DEPTH} levels", node)
+        if len(self.places) > MAX_VALUES:
+            raise self.fail(f"there are more than {MAX_VALUES} values", node)
+        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
+            return self.mapping(node, keys)
+        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+            return self.sequence(node, keys)
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node)
+        raise self.fail(f"the tag '{node.tag}' is not read", node, "leave the tag out")
+
+    def sequence(self, node: yaml.SequenceNode, keys: Keys) -> list[object]:
+        values = []
+        for index, item in enumerate(node.value):
+            self.places[*keys, index] = self.place(item.start_mark)
+            values.append(self.value(item, (*keys, index)))
+        return values
+
+    def mapping(self, node: yaml.MappingNode, keys: Keys) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key, item in node.value:
+            name = self.key(key)
+            if name in values:
+                first = self.places[*keys, name]
+                raise self.fail(f"key '{show_keys((*keys, name))}' is given twice, at {first}", key)
+            self.places[*keys, name] = self.place(key.start_mark)
+            values[name] = self.value(item, (*keys, name))
+        return values
+
+    def key(self, node: yaml.Node) -> str:
+        """A key is the text as it is written, so that `on` and `1` are names and not values."""
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.fail("a key must be text", node)
+        if node.tag == f"{_TAG}merge":
+            raise self.fail("merge keys '<<' are not read", node, "write the keys out")
+        return self.text(node)
+
+    def text(self, node: yaml.ScalarNode) -> str:
+        if UNFIT.search(node.value):
+            raise self.fail(f"{json.dumps(node.value)} holds a character that is no text", node)
+        return str(node.value)
+
+    def scalar(self, node: yaml.ScalarNode) -> object:
+        """Text, or the number, boolean or null that it stands for.
+
+        YAML 1.1 takes `3e-4` for text, for want of a point; everybody else takes it for a number.
+        """
+        tag = node.tag.removeprefix(_TAG)
+        if tag in _PLAIN:
+            return self.plain(node)
+        if tag not in {"str", "timestamp", "merge", "value"}:
+            raise self.fail(f"the tag '{node.tag}' is not read", node, "leave the tag out")
+        if tag == "str" and node.style is None and _EXPONENT.match(node.value):
+            return float(node.value)
+        return self.text(node)
+
+    def plain(self, node: yaml.ScalarNode) -> object:
+        """What a plain scalar stands for; a float may be infinite, a whole number not too long."""
+        try:
+            value: object = self.scalars.construct_object(node)
+            str(value)
+        except (ValueError, KeyError, IndexError, OverflowError) as error:
+            raise self.fail(f"'{node.value[:40]}' is not a value", node) from error
+        return value
+
+
+def show_keys(keys: Keys) -> str:
+    """`keys` as a person writes them: 'cluster.devices[1].host'."""
+    shown = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys)
+    return shown.removeprefix(".")
+
+
+def show_value(value: object) -> str:
+    """`value` as a person says it, for 'it is ...'; never long."""
+    if value is None or value in ([], {}):
+        return "empty"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}"
+    shown = f"'{value}'" if isinstance(value, str) else json.dumps(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

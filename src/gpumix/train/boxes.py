@@ -1,0 +1,50 @@
+"""A flat interval of an N-dimensional tensor as boxes of it.
+
+Ranks own flat intervals; checkpoints hold boxes (an offset and a size in every dimension), which
+say where elements are without a word about who owned them. Each box is one contiguous stretch of
+the interval, hence a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """The boxes (offset, size) that hold elements [start, end) of a tensor of `shape`, in order.
+
+    At most 2 * dimensions - 1 of them; a tensor without dimensions has the one box ((), ()).
+
+    Raises:
+        ValueError: the interval is not inside the tensor.
+    """
+    if not 0 <= start <= end <= prod(shape):
+        raise ValueError(f"[{start}, {end}) is not inside a tensor of shape {tuple(shape)}")
+    return _cover(tuple(shape), start, end) if start < end else []
+
+
+def _cover(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """The same for an interval that is not empty: end of a row, whole rows, start of a row."""
+    if not shape:
+        return [((), ())]
+    row, inner = prod(shape[1:]), shape[1:]
+    first, head = divmod(start, row)
+    last, tail = divmod(end, row)
+    if first == last:
+        return _in_row(first, _cover(inner, head, tail))
+    found: list[Box] = []
+    if head:
+        found += _in_row(first, _cover(inner, head, row))
+        first += 1
+    if first < last:
+        found.append(((first, *(0,) * len(inner)), (last - first, *inner)))
+    if tail:
+        found += _in_row(last, _cover(inner, 0, tail))
+    return found
+
+
+def _in_row(row: int, found: list[Box]) -> list[Box]:
+    return [((row, *offset), (1, *size)) for offset, size in found]

@@ -1,0 +1,134 @@
+"""What one checkpoint is, in its own words, and whether it still is what was saved.
+
+    step-00000010/checkpoint.json   what it is, and size and digest of all other files
+                  index.json        where in them each tensor's boxes are
+                  __0_0.distcp ...  tensors, one file per rank
+                  .metadata         for other readers of torch.distributed.checkpoint
+
+`.metadata` is a pickle, which can run code when it is read; gpumix writes it and never reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, ValidationError
+
+from gpumix.spec.base import Value
+from gpumix.spec.errors import InputError
+
+SCHEMA = 1
+MANIFEST = "checkpoint.json"
+INDEX = "index.json"
+
+# No separators: a checkpoint names files of its own folder only.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
+StateKind = Literal["elements", "tensor", "int", "float", "bool"]
+
+
+class SavedFile(Value):
+    """What a file must be to be the one that was saved."""
+
+    bytes: int
+    sha256: str
+
+
+class SavedOptimizer(Value):
+    """The optimizer's class, and what each of its states is: `elements`, one value for each element
+    of a parameter, or one number for the whole of it."""
+
+    name: str
+    states: dict[str, StateKind]
+
+
+class Manifest(Value):
+    """What a checkpoint is.
+
+    `sequence` counts the checkpoints of a folder in the order of saving, which is not that of their
+    steps once a run went on from an older one.
+    """
+
+    step: int
+    sequence: int = 0
+    model: str = Field(description="fingerprint of the model's units and parameter shapes")
+    gpumix: str
+    torch: str
+    engine_steps: int
+    scaler: dict[str, float] | None = Field(description="fp16 only")
+    optimizer: SavedOptimizer
+    cursor: dict[str, JsonValue]
+    extra: dict[str, JsonValue]
+    files: dict[FileName, SavedFile] = Field(default_factory=dict)
+
+    def sealed(self) -> str:
+        """The text of the file `checkpoint.json`."""
+        content = json.loads(self.model_dump_json())
+        seal = {"kind": "checkpoint", "schema_version": SCHEMA, "digest": self.digest()}
+        return json.dumps({**seal, "checkpoint": content}, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What the checkpoint at `path` says of itself.
+
+    Raises:
+        InputError: unreadable, altered, or of another schema.
+    """
+    file = path / MANIFEST
+    try:
+        sealed: Any = json.loads(file.read_text(encoding="utf-8"))
+        kind, schema, content = sealed["kind"], sealed["schema_version"], sealed["checkpoint"]
+        digest, version = sealed["digest"], content["gpumix"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(file, f"it cannot be read: {error!r}") from error
+    if (kind, schema) != ("checkpoint", SCHEMA):
+        raise InputError(
+            f"this is a {kind} of schema {schema}, a checkpoint of schema {SCHEMA} is wanted",
+            where=str(file),
+            why=f"gpumix {version} saved it",
+            fix=f"pip install gpumix=={version}",
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        raise damaged(file, str(error.errors()[0]["msg"])) from error
+    if manifest.digest() != digest:
+        raise damaged(file, "its content is not what was saved")
+    return manifest
+
+
+def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
+    """Check that files of the checkpoint at `path` are as they were saved.
+
+    Raises:
+        InputError: one is missing, cut short or altered.
+    """
+    for name, saved in files:
+        try:
+            found = described(path / name)
+        except OSError as error:
+            raise damaged(path / name, error.strerror or str(error)) from error
+        if found.bytes != saved.bytes:
+            raise damaged(path / name, f"it has {found.bytes} bytes, {saved.bytes} were saved")
+        if found.sha256 != saved.sha256:
+            raise damaged(path / name, "its content is not what was saved")
+
+
+def described(file: Path) -> SavedFile:
+    """Size and digest of a file, by reading it."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return SavedFile(bytes=file.stat().st_size, sha256=digest)
+
+
+def damaged(file: Path, why: str) -> InputError:
+    """The error for a file of a checkpoint that cannot be used."""
+    return InputError(
+        "this checkpoint is damaged",
+        where=str(file),
+        why=why,
+        fix=f"rm -r {file.parent}, then resume from the checkpoint before it",
+    )

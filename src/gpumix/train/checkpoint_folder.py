@@ -1,0 +1,135 @@
+"""The folder of a run's checkpoints: which is newest, how one comes to be, which ones go.
+
+A checkpoint is written into `step-00000010.part` and renamed once it is complete, and renamed back
+before it is removed: a crash at any moment leaves whole checkpoints and parts, nothing between.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpumix.spec.errors import InputError, MachineError
+from gpumix.train.checkpoint_file import MANIFEST, Manifest, SavedFile, read_manifest
+
+# Where a run keeps its checkpoints.
+CHECKPOINTS = "checkpoints"
+
+_STEP = re.compile(r"step-\d{8,}")
+_PARTS = "step-*.part"
+
+
+def find(path: Path) -> Path:
+    """The checkpoint at `path`: itself, or the newest in it or in its `checkpoints`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    folders = (path, path / CHECKPOINTS)
+    for folder in folders:
+        newest = latest(folder)
+        if newest is not None:
+            return newest
+    parts = [part.name for folder in folders for part in folder.glob(_PARTS)]
+    raise InputError(
+        "there is no checkpoint here",
+        where=str(path),
+        why=f"{parts[0]} was never finished" if parts else "",
+        fix="give the folder of a run or of one of its checkpoints",
+    )
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint in `folder` that was saved last."""
+    saved = _in_order(folder)
+    return saved[-1][1] if saved else None
+
+
+def _in_order(folder: Path) -> list[tuple[float, Path]]:
+    """(sequence, path) of the complete checkpoints in `folder`, oldest first. One that cannot be
+    read counts as newest, so that nobody passes over it without a word."""
+    paths = [p for p in folder.glob("step-*") if _STEP.fullmatch(p.name)]
+    return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
+
+
+def _sequence(path: Path) -> float:
+    try:
+        return read_manifest(path).sequence
+    except InputError:
+        return math.inf
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new, empty part for a checkpoint of `step`; those of earlier crashes are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(_PARTS):
+        shutil.rmtree(leftover)
+    part = folder / f"step-{step:08d}.part"
+    part.mkdir()
+    return part
+
+
+def check_visible(part: Path, files: Mapping[str, SavedFile]) -> None:
+    """Check that what all ranks wrote is here, on rank 0's host.
+
+    Raises:
+        MachineError: a file is not; the ranks do not share the folder.
+    """
+    for name, saved in files.items():
+        file = part / name
+        if not file.exists() or file.stat().st_size != saved.bytes:
+            raise MachineError(
+                f"a rank wrote {name}, which rank 0 does not find",
+                where=str(part),
+                why="the hosts do not share this folder",
+                fix="choose an `output` in the job on a file system that all hosts share",
+            )
+
+
+def finish(part: Path, manifest: Manifest) -> Path:
+    """Turn a part whose files are all written into a checkpoint; its path."""
+    folder, final = part.parent, part.with_suffix("")
+    sequences = [sequence for sequence, _ in _in_order(folder) if sequence < math.inf]
+    manifest = manifest.model_copy(update={"sequence": int(max(sequences, default=0)) + 1})
+    write_durably(part / MANIFEST, manifest.sealed())
+    _sync(part)
+    former = final.with_name(f"{final.name}.old.part")
+    if final.exists():  # this step was saved before, and the run went on from an older one
+        final.rename(former)
+    part.rename(final)
+    _sync(folder)
+    if former.exists():
+        shutil.rmtree(former)
+    return final
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints; one that cannot be read is left alone."""
+    readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]
+    for path in readable[:-keep]:
+        part = path.with_name(f"{path.name}.old.part")
+        path.rename(part)
+        shutil.rmtree(part)
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write `text` so that it survives a crash of the machine."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new files in `folder` survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

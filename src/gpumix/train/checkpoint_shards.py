@@ -1,0 +1,244 @@
+"""Tensors that ranks hold boxes of, to files and back, through torch.distributed.checkpoint.
+
+Its planner finds out who reads which part of whose boxes. Where boxes are is kept in a JSON index
+of our own: its pickled metadata, which can run code, is never read. Tensors are read as
+`weights_only`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import AfterValidator, Field
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from gpumix.spec.base import Value
+from gpumix.train.boxes import boxes
+from gpumix.train.checkpoint_file import FileName
+from gpumix.train.checkpoint_together import Together, explained
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """This rank's part of a global tensor of `shape`: views of its memory by their offsets.
+
+    The methods with underscores are what torch.distributed.checkpoint asks a sharded tensor.
+    """
+
+    shape: torch.Size
+    views: dict[torch.Size, torch.Tensor]
+
+    @classmethod
+    def interval(cls, shape: torch.Size, start: int, flat: torch.Tensor) -> Boxed:
+        """`flat` holds the elements from `start` on of a tensor of `shape`, flattened."""
+        found = boxes(shape, start, start + flat.numel())
+        parts = flat.detach().split([prod(size) for _, size in found]) if found else ()
+        views = zip(found, parts)
+        return cls(shape, {torch.Size(offset): part.view(size) for (offset, size), part in views})
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Boxed:
+        return cls(tensor.shape, {torch.Size((0,) * tensor.dim()): tensor.detach()})
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def _chunks(self) -> dict[torch.Size, ChunkStorageMetadata]:
+        return {o: ChunkStorageMetadata(o, view.size()) for o, view in self.views.items()}
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return list(self._chunks().values())
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.views[offset].dtype),
+                    size=self.shape,
+                ),
+            )
+            for offset, chunk in self._chunks().items()
+        ]
+
+
+# -- where boxes are -------------------------------------------------------------------------------
+
+
+def _known_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"there is no dtype '{name}'")
+    return name
+
+
+class StoredBox(Value):
+    """One box of a tensor: bytes [start, start + length) of a file."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: FileName
+    start: int = Field(ge=0)
+    length: int = Field(ge=0)
+
+
+class StoredTensor(Value):
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+class Index(Value):
+    """All tensors of a checkpoint by name."""
+
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> Index:
+        """From what torch.distributed.checkpoint returns of a save."""
+        stored = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            places = [metadata.storage_data[MetadataIndex(name, c.offsets)] for c in tensor.chunks]
+            stored[name] = StoredTensor(
+                dtype=str(tensor.properties.dtype).removeprefix("torch."),
+                shape=tensor.size,
+                boxes=tuple(
+                    StoredBox(
+                        offset=chunk.offsets,
+                        size=chunk.sizes,
+                        file=place.relative_path,
+                        start=place.offset,
+                        length=place.length,
+                    )
+                    for chunk, place in zip(tensor.chunks, places)
+                ),
+            )
+        return cls(tensors=stored)
+
+    def metadata(self) -> Metadata:
+        """What torch.distributed.checkpoint wants to know for a load."""
+        tensors: dict[str, Any] = {}
+        places = {}
+        for name, stored in self.tensors.items():
+            chunks = []
+            for box in stored.boxes:
+                offset = torch.Size(box.offset)
+                chunks.append(ChunkStorageMetadata(offset, torch.Size(box.size)))
+                places[MetadataIndex(name, offset)] = _StorageInfo(box.file, box.start, box.length)
+            properties = TensorProperties(dtype=stored.torch_dtype)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        return Metadata(tensors, storage_data=places)
+
+
+# -- to files and back -----------------------------------------------------------------------------
+
+
+def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together) -> Index:
+    """Write all ranks' boxes into `folder`, one file per rank. Collective.
+
+    Args:
+        tensors: nested dictionaries of `Boxed`; names are their keys joined by dots.
+
+    Raises:
+        GpumixError: a rank could not write; the same on all ranks.
+    """
+    with _as_one_process(ranks):
+        metadata = dcp.save(
+            dict(tensors),
+            storage_writer=_Writer(folder, ranks.rank),
+            planner=_SavePlanner(flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=ranks.world == 1,
+        )
+    return Index.of(metadata)
+
+
+def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Together) -> None:
+    """Fill the boxes in `tensors` with what is stored under their names. Collective.
+
+    Raises:
+        GpumixError: a rank could not read; the same on all ranks.
+    """
+    with _as_one_process(ranks):
+        dcp.load(
+            dict(tensors),
+            storage_reader=_Reader(folder, index),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=ranks.world == 1,
+        )
+
+
+def _as_one_process(ranks: Together) -> warnings.catch_warnings:
+    """Without a group, a single process is meant: no need to be warned of that."""
+    return warnings.catch_warnings(
+        action="ignore" if ranks.world == 1 else "default", category=UserWarning
+    )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].views[index.offset]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].views[index.offset]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says on the rank where it happens what went wrong."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder)
+        self._folder, self._own_rank = folder, rank
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            what = f"rank {self._own_rank} could not write its part of a checkpoint"
+            raise explained(error, what, self._folder) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Takes the places of boxes from our index."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index.metadata()

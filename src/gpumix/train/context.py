@@ -1,0 +1,154 @@
+"""What a rank has before it trains: its device, the other ranks, and the data."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from gpumix.data.rows import Source
+from gpumix.data.sources import open_data
+from gpumix.engine.comm import CommunicationError
+from gpumix.engine.ranks import Ranks
+from gpumix.hardware.environment import cache_folder
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.job import Job
+from gpumix.spec.units import show_bytes
+from gpumix.train.launch import Seat
+
+MEETING_S = 120.0  # how long ranks wait for each other's devices
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ranks of a run are given."""
+
+    job: Job
+    cluster: Cluster
+    folder: Path
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank of a run, ready to work."""
+
+    task: Task
+    device: Device
+    runtime: DeviceRuntime
+    ranks: Ranks
+    train_data: Source
+    held_out: Source
+
+    @property
+    def job(self) -> Job:
+        return self.task.job
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self.ranks.rank == 0
+
+    def batch(self, samples: int) -> dict[str, torch.Tensor]:
+        """Some batch of so many samples, for measurements."""
+        return self.train_data.rows(np.arange(samples) % len(self.train_data))
+
+
+@contextmanager
+def joined(seat: Seat, task: Task) -> Iterator[Context]:
+    """Take `seat`: open its device, meet the other ranks, open the data.
+
+    Raises:
+        TrainingError: also for what goes wrong inside: out of memory, a lost rank.
+    """
+    device_class = task.cluster.class_named(seat.device.device_class)
+    store = _store(seat, task.job.timeout)
+    with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
+        ranks = Ranks(
+            store,
+            rank=seat.rank,
+            world=seat.world,
+            device=runtime.torch_device,
+            timeout_s=task.job.timeout,
+            name=f"device '{seat.device.id}' on {seat.device.host}",
+        )
+        with ranks:
+            try:
+                train_data, held_out = _same_data(task, ranks)
+                yield Context(task, seat.device, runtime, ranks, train_data, held_out)
+            except CommunicationError as error:
+                raise ranks.explain(error) from error
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise _out_of_memory(error, runtime, ranks) from error
+
+
+def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[Device, ...]]:
+    """Every rank tells its device: the cluster of all, and the device of each rank. Collective.
+
+    Raises:
+        InputError: two ranks have the same device, or a class is not the same everywhere.
+    """
+    store = dist.PrefixStore("devices", _store(seat, MEETING_S))
+    mine = json.dumps([device_class.model_dump(), seat.device.model_dump()])
+    store.set(str(seat.rank), mine)
+    told = [json.loads(store.get(str(rank)).decode()) for rank in range(seat.world)]
+    devices = tuple(Device(**device) for _, device in told)
+    classes = {found["name"]: DeviceClass(**found) for found, _ in told}
+    try:
+        return Cluster(classes=tuple(classes.values()), devices=devices), devices
+    except ValidationError as error:
+        raise InputError(
+            f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
+            fix="start one process per device, each with a device of its own",
+        ) from error
+
+
+def _store(seat: Seat, timeout_s: float) -> dist.Store:
+    store = dist.TCPStore(
+        seat.host,
+        seat.port,
+        is_master=seat.holds_store,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(seat.run, store)
+
+
+def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
+    """Open the data; hosts may hold different files, which would train on a mixture of both."""
+    train, held_out = open_data(task.job, task.folder, cache_folder() / "tokens")
+    told = ranks.gather("data", f"{len(train)} samples, fingerprint {train.fingerprint}")
+    others = [rank for rank, text in enumerate(told) if text != told[0]]
+    if others:
+        raise InputError(
+            f"ranks see different data: {ranks.names[0]} has {told[0]}, {ranks.names[others[0]]} "
+            f"has {told[others[0]]}",
+            fix="give every host the same data files",
+        )
+    return train, held_out
+
+
+def _out_of_memory(error: Exception, runtime: DeviceRuntime, ranks: Ranks) -> TrainingError:
+    return TrainingError(
+        "out of memory",
+        where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}, limit "
+        f"{show_bytes(runtime.memory_limit_bytes)}",
+        why=str(error).strip().splitlines()[0],
+        fix="profile again (`gpumix profile JOB.yaml --fresh`), or give the class a smaller "
+        "`memory` in the cluster file, so that the plan leaves more room",
+    )

@@ -1,0 +1,112 @@
+"""Training on the screen: a live table on a terminal, one line every few steps elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.train.metrics import ClassRecord, RunLog, StepRecord
+from gpumix.train.tables import EMULATED, stderr
+
+ROWS = 8
+
+
+class Display:
+    """Shows a run. Only the first rank has one.
+
+    Args:
+        log: the run's numbers.
+        every_steps: how often a line is printed where there is no terminal.
+    """
+
+    def __init__(self, log: RunLog, every_steps: int, console: Console | None = None) -> None:
+        self._log = log
+        self._every = every_steps
+        self._console = console or stderr()
+        self._rows: list[StepRecord] = []
+        self._classes: list[ClassRecord] = []
+        self._evaluation = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, refresh_per_second=4, get_renderable=self._render
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def step(self, record: StepRecord) -> None:
+        due = record.step % self._every == 0 or record.step in (1, self._log.steps)
+        if due:
+            self._rows = [*self._rows[-(ROWS - 1) :], record]
+        if self._live is None and due:
+            self._console.print(self._line(record))
+
+    def classes(self, records: list[ClassRecord]) -> None:
+        self._classes = records
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._evaluation = f"held-out loss {loss:.4f} at step {step}"
+        self.say(self._evaluation)
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self._console.print(line)
+
+    def _line(self, record: StepRecord) -> str:
+        busy = ", ".join(f"{c.device_class} {c.busy_share:.0%}" for c in self._classes)
+        return (
+            f"step {record.step}/{self._log.steps}  loss {record.loss:.4f}  "
+            f"lr {record.learning_rate:.2e}  {self._log.tokens_per_s():.0f} tokens/s"
+            + (f"  busy: {busy}" if busy else "")
+        )
+
+    def _render(self) -> RenderableType:
+        steps = Table(title="training", title_justify="left", title_style="bold")
+        for column in ("step", "loss", "lr", "gradient norm", "step time", "tokens/s"):
+            steps.add_column(column, justify="right", min_width=9)
+        for r in self._rows:
+            norm = "" if r.gradient_norm is None else f"{r.gradient_norm:.3f}"
+            steps.add_row(
+                f"{r.step}/{self._log.steps}", f"{r.loss:.4f}", f"{r.learning_rate:.2e}", norm,
+                show_seconds(r.step_s), f"{r.tokens_per_s:.0f}",
+            )  # fmt: skip
+        done = self._rows[-1].step if self._rows else 0
+        parts: list[RenderableType] = [steps, ProgressBar(self._log.steps, done, width=60)]
+        if self._classes:
+            parts.append(self._class_table())
+        if self._log.plan.emulated:
+            parts.append(Text(EMULATED, style="yellow"))
+        return Group(*parts)
+
+    def _class_table(self) -> Table:
+        table = Table(box=None)
+        for column in ("class", "samples", "busy", "peak memory", "planned"):
+            table.add_column(column, justify="left" if column == "class" else "right")
+        for c in self._classes:
+            table.add_row(
+                c.device_class, str(c.samples), f"{c.busy_share:.0%}",
+                _bytes(c.peak_bytes), _bytes(c.planned_peak_bytes),
+            )  # fmt: skip
+        return table
+
+
+def _bytes(n: int | None) -> str:
+    return "unknown" if n is None else show_bytes(n)

@@ -1,0 +1,300 @@
+"""The training loop of one rank. `Trainer.run` reads top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpumix.data.loader import Loader, evaluation_batches
+from gpumix.engine.models import config_of, model_of
+from gpumix.engine.prepare import prepare
+from gpumix.spec.errors import Interrupted, TrainingError
+from gpumix.spec.plan import Plan
+from gpumix.train.tmpckpt import Checkpointer
+from gpumix.train.context import Context
+from gpumix.train.display import Display
+from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
+from gpumix.train.optimizer import learning_rate, optimizer_for
+from gpumix.train.stop import StopRequest
+
+STOP = 1.0  # an engine notice: this rank was asked to stop
+WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to. `prediction_error` is predicted over measured step time, less 1."""
+
+    steps: int
+    loss: float
+    tokens_per_s: float
+    step_s: float
+    predicted_step_s: float | None
+    prediction_error: float | None
+    overruns: int
+    classes: list[dict[str, Any]]
+    losses: list[float]
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a few steps by a plan came to; step times without the first ones."""
+
+    step_s: float
+    tokens_per_s: float
+    steps_s: list[float]
+    losses: list[float]
+    peak_bytes: list[int | None]
+    overruns: int
+
+
+class Trainer:
+    """Trains a job by a plan, as one of its ranks.
+
+    Args:
+        context: this rank's device, peers and data.
+        plan: the workers in the order of the ranks.
+        resume: go on from the newest checkpoint in the job's output folder.
+    """
+
+    def __init__(self, context: Context, plan: Plan, *, resume: bool = False) -> None:
+        self.context = context
+        self.plan = plan
+        job, ranks = context.job, context.ranks
+        self.job = job
+        self.engine = prepare(
+            model_of(job.model, folder=context.task.folder, seed=job.seed),
+            plan,
+            comm=ranks.communicator(plan),
+            weights=job.model.weights,
+            units=job.model.units,
+            seed=job.seed,
+        )
+        self.optimizer = optimizer_for(job.optimizer, self.engine.pieces())
+        self.loader = Loader(
+            context.train_data,
+            [w.samples for w in plan.workers],
+            ranks.rank,
+            seed=job.seed,
+            device=context.runtime.torch_device,
+        )
+        self.checkpointer = Checkpointer(
+            job.output / "checkpoints", keep=job.checkpoint.keep, group=ranks.checkpoint_group()
+        )
+        self.step = 0
+        if resume:
+            self._resume()
+        context.runtime.reset_peak()
+        self._log = RunLog(job.output, plan, job.steps)
+        self._display: Display | None = None
+        self._waited_s = 0.0
+        self._since = time.perf_counter()
+        self._step_times: list[float] = []
+        self._losses: list[float] = []
+        self._classes: list[ClassRecord] = []
+
+    def run(self) -> Summary:
+        """Train to the end.
+
+        Raises:
+            Interrupted: asked to stop; the state is saved.
+            TrainingError: the loss is not finite; the state before that step is saved.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.loader)
+            stop = stack.enter_context(StopRequest())
+            self._open(stack)
+            record = None
+            while self.step < self.job.steps:
+                record = self._train_step(stop)
+                self._tell(record)
+                if self._due(self.job.evaluation.every_steps):
+                    self._evaluate()
+                if any(self.engine.notices_by_rank()):
+                    self._stop(record)
+                if self._due(self.job.checkpoint.every_steps) and self.step < self.job.steps:
+                    self._save()
+            path = self._save()
+            if self.context.first:
+                self._log.progress("finished", record)
+            return self._summary(path)
+
+    def try_out(self, steps: int) -> Trial:
+        """Train `steps` steps after those of the warm-up; nothing is written."""
+        with self.loader, StopRequest() as stop:
+            for _ in range(WARM_UP_STEPS):
+                self._train_step(stop)
+            self._exchange_records()
+            before = self.context.runtime.overruns
+            records = [self._train_step(stop) for _ in range(steps)]
+        times = sorted(r.step_s for r in records)
+        peaks = self.context.ranks.gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
+        overruns = self.context.ranks.gather(
+            "overruns", str(self.context.runtime.overruns - before)
+        )
+        return Trial(
+            step_s=times[len(times) // 2],
+            tokens_per_s=self.plan.global_batch
+            * self.plan.sequence_length
+            / times[len(times) // 2],
+            steps_s=[r.step_s for r in records],
+            losses=self._losses,
+            peak_bytes=[json.loads(text) for text in peaks],
+            overruns=sum(map(int, overruns)),
+        )
+
+    def _train_step(self, stop: StopRequest) -> StepRecord:
+        begun = time.perf_counter()
+        cursor = self.loader.state_dict()
+        batch = next(self.loader)
+        self.context.runtime.idle()
+        rate = learning_rate(self.job, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.notice = STOP if stop.requested else 0.0
+        loss = self.engine.step(batch).item()
+        if not math.isfinite(loss):
+            self._not_finite(loss, cursor)
+        norm = None
+        if self.job.optimizer.clip_norm is not None:
+            norm = self.engine.clip_grad_norm_(self.job.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.context.runtime.synchronize()
+        self.step += 1
+        step_s = time.perf_counter() - begun
+        self._step_times.append(step_s)
+        self._losses.append(loss)
+        tokens = self.plan.global_batch * self.plan.sequence_length
+        return StepRecord(
+            step=self.step,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=None if norm is None else norm.item(),
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            tokens=tokens * self.step,
+        )
+
+    # -- telling -----------------------------------------------------------------------------------
+
+    def _open(self, stack: ExitStack) -> None:
+        if not self.context.first:
+            return
+        self._log.open()
+        stack.callback(self._log.close)
+        self._log.progress("training", None)
+        self._display = stack.enter_context(Display(self._log, self.job.log_every_steps))
+
+    def _tell(self, record: StepRecord) -> None:
+        if self._due(self.job.log_every_steps) or self.step == self.job.steps:
+            self._exchange_records()
+        if self.context.first and self._display is not None:
+            self._log.step(record)
+            self._log.progress("training", record)
+            self._display.step(record)
+
+    def _exchange_records(self) -> None:
+        """Collective: how every rank did since the last time."""
+        now = time.perf_counter()
+        waited = self.engine.comm.clock.total_s()
+        busy = 1.0 - (waited - self._waited_s) / (now - self._since)
+        self._waited_s, self._since = waited, now
+        mine = RankRecord(
+            device=self.context.device.id,
+            device_class=self.context.device.device_class,
+            busy_share=max(0.0, busy),
+            peak_bytes=self.context.runtime.peak_bytes(),
+            overruns=self.context.runtime.overruns,
+        )
+        told = self.context.ranks.gather("records", mine.to_json())
+        self._classes = by_class(self.plan, [RankRecord.from_json(text) for text in told])
+        if self._display is not None:
+            self._log.classes(self.step, self._classes)
+            self._display.classes(self._classes)
+
+    def _evaluate(self) -> None:
+        losses = [
+            self.engine.evaluate(batch).item()
+            for batch in evaluation_batches(
+                self.context.held_out,
+                [w.samples for w in self.plan.workers],
+                self.context.ranks.rank,
+                batches=self.job.evaluation.batches,
+                device=self.context.runtime.torch_device,
+            )
+        ]
+        if self._display is not None:
+            loss = sum(losses) / len(losses)
+            self._log.evaluation(self.step, loss)
+            self._display.evaluation(self.step, loss)
+
+    def _due(self, every_steps: int) -> bool:
+        return every_steps > 0 and self.step % every_steps == 0
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def _save(self, cursor: dict[str, Any] | None = None) -> Path:
+        extra = {"job": self.job.model_dump(mode="json"), "plan": self.plan.model_dump(mode="json")}
+        if self.job.model.config is not None:
+            extra["model_config"] = config_of(self.job.model).to_dict()
+        return self.checkpointer.save(
+            self.step,
+            self.engine,
+            self.optimizer,
+            cursor=cursor or self.loader.state_dict(),
+            extra=extra,
+        )
+
+    def _resume(self) -> None:
+        state = self.checkpointer.load(self.engine, self.optimizer)
+        self.loader.load_state_dict(state.cursor)
+        self.step = state.step
+
+    def _stop(self, record: StepRecord) -> None:
+        path = self._save()
+        if self.context.first:
+            self._log.progress("interrupted", record)
+        raise Interrupted(
+            f"stopped after step {self.step} of {self.job.steps}",
+            where=str(path),
+            fix="go on with the same command and --resume",
+        )
+
+    def _not_finite(self, loss: float, cursor: dict[str, Any]) -> None:
+        """The weights are still those of before the step; so is what is saved."""
+        self.engine.steps -= 1
+        path = self._save(cursor)
+        ranks = self.context.ranks
+        who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())
+        raise TrainingError(
+            f"the loss of step {self.step + 1} is {loss}",
+            where=who,
+            why="a rate too high, fp16 out of its range, or bad samples in that rank's share",
+            fix=f"the state before that step is in {path}: go on from there with --resume and a "
+            "lower --set optimizer.lr=..., or look at the samples",
+        )
+
+    def _summary(self, path: Path) -> Summary:
+        times = sorted(self._step_times[WARM_UP_STEPS:] or self._step_times)
+        step_s = times[len(times) // 2] if times else 0.0
+        tokens = self.plan.global_batch * self.plan.sequence_length
+        predicted = self.plan.prediction.step_s if self.plan.prediction else None
+        return Summary(
+            steps=self.step,
+            loss=self._losses[-1] if self._losses else math.nan,
+            tokens_per_s=tokens / step_s if step_s else 0.0,
+            step_s=step_s,
+            predicted_step_s=predicted,
+            prediction_error=predicted / step_s - 1 if predicted and step_s else None,
+            overruns=sum(c.overruns for c in self._classes),
+            classes=[asdict(c) for c in self._classes],
+            losses=self._losses,
+            checkpoint=str(path),
+        )

@@ -1,0 +1,139 @@
+"""The line of values, walked: job and cluster, profile, plan, run. What `gpumix train` does.
+
+Deciding happens here, in the process that was started; measuring and training in ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpumix.planner.explain import plan as make_plan
+from gpumix.profiler.cache import MeasurementCache
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.read import read_job
+from gpumix.spec.units import show_seconds
+from gpumix.train.runner import Runner, runner
+from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
+
+if TYPE_CHECKING:
+    from gpumix.train.loop import Summary, Trial
+
+
+class Pipeline:
+    """A job on its way from the file to the run.
+
+    Args:
+        folder: where relative names in the job start from.
+    """
+
+    def __init__(self, job: Job, folder: Path, runs: Runner, *, debug: bool = False) -> None:
+        self.job = job
+        self.folder = folder
+        self.speaks = runs.speaks
+        self._runs = runs
+        self._debug = debug
+        self._console = stderr()
+        self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
+
+    @classmethod
+    def of_file(cls, path: Path, overrides: Sequence[str], *, debug: bool) -> Pipeline:
+        job = read_job(path, overrides)
+        return cls(job, path.absolute().parent, runner(debug=debug), debug=debug)
+
+    def show(self, thing: Any) -> None:
+        """Print for people, where this process is the one that speaks."""
+        if self.speaks:
+            self._console.print(thing)
+
+    def profile(self, *, fresh: bool = False) -> Profile:
+        """From the cache, or measured."""
+        cached = None if fresh else MeasurementCache(self.job, self.cluster, self.folder).load()
+        if cached is not None:
+            return cached
+        from gpumix.train import work
+
+        devices = self._runs.devices(self.cluster)
+        found: Profile = self._runs.run(work.profile, self.cluster, self._task(), devices, fresh)
+        return found
+
+    def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
+        return make_plan(profile, self.job.global_batch, strategy or self.job.strategy)
+
+    def train(self, plan: Plan | None, *, resume: bool) -> Summary:
+        """Train by `plan`, or by one that is made first."""
+        self._check_output(resume)
+        self.show(devices_table(self.cluster))
+        if plan is None:
+            profile = self.profile()
+            self.show(profile_table(profile))
+            plan = self.plan(profile)
+            if self.speaks:
+                profile.save(self.job.output / "profile.json")
+        self._check_plan(plan)
+        self.show(plan_table(plan))
+        if self.speaks:
+            plan.save(self.job.output / "plan.json")
+        from gpumix.train import work
+
+        devices = self._runs.devices(self.cluster)
+        summary: Summary = self._runs.run(
+            work.train, self.cluster, self._task(), plan, devices, resume
+        )
+        return summary
+
+    def try_out(self, plan: Plan, steps: int) -> Trial:
+        """Train a few steps by `plan`, for its speed; nothing is written."""
+        from gpumix.train import work
+
+        devices = self._runs.devices(self.cluster)
+        trial: Trial = self._runs.run(
+            work.try_out, self.cluster, self._task(), plan, devices, steps
+        )
+        return trial
+
+    def show_summary(self, summary: Summary) -> None:
+        """One line: how fast, and how far off the prediction was."""
+        line = (
+            f"{summary.tokens_per_s:.0f} tokens/s, {show_seconds(summary.step_s)} a step, loss "
+            f"{summary.loss:.4f} after {summary.steps} steps"
+        )
+        if summary.prediction_error is not None:
+            line += f"; predicted step time off by {summary.prediction_error:+.1%}"
+        self.show(line)
+        if summary.overruns:
+            self.show(
+                f"emulated devices fell behind their speed {summary.overruns} times: this "
+                "machine was too busy for the numbers to count"
+            )
+
+    def _task(self) -> Any:
+        from gpumix.train.context import Task
+
+        return Task(self.job, self.cluster, self.folder, self._debug)
+
+    def _check_output(self, resume: bool) -> None:
+        there = self.job.output / "checkpoints"
+        if not resume and there.is_dir() and any(there.iterdir()):
+            raise InputError(
+                "the output folder holds the checkpoints of an earlier run",
+                where=str(self.job.output),
+                fix="go on with --resume, or write elsewhere: --set output=runs/another",
+            )
+
+    def _check_plan(self, plan: Plan) -> None:
+        for what, planned, wanted in (
+            ("global_batch", plan.global_batch, self.job.global_batch),
+            ("sequence_length", plan.sequence_length, self.job.sequence_length),
+            ("precision", plan.compute_dtype, self.job.precision),
+        ):
+            if planned != wanted:
+                raise InputError(
+                    f"the plan is for {what} {planned}, the job has {wanted}",
+                    fix="make a plan for this job: gpumix plan JOB.yaml",
+                )

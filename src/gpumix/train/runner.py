@@ -1,0 +1,118 @@
+"""Runs work on all devices of a cluster: in processes of our own, or as a part of torchrun's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import TorchrunPlace, torchrun_place
+from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.errors import InputError
+from gpumix.train.launch import Seat, launch
+
+
+class Runner(Protocol):
+    """`speaks`: whether this process shows things; under torchrun only one does."""
+
+    speaks: bool
+
+    def cluster(self, wanted: Cluster | None) -> Cluster:
+        """The devices: those that are wanted, or those that are found."""
+        ...
+
+    def devices(self, cluster: Cluster) -> tuple[Device, ...]:
+        """The device of each rank."""
+        ...
+
+    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
+        """The result of `work(seat, *args)` on every rank, which must be the same on all."""
+        ...
+
+
+def runner(*, debug: bool = False) -> Runner:
+    """The one for this process."""
+    place = torchrun_place()
+    return LocalRunner(debug) if place is None else TorchrunRunner(place)
+
+
+@dataclass
+class LocalRunner:
+    """Starts one process per device on this host."""
+
+    debug: bool = False
+    speaks: bool = True
+
+    def cluster(self, wanted: Cluster | None) -> Cluster:
+        return wanted or discover()
+
+    def devices(self, cluster: Cluster) -> tuple[Device, ...]:
+        here = {socket.gethostname(), "localhost"}
+        elsewhere = sorted({d.host for d in cluster.devices} - here)
+        if elsewhere and not cluster.emulated:
+            raise InputError(
+                f"the cluster has devices on another host: {', '.join(elsewhere)}",
+                fix="start one process per device on every host: torchrun --nnodes N "
+                "--nproc-per-node GPUS ... -m gpumix train JOB.yaml",
+            )
+        return cluster.in_rank_order()
+
+    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
+        return launch(work, self.devices(cluster), *args, debug=self.debug)[0]
+
+
+class TorchrunRunner:
+    """This process is one rank of a run that torchrun started."""
+
+    def __init__(self, place: TorchrunPlace) -> None:
+        self.speaks = place.rank == 0
+        self._place = place
+        self._runs = 0
+        self._met: tuple[Device, ...] = ()
+
+    def cluster(self, wanted: Cluster | None) -> Cluster:
+        found = wanted or self._meet()
+        if len(found.devices) != self._place.world:
+            raise InputError(
+                f"the cluster has {len(found.devices)} devices, torchrun started "
+                f"{self._place.world} processes",
+                fix="start one process per device",
+            )
+        return found
+
+    def devices(self, cluster: Cluster) -> tuple[Device, ...]:
+        return self._met or cluster.in_rank_order()
+
+    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
+        self._runs += 1
+        device = self.devices(cluster)[self._place.rank]
+        return work(replace(self._seat(device), run=f"run{self._runs}"), *args)
+
+    def _seat(self, device: Device) -> Seat:
+        place = self._place
+        return Seat(
+            rank=place.rank,
+            world=place.world,
+            device=device,
+            port=place.master_port,
+            host=place.master_address,
+            holds_store=not place.agent_has_store and place.rank == 0,
+        )
+
+    def _meet(self) -> Cluster:
+        """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
+        from gpumix.train.context import meet_devices
+
+        mine = discover()
+        if self._place.local_rank >= len(mine.devices):
+            raise InputError(
+                f"process {self._place.local_rank} of this host has no device of its own",
+                where=socket.gethostname(),
+                why=f"the host has {len(mine.devices)}",
+                fix="give torchrun at most as many --nproc-per-node as the host has devices",
+            )
+        device = mine.devices[self._place.local_rank]
+        cluster, self._met = meet_devices(self._seat(device), mine.class_named(device.device_class))
+        return cluster

@@ -1,0 +1,130 @@
+"""Devices, profile and plan as tables. No torch: they are shown before any rank runs."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.units import show_bytes, show_seconds
+
+EMULATED = "emulated devices: times are of the emulation, not of any real card"
+
+
+def stderr() -> Console:
+    """Where gpumix talks; stdout is for data."""
+    return Console(stderr=True, highlight=False)
+
+
+def devices_table(cluster: Cluster) -> RenderableType:
+    """One row per device class."""
+    table = _table("devices", "class", "devices", "memory", "what", "hosts")
+    for row in cluster.rows():
+        table.add_row(*(str(row[key]) for key in ("class", "devices", "memory", "what", "hosts")))
+    return _labelled(table, cluster.emulated)
+
+
+def profile_table(profile: Profile) -> RenderableType:
+    """One row per class: the time of one sample through all units, and how it scales."""
+    table = _table(
+        "profile", "class", "unit forward", "unit backward", "root", "best micro-batch", "samples/s"
+    )
+    for measured in profile.classes:
+        kind = profile.model.kinds[0].name
+        unit, root = measured.units[kind], measured.units[ROOT]
+        sizes = unit.forward.sizes
+        per_sample = [
+            sum(
+                (measured.units[k].forward.values[i] + measured.units[k].backward.values[i])
+                for k in profile.model.kind_of_call
+            )
+            + root.forward.values[i]
+            + root.backward.values[i]
+            for i in range(len(sizes))
+        ]
+        best = max(range(len(sizes)), key=lambda i: sizes[i] / per_sample[i])
+        table.add_row(
+            measured.device_class,
+            show_seconds(unit.forward.values[0]),
+            show_seconds(unit.backward.values[0]),
+            show_seconds(root.forward.values[0] + root.backward.values[0]),
+            f"{sizes[best]:.0f}",
+            f"{sizes[best] / per_sample[best]:.2f}",
+        )
+    note = Text(
+        f"{profile.model.parameters / 1e6:.2f} M parameters in {len(profile.model.calls)} units; "
+        f"first three times: one sample; measured in {show_seconds(profile.seconds_spent)}",
+        style="dim",
+    )
+    return Group(_labelled(table, profile.cluster.emulated), note)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Who computes and who stores what, what it should take, and why it won."""
+    table = _table(
+        f"plan ({plan.strategy})",
+        "class", "devices", "samples", "micro-batches", "state share", "memory", "busy",
+    )  # fmt: skip
+    predicted = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
+    for (name, samples, *_), members in groupby(sorted(plan.workers, key=_alike), key=_alike):
+        workers = list(members)
+        of_device = predicted.get(workers[0].device)
+        memory = busy = ""
+        if of_device is not None and plan.prediction is not None:
+            limit = of_device.memory_limit_bytes
+            memory = f"{show_bytes(of_device.peak_bytes)} of {show_bytes(limit)}"
+            busy = f"{(of_device.forward_s + of_device.backward_s) / plan.prediction.step_s:.0%}"
+        share = sum(w.state_share for w in workers) / len(workers)
+        table.add_row(
+            name, str(len(workers)), str(samples), _micro(workers[0]), f"{share:.1%}", memory, busy
+        )
+    lines = [Text(line) for line in why(plan)]
+    return Group(_labelled(table, plan.emulated), *lines)
+
+
+def why(plan: Plan) -> list[str]:
+    """The plan's prediction and its alternatives in words."""
+    lines = []
+    if plan.prediction is not None:
+        lines.append(
+            f"predicted: {show_seconds(plan.prediction.step_s)} a step, "
+            f"{plan.prediction.tokens_per_s:.0f} tokens/s"
+        )
+    for other in plan.alternatives:
+        took = "does not fit" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
+        lines.append(f"against {other.strategy}: {took}; {other.why}")
+    return lines
+
+
+def _alike(worker: Worker) -> tuple[str, int, int, float]:
+    return (
+        worker.device_class,
+        worker.samples,
+        worker.micro_batch,
+        round(worker.state_share, 3),
+    )
+
+
+def _micro(worker: Worker) -> str:
+    sizes = worker.micro_batches
+    if not sizes:
+        return "none"
+    full = [s for s in sizes if s == sizes[0]]
+    rest = f" + {sizes[-1]}" if sizes[-1] != sizes[0] else ""
+    return f"{len(full)} x {sizes[0]}{rest}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    return table
+
+
+def _labelled(table: Table, emulated: bool) -> RenderableType:
+    return Group(table, Text(EMULATED, style="yellow")) if emulated else table
