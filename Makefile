@@ -1,0 +1,47 @@
+# The two commands that a fresh machine needs are `make demo` and `make test`; both set up .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test lint format bench clean
+
+help:
+	@echo "make install   create $(VENV) and install gpumix with all that tests need"
+	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
+	@echo "make test      run all tests"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     run all benchmarks"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/gpumix demo
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
+
+bench: $(STAMP)
+	for script in benchmarks/[a-z]*.py; do \
+		case $$script in benchmarks/common.py) continue;; esac; \
+		echo "== $$script"; $(BIN)/python $$script --json || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
