@@ -1,3 +1,66 @@
-"""gpumix trains transformers on whatever mixture of GPUs there is, at the speed they add up to."""
+"""gpumix trains transformers on whatever mixture of GPUs there is, at the speed they add up to.
+
+    profile = gpumix.profile(build, make_batch, sequence_length=512, global_batch=64)
+    plan = gpumix.plan(profile, global_batch=64)
+    engine = gpumix.prepare(gpumix.build(build, seed=0), plan)
+    optimizer = torch.optim.AdamW(engine.parameters())
+
+Names are imported when they are first used, so that `import gpumix` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpumix.data.loader import Loader, evaluation_batches
+    from gpumix.engine.deferred import build
+    from gpumix.engine.engine import Engine
+    from gpumix.engine.prepare import prepare
+    from gpumix.planner.explain import plan
+    from gpumix.profiler.library import profile
+    from gpumix.spec.cluster import Cluster, Device, DeviceClass
+    from gpumix.spec.errors import GpumixError
+    from gpumix.spec.plan import Plan
+    from gpumix.spec.profile import Profile
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Loader": "gpumix.data.loader",
+    "evaluation_batches": "gpumix.data.loader",
+    "build": "gpumix.engine.deferred",
+    "Engine": "gpumix.engine.engine",
+    "prepare": "gpumix.engine.prepare",
+    "plan": "gpumix.planner.explain",
+    "profile": "gpumix.profiler.library",
+    "Cluster": "gpumix.spec.cluster",
+    "Device": "gpumix.spec.cluster",
+    "DeviceClass": "gpumix.spec.cluster",
+    "GpumixError": "gpumix.spec.errors",
+    "Plan": "gpumix.spec.plan",
+    "Profile": "gpumix.spec.profile",
+}
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "DeviceClass",
+    "Engine",
+    "GpumixError",
+    "Loader",
+    "Plan",
+    "Profile",
+    "build",
+    "evaluation_batches",
+    "plan",
+    "prepare",
+    "profile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gpumix' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)

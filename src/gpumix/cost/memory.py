@@ -135,9 +135,10 @@ class MemoryModel:
     def demands(self, micro: MicroBatches) -> Demands:
         """What each choice of `micro` takes in each phase, to compare with any amount of memory."""
         held = Activations(self.profile.model, micro)
+        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
         rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.bytes_per_element + 1)
         fixed = [sum(self.without_state(phase, held).values()) for phase in self.phases]
-        spare = [rounding + self._received_bytes(p, ROUNDING_ELEMENTS) for p in self.phases]
+        spare = [rounding + self._received_bytes(p, one_off) for p in self.phases]
         across = (len(self.phases),) + (1,) * micro.size.ndim
         return Demands(
             fixed=np.stack([np.broadcast_to(f, micro.size.shape) for f in fixed]),
@@ -149,8 +150,8 @@ class MemoryModel:
 
     def bytes_per_share(self, phase: Phase) -> int:
         """What `phase` holds more at share 1 than at share 0."""
-        reduced = self.sizes[phase.reduced].trainable if phase.reduced else 0
-        return self.state_bytes + self._received_bytes(phase, reduced)
+        whole = {name: size.trainable for name, size in self.sizes.items()}
+        return self.state_bytes + self._received_bytes(phase, whole)
 
     def ones_are_least(self, largest: int) -> bool:
         """Whether no cut of samples takes less memory than micro-batches of one sample.
@@ -169,9 +170,8 @@ class MemoryModel:
         moments = []
         for phase in self.phases:
             causes = {"state": state} | self.without_state(phase, held)
-            own = [o.elements[phase.reduced] if phase.reduced else 0 for o in owned]
             causes["gradients"] = causes["gradients"] + np.asarray(
-                [self._received_bytes(phase, n) for n in own], np.float64
+                [self._received_bytes(phase, o.elements) for o in owned], np.float64
             )
             moments.append({c: np.broadcast_to(size, state.shape) for c, size in causes.items()})
         totals = [np.sum(list(causes.values()), axis=0) for causes in moments]
@@ -185,11 +185,11 @@ class MemoryModel:
         elements = sum(n * owned.elements[name] for name, n in self.counts.items())
         return elements * self.bytes_per_element + owned.frozen_bytes
 
-    def _received_bytes(self, phase: Phase, own_elements: int) -> int:
-        """The buffer in which all ranks' parts of the own interval arrive, to be summed there."""
-        if phase.reduced not in self.links.all_to_all:
-            return 0
-        return self.ranks * own_elements * GRADIENT_BYTES
+    def _received_bytes(self, phase: Phase, own: Mapping[str, int]) -> int:
+        """The buffers in which all ranks' parts of the own interval arrive, to be summed there;
+        `own` is the length of that interval by kind."""
+        arriving = [own[name] for name in phase.reduced if name in self.links.all_to_all]
+        return self.ranks * sum(arriving) * GRADIENT_BYTES
 
 
 class Activations:
@@ -204,7 +204,7 @@ class Activations:
         self._boundary = {name: _up(micro.total(k.gradient)) for name, k in self._kinds.items()}
 
     def kept(self, phase: Phase) -> FloatArray:
-        """Inputs of calls that wait for their backward, of all micro-batches."""
+        """Outputs of calls that wait for their backward, of all micro-batches."""
         return sum(
             (count * self._kept[name] for name, count in phase.kept),
             start=np.zeros(self._micro.size.shape),

@@ -1,18 +1,20 @@
 """How long the collectives of a plan take, and which form each of them has.
 
 `Links` holds, by unit kind and for `ROOT`, the seconds of one gather and of one reduction. Times
-are measured over all ranks; a single rank communicates nothing.
+are measured over all ranks; a single rank communicates nothing. As in `engine.comm`, a buffer whose
+intervals are equal goes by the backend's native collective, where that was measured; all others go
+by the form that the plan names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from gpumix.cost.curves import value_at
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, GatherForm, ReduceForm, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, cut_sizes
 from gpumix.spec.profile import ROOT, CollectiveTimes, ModelProfile, Profile
 
 Operation = Literal["gather", "reduce"]
@@ -54,67 +56,60 @@ def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
 def links_for(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
     """The collectives of a plan with these forms and state shares, one share per rank.
 
-    A unit whose intervals are not all equal cannot use the native form and takes the uneven one.
-
     Raises:
         InputError: the profile has times for an operation, but not for the form that is needed.
     """
-    sizes = unit_sizes(profile.model)
-    uneven = uneven_collectives(profile)
+    if len(shares) == 1:
+        return free_links(profile.model)
     gather: dict[str, float] = {}
     reduce: dict[str, float] = {}
     all_to_all: set[str] = set()
-    for name, size in sizes.items():
-        equal = len(set(cut_sizes(size.trainable, shares))) == 1
-        gather_form = _usable_form(collectives.gather, uneven.gather, equal)
-        reduce_form = _usable_form(collectives.reduce, uneven.reduce, equal)
-        gathered = size.gathered_bytes(profile.compute_dtype)
-        alone = len(shares) == 1
-        gather[name] = 0.0 if alone else _seconds(profile, "gather", gather_form, gathered)
-        reduce[name] = (
-            0.0 if alone else _seconds(profile, "reduce", reduce_form, size.gradient_bytes)
-        )
-        if reduce_form == "all_to_all":
+    for name, size in unit_sizes(profile.model).items():
+        trainable = _equal(size.trainable, shares)
+        dtype_bytes = DTYPE_BYTES[profile.compute_dtype]
+        form = _form(profile, "gather", collectives.gather, equal=trainable)
+        gather[name] = _seconds(profile, "gather", form, size.trainable * dtype_bytes)
+        # Parameters without gradient lie in a buffer of their own.
+        frozen = _equal(size.frozen_bytes, shares)
+        form = _form(profile, "gather", collectives.gather, equal=frozen)
+        gather[name] += _seconds(profile, "gather", form, size.frozen_bytes)
+        form = _form(profile, "reduce", collectives.reduce, equal=trainable)
+        reduce[name] = _seconds(profile, "reduce", form, size.gradient_bytes)
+        if form == "all_to_all":
             all_to_all.add(name)
     return Links(gather, reduce, frozenset(all_to_all))
 
 
 def free_links(model: ModelProfile) -> Links:
-    """Collectives that take no time, to tell computing from waiting."""
+    """Collectives that take neither time nor memory: those of one rank, and of no network."""
     none = dict.fromkeys(unit_sizes(model), 0.0)
     return Links(none, none, frozenset())
 
 
-def uneven_collectives(profile: Profile) -> Collectives:
-    """The profile's forms with `native` replaced by the fastest form that takes unequal shares.
-
-    Fastest for the largest unit; where nothing was measured, the default of `Collectives`.
-    """
-    chosen = profile.collectives
-    sizes = unit_sizes(profile.model).values()
-    gathered = max(size.gathered_bytes(profile.compute_dtype) for size in sizes)
-    reduced = max(size.gradient_bytes for size in sizes)
-    if chosen.gather == "native":
-        form = _fastest(profile, "gather", gathered, Collectives().gather)
-        chosen = chosen.model_copy(update={"gather": cast(GatherForm, form)})
-    if chosen.reduce == "native":
-        form = _fastest(profile, "reduce", reduced, Collectives().reduce)
-        chosen = chosen.model_copy(update={"reduce": cast(ReduceForm, form)})
-    return chosen
+def native_pays(profile: Profile) -> bool:
+    """Whether equal intervals have a collective of their own here."""
+    return any(times.form == "native" for times in profile.network)
 
 
-def _usable_form(wanted: str, uneven: str, equal: bool) -> str:
-    return uneven if wanted == "native" and not equal else wanted
+def _equal(numel: int, shares: tuple[float, ...]) -> bool:
+    return len(set(cut_sizes(numel, shares))) == 1
+
+
+def _form(profile: Profile, operation: Operation, named: str, *, equal: bool) -> str:
+    """The form of one collective; `named` is the plan's."""
+    if equal and any(t.form == "native" for t in _measured(profile, operation)):
+        return "native"
+    if named == "native" and not equal:
+        raise InputError(
+            f"the native form of {operation} takes equal intervals only",
+            why="the plan names it for all buffers, and some are cut unequally",
+            fix="plan again from a new profile: `gpumix plan JOB.yaml`",
+        )
+    return named
 
 
 def _measured(profile: Profile, operation: Operation) -> list[CollectiveTimes]:
     return [t for t in profile.network if t.operation == operation]
-
-
-def _fastest(profile: Profile, operation: Operation, size: int, default: str) -> str:
-    times = [t for t in _measured(profile, operation) if t.form != "native"]
-    best = min(times, key=lambda t: (value_at(t.times, size), t.form), default=None)
-    return default if best is None else best.form
 
 
 def _seconds(profile: Profile, operation: Operation, form: str, size: int) -> float:

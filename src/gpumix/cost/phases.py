@@ -1,14 +1,15 @@
 """What the engine holds at each moment of a step, named but not yet counted in bytes.
 
-`phases` lists the moments at which the peak can lie. Of unit calls with equal neighbours only the
-last is listed: it keeps the inputs of the most calls and is otherwise the same. So the list is as
-long as the model has kinds of neighbourhood, however many calls it has.
+`phases` follows `engine.layered` through a step and lists the moments at which the peak can lie. Of
+moments that differ only in how many calls' outputs are kept, the one that keeps the most is listed.
+So the list is as long as the model has kinds of neighbourhood, however many calls it has.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpumix.spec.profile import ROOT, ModelProfile
@@ -21,8 +22,9 @@ class Phase:
     """What is held at one moment; units are named by kind, the root is `ROOT`.
 
     `gathered` and `gradients` are units whose whole buffers exist. `kept` counts the calls of each
-    kind whose inputs are kept. `boundary` is the kind of the call whose input gradients exist.
-    `reduced` is the unit whose gradient is on its way to its owners.
+    kind that wait for their backward. `boundary` is the kind of the call between whose gradients,
+    those of its outputs and those of its inputs, the micro-batches stand. `reduced` are units whose
+    gradients are on their way to their owners.
     """
 
     gathered: tuple[str, ...]
@@ -30,7 +32,7 @@ class Phase:
     gradients: tuple[str, ...] = ()
     boundary: str | None = None
     working: tuple[str, Pass] | None = None
-    reduced: str | None = None
+    reduced: tuple[str, ...] = ()
 
 
 def phases(model: ModelProfile) -> tuple[Phase, ...]:
@@ -38,45 +40,67 @@ def phases(model: ModelProfile) -> tuple[Phase, ...]:
 
     The optimizer's moment holds only what all others hold too, and so is never the peak.
     """
-    forward: dict[tuple[str, str], Phase] = {}
-    backward: dict[tuple[str, str, str], Phase] = {}
-    kept = Counter({ROOT: 1})
-    around = ("", *model.kind_of_call, "")
-    for before, kind, after in zip(around, around[1:], around[2:]):
-        kept[kind] += 1
-        held = tuple(kept.items())
-        forward[kind, after] = Phase(_units(ROOT, kind, after), held, working=(kind, "forward"))
-        backward[before, kind, after] = Phase(
-            _units(ROOT, kind, before),
-            held,
-            gradients=_units(ROOT, kind, after),
-            boundary=kind,
-            working=(kind, "backward"),
-            reduced=after or None,
+    most: dict[Phase, Phase] = {}
+    for phase in _step(model):
+        alike = replace(phase, kept=())
+        if alike not in most or _calls(phase) > _calls(most[alike]):
+            most[alike] = phase
+    return tuple(most.values())
+
+
+def _calls(phase: Phase) -> int:
+    return sum(count for _, count in phase.kept)
+
+
+def _step(model: ModelProfile) -> Iterator[Phase]:
+    """All moments of a step."""
+    calls, kinds = model.calls, model.kind_of_call
+    kept = _kept_before(kinds)
+    for k, kind in enumerate(kinds):
+        more = k + 1 < len(calls) and calls[k + 1] != calls[k]
+        gathered = (ROOT, kind, kinds[k + 1]) if more else (ROOT, kind)
+        yield Phase(gathered, kept[k + 1], working=(kind, "forward"))
+    last = kinds[-1]
+    yield Phase((ROOT, last), kept[-1], (ROOT,), boundary=last, working=(ROOT, "head"))
+    yield from _backward(model, kept)
+
+
+def _backward(model: ModelProfile, kept: list[tuple[tuple[str, int], ...]]) -> Iterator[Phase]:
+    """Two moments a call: while it is computed, and when its reduction has begun and the one
+    before it is waited for. A unit's gradient lives from its last call to that wait."""
+    calls, kinds = model.calls, model.kind_of_call
+    first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
+    gradients: dict[str, str] = {}  # kind by name of the unit
+    reducing: tuple[str, ...] = ()  # name of the unit
+    for k in reversed(range(len(calls))):
+        name, kind = calls[k], kinds[k]
+        more = k > 0 and calls[k - 1] != name
+        ahead = (kinds[k - 1],) if more else ()
+        gradients[name] = kind
+        full = _sorted(gradients.values())
+        moving = tuple(gradients[n] for n in reducing)
+        yield Phase(
+            (ROOT, kind, *ahead), kept[k + 1], full, kind, (kind, "backward"), reduced=moving
         )
-    return (
-        *forward.values(),
-        _head(model, tuple(kept.items())),
-        *reversed(backward.values()),
-        *_ending(model),
-    )
+        if k == first_call[name]:
+            yield Phase((ROOT, *ahead), kept[k], full, kind, reduced=(*moving, kind))
+            for done in reducing:
+                del gradients[done]
+            reducing = (name,)
+    moving = tuple(gradients[n] for n in reducing)
+    yield Phase((ROOT,), kept[0], _sorted(gradients.values()), reduced=(*moving, ROOT))
 
 
-def _head(model: ModelProfile, kept: tuple[tuple[str, int], ...]) -> Phase:
-    """Head and loss of the last micro-batch; the last call stays gathered for its backward."""
-    last = model.kind_of_call[-1]
-    return Phase((ROOT, last), kept, (ROOT,), boundary=last, working=(ROOT, "head"))
+def _kept_before(kinds: tuple[str, ...]) -> list[tuple[tuple[str, int], ...]]:
+    """What is kept before each call, and after the last: of the root, and of each call before."""
+    count = Counter({ROOT: 1})
+    kept = [tuple(count.items())]
+    for kind in kinds:
+        count[kind] += 1
+        kept.append(tuple(count.items()))
+    return kept
 
 
-def _ending(model: ModelProfile) -> tuple[Phase, Phase]:
-    """The first call's gradient is reduced while the code before it runs back; then the root's."""
-    first = model.kind_of_call[0]
-    return (
-        Phase((ROOT,), ((ROOT, 1),), (ROOT, first), boundary=first, reduced=first),
-        Phase((ROOT,), (), (ROOT,), reduced=ROOT),
-    )
-
-
-def _units(*names: str) -> tuple[str, ...]:
-    """Leave out the '' that stands for no call."""
-    return tuple(name for name in names if name)
+def _sorted(kinds: Iterable[str]) -> tuple[str, ...]:
+    """The root's gradient exists throughout the backward."""
+    return (ROOT, *sorted(kinds))

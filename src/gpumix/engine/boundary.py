@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.shards import ShardedUnit
 
@@ -47,7 +48,7 @@ class Cut:
         self._inputs, self._structure = tree_flatten((call.args, call.kwargs))
         self._refuse_caches()
         self._leaves: list[torch.Tensor | None] = []
-        self._mutated: list[torch.Tensor] = []
+        self._buffers: BufferCopies | None = None
 
     def _refuse_caches(self) -> None:
         for value in self._inputs:
@@ -73,8 +74,8 @@ class Cut:
         """Run the unit without a graph; its outputs are leaves."""
         watched = [t for t in self._inputs if isinstance(t, torch.Tensor)]
         versions = [t._version for t in watched]
-        buffers = self.unit.buffers
-        buffer_versions = [b._version for b in buffers]
+        if self.differentiable:
+            self._buffers = BufferCopies(self.unit.module)
         self._seed()
         with self._state.applied(), torch.no_grad():
             args, kwargs = tree_unflatten(self._cast(self._detached(False)), self._structure)
@@ -85,7 +86,8 @@ class Cut:
                 why="the input is needed unchanged to run the unit again in backward",
                 fix="make the operation out of place in the model's code",
             )
-        self._mutated = [b for b, v in zip(buffers, buffer_versions) if b._version != v]
+        if self._buffers is not None:
+            self._buffers.keep_changed()
         leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
         if self.differentiable:
             self._leaves = [_as_leaf(leaf) for leaf in leaves]
@@ -103,13 +105,11 @@ class Cut:
             return [None] * len(wanted)
         inputs = self._detached(True)
         sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
-        buffers = [b.clone() for b in self._mutated]
+        assert self._buffers is not None, "forward comes before backward"
         self._seed()
-        with self._state.applied(), torch.enable_grad():
+        with self._buffers.in_place(), self._state.applied(), torch.enable_grad():
             args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
             outputs = tree_flatten(self._forward(*args, **kwargs))[0]
-        for buffer, saved in zip(self._mutated, buffers):
-            buffer.copy_(saved)
         # A leaf was made of every floating output; the graph now tells which of them depend on
         # anything that is trained.
         pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None and o.requires_grad]

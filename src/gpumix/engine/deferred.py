@@ -13,12 +13,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_iter, tree_map
 SMALL_NUMEL = 8192
 
 _CPU = torch.device("cpu")
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -60,6 +62,10 @@ class Log:
         for key in {_key(t) for t in operation.deferred_tensors()}:
             self.of_storage.setdefault(key, []).append(operation)
 
+    def knows(self, value: object) -> TypeGuard[torch.Tensor]:
+        """Whether `value` is one of this log's tensors."""
+        return _is_deferred(value) and _key(value) in self.of_storage
+
     @torch.no_grad()
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values that `tensor` would have had, on the CPU.
@@ -79,8 +85,8 @@ class Log:
                 kwargs["device"] = _CPU
             result = _seeded(self.seed, operation.number, operation.function, args, kwargs)
             for meta, made in zip(operation.outputs, _tensors(result)):
-                if meta is not None:
-                    real.setdefault(_key(meta), made)
+                if meta is not None and _key(meta) not in real:
+                    real[_key(meta)] = _laid_out_like(made, meta)
         return _view_like(real[_key(tensor)], tensor)
 
     def _needed(self, key: int) -> list[Operation]:
@@ -100,26 +106,52 @@ _LOGS: WeakKeyDictionary[nn.Module, Log] = WeakKeyDictionary()
 
 
 def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The model that `factory` returns, without its large tensors; `seed` decides their values.
+    """The model that `factory` returns, without its large parameters; `seed` decides their values.
 
-    A constructor that reads values of large tensors cannot be deferred: such a model is built as
+    Buffers, and tensors that are plain attributes, are there: every rank holds them whole. A
+    constructor that reads values of large tensors cannot be deferred: such a model is built as
     usual, on the CPU and under the same seed.
     """
     recorder = _Recorder(seed)
     try:
-        with recorder, recorder.truncated_normal():
+        with recorder, recorder.truncated_normal(), _NothingIsMeta():
             model = factory()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, TypeError):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return factory()
     _LOGS[model] = recorder.log
+    _make_all_but_parameters(model, recorder.log)
     return model
 
 
 def log_of(model: nn.Module) -> Log | None:
     """The log of a model that `build` returned, None for any other."""
     return _LOGS.get(model)
+
+
+def _make_all_but_parameters(model: nn.Module, log: Log) -> None:
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for place in (module._buffers, vars(module)):
+            for name, value in place.items():
+                if log.knows(value) and not isinstance(value, nn.Parameter):
+                    if id(value) not in made:
+                        made[id(value)] = log.materialize(value)
+                    place[name] = made[id(value)]
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """Initialisers skip tensors that say they are on the meta device; they are to be recorded."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -132,12 +164,12 @@ class _Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def truncated_normal(self) -> Iterator[None]:
-        """Record truncated normal initialisation whole: torch redraws by value, and skips meta."""
+        """Record truncated normal initialisation whole: torch redraws by value."""
         original = nn.init._no_grad_trunc_normal_
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.number += 1
-            if not tensor.is_meta:
+            if not _is_deferred(tensor):
                 return _seeded(self.log.seed, self.number, original, (tensor, *args), kwargs)
             self.log.add(Operation(self.number, original, (tensor, *args), kwargs, []))
             return tensor
@@ -157,12 +189,16 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.number += 1
-        if not any(_is_deferred(a) for a in tree_iter((args, kwargs))):
+        deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
+        if not all(self.log.knows(a) for a in deferred):
+            # Made on the meta device by torch itself, as `weight[0] = 7.0` does with the 7.
+            raise NotImplementedError("a tensor on the meta device whose values nobody wrote down")
+        if not deferred:
             if not _makes_large(func, args):
                 return _seeded(self.log.seed, self.number, func, args, kwargs)
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
-        outputs = [t if t.is_meta else None for t in _tensors(result)]
+        outputs = [t if _is_deferred(t) else None for t in _tensors(result)]
         self.log.add(Operation(self.number, func, args, kwargs, outputs))
         return result
 
@@ -194,12 +230,19 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
 
 
-def _is_deferred(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+def _is_deferred(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _laid_out_like(made: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """`made` with the strides of `meta`, of which there may be views; kernels differ in them."""
+    if made.stride() == meta.stride() or made.numel() == 0:
+        return made
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=made.dtype).copy_(made)
 
 
 def _view_like(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:

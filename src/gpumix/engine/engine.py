@@ -105,7 +105,7 @@ class Engine:
         Args:
             batch: this rank's samples, any number of them.
         """
-        training = self.model.training
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
         batches = self._micro_batches(batch, sizes)
@@ -117,7 +117,8 @@ class Engine:
                 table, exchanged = self._exchange(results)
                 exchanged.wait()
         finally:
-            self.model.train(training)
+            for module in training:
+                module.training = True
         return table[:, 0].sum() / table[:, 1].sum()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -202,7 +203,7 @@ class Engine:
             randomness = Randomness(self._seed, self.steps, self._position + begin, self.device)
             made.append(
                 MicroBatch(
-                    lambda part=part: self._objective(self.model, part),
+                    functools.partial(self._objective, self.model, part),
                     calls=self._parts.calls,
                     randomness=randomness,
                     compute_dtype=self._dtype,

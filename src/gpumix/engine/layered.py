@@ -98,6 +98,12 @@ class MicroBatch:
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         """Backward from the loss to the last unit's outputs."""
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss does not depend on any parameter that is trained",
+                fix="compute it with gradients: no `torch.no_grad()` or `.detach()` on the way, "
+                "and `requires_grad` where you want to train",
+            )
         self._glue.backward_loss(loss)
 
     def backward(self, number: int) -> None:

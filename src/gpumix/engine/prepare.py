@@ -6,6 +6,7 @@ unit its flat shards, move the buffers, make unit calls stop.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.shards import ShardedUnit, shard
 from gpumix.engine.units import Anatomy, dissect
-from gpumix.engine.weights import source_of
+from gpumix.engine.weights import load_buffers, source_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
@@ -51,9 +52,12 @@ def prepare(
         InputError: the plan is for another model or number of ranks, or ranks disagree.
     """
     comm = comm or Communicator.of_default_group(plan)
+    plan = _bound(plan, comm)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)
     switch_off_caches(model)
+    if weights is not None:
+        load_buffers(model, weights)
     parts = _shard_all(model, anatomy, plan, comm, weights)
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
@@ -82,7 +86,25 @@ def _shard_all(
     return Parts(sharded, root, plan.stages[0].units)
 
 
+def _bound(plan: Plan, comm: Communicator) -> Plan:
+    """The plan with its workers in the order of the ranks: a GPU is known by its UUID."""
+    named_by_uuid = all(w.device.startswith("GPU-") for w in plan.workers)
+    if comm.device.type != "cuda" or not named_by_uuid or len(plan.workers) != comm.world:
+        return plan
+    mine = uuid.UUID(str(torch.cuda.get_device_properties(comm.device).uuid))
+    table, exchanged = comm.exchange(
+        torch.tensor(list(mine.bytes), device=comm.device), "exchange of device names"
+    )
+    exchanged.wait()
+    return plan.for_devices([f"GPU-{uuid.UUID(bytes=bytes(row))}" for row in table.tolist()])
+
+
 def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
+    if not any(unit.trainable for unit in anatomy.all):
+        raise InputError(
+            "there is nothing to train: no parameter of the model requires a gradient",
+            fix="set requires_grad of those parameters that are to be trained",
+        )
     if plan.model != anatomy.fingerprint() or set(plan.stages[0].units) != {
         unit.name for unit in anatomy.units
     }:
@@ -118,4 +140,4 @@ def switch_off_caches(model: nn.Module) -> None:
         if config is not None and getattr(config, "use_cache", False) is True:
             config.use_cache = False
         if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False
+            module.gradient_checkpointing = False  # type: ignore[assignment]

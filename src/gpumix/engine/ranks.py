@@ -58,13 +58,32 @@ class Ranks:
         self._store = store
         self._told: dict[str, int] = {}
         self._heart: _Heart | None = None
+        self._owns_groups = False
         if store is not None and world > 1:
-            self._heart = _Heart(store.clone(), rank)
-            self._connect(store)
+            self._heart = _Heart(store.clone(), rank)  # type: ignore[attr-defined]
+            if not dist.is_initialized():
+                self._connect(store)
+                self._owns_groups = True
             self.names = [
                 f"rank {r}{f' ({told})' if told else ''}"
                 for r, told in enumerate(self.gather("names", name))
             ]
+
+    @classmethod
+    def of_default_group(cls, timeout_s: float) -> Ranks:
+        """The ranks of the process group that the caller has made; a single process if none."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if not dist.is_initialized():
+            return cls(None, rank=0, world=1, device=device, timeout_s=timeout_s)
+        store = dist.PrefixStore("gpumix", dist.distributed_c10d._get_default_store())
+        return cls(
+            store,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            device=device,
+            timeout_s=timeout_s,
+        )
 
     def _connect(self, store: dist.Store) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -94,7 +113,7 @@ class Ranks:
             report_failure(self._store, self.rank, error)
         if self._heart is not None:
             self._heart.stop()
-        if dist.is_initialized() and error is None:
+        if self._owns_groups and error is None:
             dist.destroy_process_group()
 
     # -- tensors -----------------------------------------------------------------------------------

@@ -79,6 +79,9 @@ class FlatGroup:
         self.release()
         if self.trainable:
             self.master_gradient = torch.zeros_like(self.master)
+            self._piece_gradients = self.master_gradient.split(
+                [piece.end - piece.start for piece in self.pieces]
+            )
             self.gradient = torch.empty(self.numel, device=device)
             self._gradient_bytes = self.gradient.untyped_storage().nbytes()
             self._point_gradients(numels)
@@ -144,16 +147,21 @@ class FlatGroup:
 
     def reduce(self, scale: Callable[[], torch.Tensor]) -> Pending:
         """Start to sum the gradient over ranks; afterwards this rank's part, times `scale`, is in
-        the pieces' `grad`: added to it if there is one, as autograd does."""
+        the pieces' `grad`: added to those that there are, as autograd does."""
 
         def deliver(rows: torch.Tensor) -> None:
-            if self.pieces[0].local.grad is None:
+            fresh = [piece.local.grad is None for piece in self.pieces]
+            if all(fresh):
                 torch.sum(rows, 0, out=self.master_gradient)
                 self.master_gradient.mul_(scale())
             else:
+                for is_fresh, gradient in zip(fresh, self._piece_gradients):
+                    if is_fresh:
+                        gradient.zero_()
                 self.master_gradient.addcmul_(rows.sum(0), scale())
             self._free_gradient()
-            self._hand_out_gradient()
+            for piece, gradient in zip(self.pieces, self._piece_gradients):
+                piece.local.grad = gradient
 
         return self.comm.reduce(
             self.gradient, self.offsets, f"reduction of unit '{self.label}'", deliver
@@ -161,11 +169,6 @@ class FlatGroup:
 
     def _free_gradient(self) -> None:
         self.gradient.untyped_storage().resize_(0)
-
-    def _hand_out_gradient(self) -> None:
-        sizes = [piece.end - piece.start for piece in self.pieces]
-        for piece, gradient in zip(self.pieces, self.master_gradient.split(sizes)):
-            piece.local.grad = gradient
 
 
 class ShardedUnit:
@@ -177,8 +180,8 @@ class ShardedUnit:
         self.module = unit.module
         self.forward = unit.module.forward
         self.groups = groups
-        self.buffers = list(unit.module.buffers())
-        self.trainable = any(g.trainable for g in groups)
+        # Also where the unit's parameters are the root's, because it shares them with other units.
+        self.trainable = any(p.requires_grad for p in unit.module.parameters())
         self._gathering: list[Pending] | None = None
         self._reducing: list[Pending] = []
 

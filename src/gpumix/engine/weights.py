@@ -26,8 +26,20 @@ def source_of(model: nn.Module, weights: Path | None = None) -> Source:
     Raises:
         InputError: now, or when a value is asked for: it has no values and no initialiser.
     """
-    own = _own_values(model)
-    return _from_files(weights, own) if weights else own
+    return _own_values(model) if weights is None else _from_files(_Files(weights), model)
+
+
+def load_buffers(model: nn.Module, weights: Path) -> None:
+    """Give `model`'s persistent buffers (running statistics, say) their values in `weights`; those
+    that are not in there stay."""
+    files = _Files(weights)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            transient = key in module._non_persistent_buffers_set
+            if buffer is not None and not transient and name in files.holding:
+                with files.opened(name, buffer.shape) as tensor:
+                    buffer.copy_(tensor[...])
 
 
 def _own_values(model: nn.Module) -> Source:
@@ -47,33 +59,53 @@ def _own_values(model: nn.Module) -> Source:
     return source
 
 
-def _from_files(path: Path, own: Source) -> Source:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise InputError("found no .safetensors file", where=str(path))
-    where: dict[str, Path] = {}
-    for file in files:
-        with _opened(file) as opened:
-            where.update(dict.fromkeys(opened.keys(), file))
+def _from_files(files: _Files, model: nn.Module) -> Source:
+    # Of tied parameters a file holds one, by any of their names.
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-        if name not in where:
+        found = [n for n in names[id(parameter)] if n in files.holding]
+        if not found:
             raise InputError(
                 f"there is no tensor '{name}' for the model's parameter of that name",
-                where=str(path),
-                why=f"the file holds {', '.join(sorted(where)[:4])}, ... ({len(where)} tensors)",
+                where=str(files.path),
+                why=f"the file holds {', '.join(sorted(files.holding)[:4])}, ... "
+                f"({len(files.holding)} tensors)",
             )
-        with _opened(where[name]) as opened:
-            tensor = opened.get_slice(name)
-            if list(tensor.get_shape()) != list(parameter.shape):
-                raise InputError(
-                    f"tensor '{name}' has shape {tuple(tensor.get_shape())}, the model wants "
-                    f"{tuple(parameter.shape)}",
-                    where=str(where[name]),
-                )
+        with files.opened(found[0], parameter.shape) as tensor:
             return _interval(tensor, parameter.shape, start, end)
 
     return source
+
+
+class _Files:
+    """A safetensors file, or all of a folder; `holding` tells which file holds which tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise InputError("found no .safetensors file", where=str(path))
+        self.holding: dict[str, Path] = {}
+        for file in files:
+            with _opened(file) as opened:
+                self.holding.update(dict.fromkeys(opened.keys(), file))
+
+    @contextlib.contextmanager
+    def opened(self, name: str, shape: torch.Size) -> Iterator[Any]:
+        """Tensor `name`, still on the disk."""
+        file = self.holding[name]
+        with _opened(file) as opened:
+            tensor = opened.get_slice(name)
+            if list(tensor.get_shape()) != list(shape):
+                raise InputError(
+                    f"tensor '{name}' has shape {tuple(tensor.get_shape())}, the model wants "
+                    f"{tuple(shape)}",
+                    where=str(file),
+                )
+            yield tensor
 
 
 @contextlib.contextmanager

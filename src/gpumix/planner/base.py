@@ -17,7 +17,7 @@ from gpumix.cost.predict import check_class, predict
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives, Plan, Stage, Worker
+from gpumix.spec.plan import Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import Profile
 
 
@@ -42,20 +42,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Setting:
-    """A profile over chosen devices with chosen collectives: what all searches begin with."""
+    """A profile over chosen devices: what all searches begin with.
+
+    With `equal_shares` every device stores as much, and native collectives serve where they can.
+    """
 
     profile: Profile
     devices: tuple[Device, ...]
-    collectives: Collectives
+    equal_shares: bool
     links: Links
     memory: MemoryModel
 
     @classmethod
-    def of(cls, profile: Profile, devices: tuple[Device, ...], collectives: Collectives) -> Setting:
-        """The setting for equal shares; forms that take unequal shares cost the same for all."""
+    def of(cls, profile: Profile, devices: tuple[Device, ...], *, equal_shares: bool) -> Setting:
         ranks = len(devices)
-        links = links_for(profile, collectives, (1.0 / ranks,) * ranks)
-        return cls(profile, devices, collectives, links, MemoryModel(profile, links, ranks))
+        # All unequal shares cost the same: those of one owner stand for them.
+        shares = (1.0 / ranks,) * ranks if equal_shares else (1.0, *(0.0,) * (ranks - 1))
+        links = links_for(profile, profile.collectives, shares)
+        return cls(profile, devices, equal_shares, links, MemoryModel(profile, links, ranks))
 
     @property
     def classes(self) -> dict[str, tuple[Device, ...]]:
@@ -87,7 +91,7 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
         )
     for name in sorted({known[id_].device_class for id_ in wanted}):
         check_class(profile, name)
-    return tuple(sorted((known[i] for i in wanted), key=lambda d: (d.host, d.ordinal, d.id)))
+    return tuple(d for d in profile.cluster.in_rank_order() if d.id in wanted)
 
 
 def assemble(
@@ -113,7 +117,13 @@ def assemble(
         global_batch=global_batch,
         compute_dtype=profile.compute_dtype,
         stages=(Stage(units=profile.model.calls, workers=workers),),
-        collectives=setting.collectives,
+        collectives=profile.collectives,
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
     )
     return plan.model_copy(update={"prediction": predict(profile, plan)})
+
+
+def predicted(plan: Plan) -> Prediction:
+    """The prediction that `assemble` gave the plan."""
+    assert plan.prediction is not None
+    return plan.prediction

@@ -25,7 +25,7 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: a device cannot hold its part even at micro-batches of one sample.
     """
     devices = ranked_devices(profile, request)
-    setting = Setting.of(profile, devices, profile.collectives)
+    setting = Setting.of(profile, devices, equal_shares=True)
     ranks, batch = len(devices), request.global_batch
     if batch < ranks:
         raise InputError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpumix.planner.base import PlanRequest, Strategy, ranked_devices
+from gpumix.planner.base import PlanRequest, Strategy, predicted, ranked_devices
 from gpumix.planner.even import even
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Alternative, Plan, Prediction
+from gpumix.spec.plan import Alternative, Plan
 from gpumix.spec.profile import Profile
 
 STRATEGIES: dict[str, Strategy] = {"optimal": optimal, "even": even}
@@ -40,7 +40,7 @@ def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan
     return chosen.model_copy(
         update={
             "alternatives": tuple(others),
-            "lower_bound_s": min([_prediction(chosen).step_s, *steps]),
+            "lower_bound_s": min([predicted(chosen).step_s, *steps]),
         }
     )
 
@@ -72,13 +72,13 @@ def _alternative(
         other = strategy(profile, request)
     except (NoFeasiblePlanError, InputError) as error:
         return Alternative(strategy=name, why=error.what)
-    step = _prediction(other).step_s
+    step = predicted(other).step_s
     return Alternative(strategy=name, step_s=step, why=_verdict(other, step, chosen))
 
 
 def _verdict(other: Plan, step_s: float, chosen: Plan) -> str:
     """How its step compares, and which device makes it so long."""
-    own = _prediction(chosen).step_s
+    own = predicted(chosen).step_s
     if step_s <= own * (1 - 1e-9):
         return f"faster than the chosen plan: its step takes {step_s / own:.0%} of the time"
     if step_s <= own * (1 + 1e-9):
@@ -88,7 +88,7 @@ def _verdict(other: Plan, step_s: float, chosen: Plan) -> str:
 
 def _slowest(plan: Plan) -> str:
     """The device that computes longest, or the network where it takes more than computing."""
-    prediction = _prediction(plan)
+    prediction = predicted(plan)
     if prediction.exposed_communication_s > prediction.step_s / 2:
         return "more than half of it waits for the network"
     times = [p.forward_s + p.backward_s for p in prediction.workers]
@@ -98,8 +98,3 @@ def _slowest(plan: Plan) -> str:
         f"{worker.device} ({worker.device_class}) computes {worker.samples} samples in "
         f"micro-batches of {worker.micro_batch}"
     )
-
-
-def _prediction(plan: Plan) -> Prediction:
-    assert plan.prediction is not None  # every strategy predicts
-    return plan.prediction

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import IntArray
-from gpumix.cost.network import uneven_collectives
-from gpumix.cost.time import exposed_seconds
+from gpumix.cost.network import native_pays
 from gpumix.planner.balance import parts
-from gpumix.planner.base import PlanRequest, Setting, assemble, ranked_devices
+from gpumix.planner.base import PlanRequest, Setting, assemble, predicted, ranked_devices
 from gpumix.planner.options import TOLERANCE, ClassOptions, samples_bound, tabulate
 from gpumix.planner.search import Choice, fastest
 from gpumix.planner.shortage import no_room
@@ -35,51 +34,42 @@ class Solution:
     options: tuple[ClassOptions, ...]
     choice: Choice
 
-    @property
-    def step_s(self) -> float:
-        exposed = exposed_seconds(self.setting.profile, self.setting.links)
-        return exposed + self.choice.limits.total_s
-
 
 def optimal(profile: Profile, request: PlanRequest) -> Plan:
     """The plan with the shortest step.
 
-    Where the native collectives are the fastest they need equal shares, so the best plan with equal
-    shares and the best plan with free shares are compared; equal ones win a tie.
+    Where equal shares have faster collectives, the best plan with equal shares and the best plan
+    with free shares are compared; the former wins a tie.
 
     Raises:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices = ranked_devices(profile, request)
-    batch = request.global_batch
-    free = Setting.of(profile, devices, uneven_collectives(profile))
-    found = [_solve(free, batch, equal_shares=False)]
-    if profile.collectives != free.collectives:
-        native = Setting.of(profile, devices, profile.collectives)
-        found.insert(0, _solve(native, batch, equal_shares=True))
-    solutions = [solution for solution in found if solution is not None]
-    if not solutions:
-        raise no_room(free, batch)
-    return _plan(min(solutions, key=lambda s: s.step_s), batch)
+    plans = []
+    for equal_shares in (True, False) if native_pays(profile) else (False,):
+        setting = Setting.of(profile, devices, equal_shares=equal_shares)
+        solution = _solve(setting, request.global_batch)
+        if solution is not None:
+            plans.append(_plan(solution, request.global_batch))
+    if not plans:
+        raise no_room(setting, request.global_batch)
+    return min(plans, key=lambda plan: predicted(plan).step_s)
 
 
-def _solve(setting: Setting, batch: int, *, equal_shares: bool) -> Solution | None:
+def _solve(setting: Setting, batch: int) -> Solution | None:
     within = float("inf")
     if batch > FEW_SAMPLES:
         few = np.unique(np.geomspace(1, batch, FEW_SIZES).astype(np.int64))
-        rough = _search(setting, batch, few, within, equal_shares=equal_shares)
+        rough = _search(setting, batch, few, within)
         if rough is None and setting.memory.ones_are_least(batch):
             return None
         if rough is not None:
             within = rough.choice.limits.total_s * (1.0 + TOLERANCE)
-    every = np.arange(1, batch + 1)
-    return _search(setting, batch, every, within, equal_shares=equal_shares)
+    return _search(setting, batch, np.arange(1, batch + 1), within)
 
 
-def _search(
-    setting: Setting, batch: int, sizes: IntArray, within_s: float, *, equal_shares: bool
-) -> Solution | None:
+def _search(setting: Setting, batch: int, sizes: IntArray, within_s: float) -> Solution | None:
     """The fastest choice among micro-batches of `sizes` whose passes take at most `within_s`."""
     options = []
     for name in setting.classes:
@@ -92,7 +82,6 @@ def _search(
                 batch=most,
                 sizes=sizes[sizes <= largest],
                 within_s=within_s,
-                equal_shares=equal_shares,
             )
         )
     choice = fastest(options, batch)
@@ -113,7 +102,6 @@ def _plan(solution: Solution, batch: int) -> Plan:
             for device, part in zip(devices, row)
         },
     )
-    assert plan.prediction is not None
-    for worker in plan.prediction.workers:
+    for worker in predicted(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes, worker
     return plan

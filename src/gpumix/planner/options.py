@@ -97,13 +97,12 @@ def tabulate(
     *,
     batch: int,
     sizes: IntArray,
-    within_s: float = float("inf"),
-    equal_shares: bool = False,
+    within_s: float,
 ) -> ClassOptions:
     """The options of class `name` with micro-batches of `sizes`, for up to `batch` samples.
 
-    Options that take longer than `within_s` for both passes are left out. With `equal_shares` an
-    option must have room for an equal share, and more room is worth nothing.
+    Options that take longer than `within_s` for both passes are left out. Where shares are to be
+    equal, an option must have room for one, and more room is worth nothing.
     """
     devices = len(setting.classes[name])
     times = setting.profile.of_class(name).units
@@ -120,7 +119,7 @@ def tabulate(
     forward, backward = seconds(setting.links)
     busy = np.add(*seconds(free_links(model)))
     capacity = setting.memory.demands(micro).capacity(free_bytes(setting.profile, name))
-    if equal_shares:
+    if setting.equal_shares:
         share = 1.0 / len(setting.devices)
         capacity = np.where(capacity >= share, share, -1.0)
     # Of the sizes that take all samples at once only the first is an option of its own.

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from gpumix.hardware.environment import cache_folder
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
+from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement)
@@ -27,6 +29,20 @@ D = TypeVar("D", ClassMeasurement, LinkMeasurement)
 VERSION = 1
 
 OPTIMIZER_BYTES_PER_ELEMENT = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The work that is measured: samples of so many tokens, at most `global_batch` at once."""
+
+    sequence_length: int
+    global_batch: int
+    precision: ComputeDtype
+    optimizer: str
+
+    @classmethod
+    def of(cls, job: Job) -> Shape:
+        return cls(job.sequence_length, job.global_batch, job.precision, optimizer_kind(job))
 
 
 class MeasurementCache:
@@ -66,7 +82,7 @@ class MeasurementCache:
         found = {name: m for name, m in classes.items() if m is not None}
         if links is None or len(found) < len(classes):
             return None
-        return assemble(self._job, self._cluster, found, links)
+        return assemble(Shape.of(self._job), self._cluster, found, links)
 
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Keep measurements, by class name; None keeps the links that are there."""
@@ -92,12 +108,12 @@ class MeasurementCache:
 
 
 def assemble(
-    job: Job,
+    shape: Shape,
     cluster: Cluster,
     classes: Mapping[str, ClassMeasurement],
     links: LinkMeasurement,
 ) -> Profile:
-    """The profile of a job on a cluster.
+    """The profile of work of this shape on a cluster.
 
     Raises:
         InputError: the measurements are of different models.
@@ -109,10 +125,10 @@ def assemble(
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     return Profile(
-        sequence_length=job.sequence_length,
-        compute_dtype=job.precision,
-        optimizer=optimizer_kind(job),
-        optimizer_bytes_per_element=OPTIMIZER_BYTES_PER_ELEMENT[optimizer_kind(job)],
+        sequence_length=shape.sequence_length,
+        compute_dtype=shape.precision,
+        optimizer=shape.optimizer,
+        optimizer_bytes_per_element=OPTIMIZER_BYTES_PER_ELEMENT[shape.optimizer],
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
         model=_widest([m.model for m in classes.values()]),
@@ -152,10 +168,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "code": _code_of(job.model.factory, folder),
         "data": job.data.model_dump(mode="json") if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
-        "sequence_length": job.sequence_length,
-        "global_batch": job.global_batch,
-        "precision": job.precision,
-        "optimizer": optimizer_kind(job),
+        "shape": asdict(Shape.of(job)),
     }
 
 

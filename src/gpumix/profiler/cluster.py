@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from gpumix.engine.models import model_of
+from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import DeviceRuntime
-from gpumix.profiler.cache import MeasurementCache, assemble
+from gpumix.profiler.cache import MeasurementCache, Shape, assemble
 from gpumix.profiler.compute import MakeBatch
 from gpumix.profiler.measure import OptimizerOf, measure_class
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
-from gpumix.spec.job import Job
 from gpumix.spec.plan import DTYPE_BYTES
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model at a shape of work.
+
+    Args:
+        build: makes the model, by choice without its weights.
+        make_batch: a batch of so many samples, on the host.
+        optimizer_of: makes the optimizer for given parameters.
+        budget_s: how long one device may measure.
+    """
+
+    build: Callable[[], nn.Module]
+    make_batch: MakeBatch
+    optimizer_of: OptimizerOf
+    shape: Shape
+    budget_s: float
+    loss: Objective | None = None
+    units: tuple[str, ...] = ()
 
 
 class ClusterProfiler:
@@ -28,49 +48,47 @@ class ClusterProfiler:
 
     Args:
         devices: the device of each rank.
-        make_batch: a batch of so many samples, on the host.
-        optimizer_of: makes the job's optimizer for given parameters.
+        cache: where measurements are kept; None keeps none.
         fresh: measure everything again.
     """
 
     def __init__(
         self,
-        job: Job,
+        subject: Subject,
         cluster: Cluster,
         *,
-        folder: Path,
         ranks: Ranks,
         devices: tuple[Device, ...],
         runtime: DeviceRuntime,
+        cache: MeasurementCache | None = None,
         fresh: bool = False,
     ) -> None:
-        self._job = job
+        self._subject = subject
         self._cluster = cluster
-        self._folder = folder
         self._ranks = ranks
         self._devices = devices
         self._runtime = runtime
-        self._cache = MeasurementCache(job, cluster, folder)
-        self._fresh = fresh
+        self._cache = cache
+        self._fresh = fresh or cache is None
 
-    def run(self, make_batch: MakeBatch, optimizer_of: OptimizerOf, progress: Progress) -> Profile:
+    def run(self, progress: Progress) -> Profile:
         """The profile, the same on every rank.
 
         Raises:
             GpumixError: a device failed to measure; the same error on every rank.
         """
         known = self._known_classes()
-        mine = self._measure_mine(known, make_batch, optimizer_of, progress)
+        mine = self._measure_mine(known, progress)
         measured = {m.device_class.device_class: m for m in mine}
         classes = known | measured
         links = self._links(classes, progress)
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and self._cache is not None:
             self._cache.save(measured, links)
-        return assemble(self._job, self._cluster, classes, links)
+        return assemble(self._subject.shape, self._cluster, classes, links)
 
     def _known_classes(self) -> dict[str, ClassMeasurement]:
         """What rank 0 finds in its cache; hosts may hold different ones."""
-        found = [] if self._fresh else list(self._cache.measured().values())
+        found = list(self._cache.measured().values()) if self._cache and not self._fresh else []
         text = "\n".join(m.model_dump_json() for m in found)
         told = self._ranks.share("known classes", text if self._ranks.rank == 0 else None)
         known = [ClassMeasurement.model_validate_json(line) for line in told.splitlines()]
@@ -79,8 +97,6 @@ class ClusterProfiler:
     def _measure_mine(
         self,
         known: Mapping[str, ClassMeasurement],
-        make_batch: MakeBatch,
-        optimizer_of: OptimizerOf,
         progress: Progress,
     ) -> list[ClassMeasurement]:
         """All classes that were missing, each measured by the first rank that has it."""
@@ -89,34 +105,33 @@ class ClusterProfiler:
         text, failure = "", None
         if name not in known and first == self._ranks.rank:
             try:
-                text = self._measure(name, make_batch, optimizer_of, progress).model_dump_json()
+                text = self._measure(name, progress).model_dump_json()
             except GpumixError as error:
                 failure = error
-        self._ranks.agree("profile", failure, patience_s=10 * self._job.profile.budget)
+        self._ranks.agree("profile", failure, patience_s=10 * self._subject.budget_s)
         told = self._ranks.gather("class measurements", text)
         return [ClassMeasurement.model_validate_json(line) for line in told if line]
 
-    def _measure(
-        self, name: str, make_batch: MakeBatch, optimizer_of: OptimizerOf, progress: Progress
-    ) -> ClassMeasurement:
-        job = self._job
+    def _measure(self, name: str, progress: Progress) -> ClassMeasurement:
+        subject = self._subject
         return measure_class(
-            model_of(job.model, folder=self._folder, seed=job.seed),
+            subject.build(),
             self._runtime,
-            make_batch,
+            subject.make_batch,
             device_class=name,
-            compute_dtype=job.precision,
-            largest=job.global_batch,
-            budget_s=job.profile.budget,
-            optimizer_of=optimizer_of,
-            units=job.model.units,
+            compute_dtype=subject.shape.precision,
+            largest=subject.shape.global_batch,
+            budget_s=subject.budget_s,
+            optimizer_of=subject.optimizer_of,
+            loss=subject.loss,
+            units=subject.units,
             progress=progress,
         )
 
     def _links(
         self, classes: Mapping[str, ClassMeasurement], progress: Progress
     ) -> LinkMeasurement:
-        cached = None if self._fresh else self._cache.links()
+        cached = self._cache.links() if self._cache and not self._fresh else None
         told = self._ranks.share(
             "known links", cached.model_dump_json() if cached is not None else ""
         )
@@ -126,12 +141,12 @@ class ClusterProfiler:
         with torch.no_grad():
             return measure_links(
                 self._ranks.communicator(),
-                largest_bytes=_largest_buffer_bytes(model, self._job),
+                largest_bytes=_largest_buffer_bytes(model, self._subject.shape),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
             )
 
 
-def _largest_buffer_bytes(model: ModelProfile, job: Job) -> int:
+def _largest_buffer_bytes(model: ModelProfile, shape: Shape) -> int:
     """The largest buffer that a collective moves: a unit's parameters, or its fp32 gradient."""
     largest = max(model.root.trainable, *(k.trainable for k in model.kinds))
-    return largest * max(4, DTYPE_BYTES[job.precision])
+    return largest * max(4, DTYPE_BYTES[shape.precision])

@@ -7,6 +7,7 @@ so that a plan given where a profile is wanted is an error that says so.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import ClassVar, Self
@@ -48,24 +49,18 @@ class Document(Value):
             raise InputError(
                 f"cannot read the {cls.KIND}", where=str(path), why=str(error)
             ) from error
+        fix = f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`"
+        _check_kind(cls, text, path, fix)
         try:
-            document = cls.model_validate_json(text)
+            return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise InputError(
                 f"this is not a valid {cls.KIND}: {first['msg']}",
                 where=f"{path}{': ' + place if place else ''}",
-                fix=f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`",
+                fix=fix,
             ) from error
-        if document.kind != cls.KIND or document.schema_version != cls.SCHEMA:
-            raise InputError(
-                f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is a {document.kind} of "
-                f"schema {document.schema_version}",
-                where=str(path),
-                fix=f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`",
-            )
-        return document
 
     def save(self, path: Path) -> None:
         """Write the document to `path` in one atomic step."""
@@ -73,3 +68,20 @@ class Document(Value):
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         part.replace(path)
+
+
+def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
+    """Refuse JSON that says it is something else; what is no JSON at all is told elsewhere."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return
+    fields = value if isinstance(value, dict) else {}
+    kind, schema = fields.get("kind"), fields.get("schema_version", 1)
+    if (kind, schema) != (cls.KIND, cls.SCHEMA):
+        found = f"a {kind} of schema {schema}" if kind else "something else"
+        raise InputError(
+            f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
+            where=str(path),
+            fix=fix,
+        )

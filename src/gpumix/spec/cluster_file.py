@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
@@ -20,17 +20,8 @@ from gpumix.spec.units import Bytes, FlopRate
 
 MOST_DEVICES = 65_536
 
-
-def _finite(value: object, parse: ValidatorFunctionWrapHandler) -> int:
-    """`Bytes`, for which '1e999 GiB' is a wrong value like any other."""
-    try:
-        return int(parse(value))
-    except OverflowError as error:
-        raise ValueError(f"'{value}' is more than any device has") from error
-
-
 ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
-Memory = Annotated[Bytes, WrapValidator(_finite), Field(gt=0)]
+Memory = Annotated[Bytes, Field(gt=0)]
 
 
 class ClassForm(Value):

@@ -8,12 +8,14 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Document, Value
+from gpumix.spec.errors import InputError
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -155,6 +157,25 @@ class Plan(Document):
     def workers(self) -> tuple[Worker, ...]:
         """All workers in rank order."""
         return tuple(w for stage in self.stages for w in stage.workers)
+
+    def for_devices(self, devices: Sequence[str]) -> Plan:
+        """The same plan with its workers in the order of `devices`, the id of each rank's device.
+
+        Raises:
+            InputError: the plan was made for other devices.
+        """
+        by_device = {w.device: w for w in self.workers}
+        missing, extra = set(by_device) - set(devices), set(devices) - set(by_device)
+        if missing or extra:
+            raise InputError(
+                "the plan was made for other devices",
+                why=f"missing here: {', '.join(sorted(missing)) or 'none'}; not in the plan: "
+                f"{', '.join(sorted(extra)) or 'none'}",
+                fix="make a plan for these devices: gpumix plan JOB.yaml",
+            )
+        workers = tuple(by_device[device] for device in devices)
+        stage = self.stages[0].model_copy(update={"workers": workers})
+        return self.model_copy(update={"stages": (stage,)})
 
 
 def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:

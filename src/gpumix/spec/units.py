@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -31,6 +32,8 @@ def _parse(value: object, table: dict[str, float] | dict[str, int], example: str
 
 def _parse_bytes(value: object) -> object:
     parsed = _parse(value, _BYTES, "24 GiB")
+    if isinstance(parsed, float) and not isfinite(parsed):
+        raise ValueError(f"'{value}' is not a finite number of bytes")
     return round(parsed) if isinstance(parsed, float) else parsed
 
 

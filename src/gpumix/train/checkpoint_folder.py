@@ -109,6 +109,11 @@ def finish(part: Path, manifest: Manifest) -> Path:
     return final
 
 
+def abandon(part: Path) -> None:
+    """Remove a part that will not be finished; what resists is removed by the next `begin`."""
+    shutil.rmtree(part, ignore_errors=True)
+
+
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints; one that cannot be read is left alone."""
     readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]

@@ -8,7 +8,8 @@ of our own: its pickled metadata, which can run code, is never read. Tensors are
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import AfterValidator, Field
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -28,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from gpumix.engine.comm import failed
 from gpumix.spec.base import Value
 from gpumix.train.boxes import boxes
-from gpumix.train.checkpoint_file import FileName
+from gpumix.train.checkpoint_file import INDEX, FileName, damaged
 from gpumix.train.checkpoint_together import Together, explained
 
 
@@ -164,7 +167,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Togethe
     Raises:
         GpumixError: a rank could not write; the same on all ranks.
     """
-    with _as_one_process(ranks):
+    with _agreed("write a checkpoint", folder):
         metadata = dcp.save(
             dict(tensors),
             storage_writer=_Writer(folder, ranks.rank),
@@ -181,7 +184,7 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
     Raises:
         GpumixError: a rank could not read; the same on all ranks.
     """
-    with _as_one_process(ranks):
+    with _agreed("read a checkpoint", folder):
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(folder, index),
@@ -191,11 +194,18 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
         )
 
 
-def _as_one_process(ranks: Together) -> warnings.catch_warnings:
-    """Without a group, a single process is meant: no need to be warned of that."""
-    return warnings.catch_warnings(
-        action="ignore" if ranks.world == 1 else "default", category=UserWarning
-    )
+@contextmanager
+def _agreed(doing: str, folder: Path) -> Iterator[None]:
+    """Translate errors, which torch.distributed.checkpoint raises on all ranks alike."""
+    with warnings.catch_warnings():
+        # A single process is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            raise explained(error, f"a rank could not {doing}", folder) from error
+        except RuntimeError as error:
+            raise failed(f"exchange of who could {doing}", error) from error
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -238,7 +248,16 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(folder)
-        self._index = index
+        self._folder, self._index = folder, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._index.metadata()
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().read_data(plan, planner)
+        except OSError as error:
+            raise explained(error, "a rank could not read a checkpoint", self._folder) from error
+        except Exception as error:  # of unpickling: anything
+            why = f"its tensors cannot be read: {str(error).splitlines()[0]}"
+            raise damaged(self._folder / INDEX, why) from error

@@ -47,7 +47,7 @@ class Together:
         outcome: tuple[Any, GpumixError | None]
         try:
             outcome = action(), None
-        except (Exception, CheckpointException) as error:  # the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of it
             outcome = None, explained(error, f"rank {self.rank} could not {doing}", folder)
             outcome[1].__cause__ = error
         outcomes = self._gathered(outcome, doing)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.engine.models import config_of, model_of
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
-from gpumix.train.tmpckpt import Checkpointer
+from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
 from gpumix.train.display import Display
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
+from gpumix.train.models import config_of, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for
 from gpumix.train.stop import StopRequest
 

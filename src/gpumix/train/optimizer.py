@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,25 +17,25 @@ def optimizer_for(spec: OptimizerSpec, pieces: Iterable[Piece]) -> torch.optim.O
     """The optimizer over a rank's pieces. Weight decay is for matrices: parameters of two and more
     dimensions in the whole model, whatever the shape of the piece."""
     trained = [p for p in pieces if p.local.requires_grad]
+    matrices = [p.local for p in trained if len(p.shape) >= 2]
+    others = [p.local for p in trained if len(p.shape) < 2]
     groups = [
-        {"params": [p.local for p in trained if len(p.shape) >= 2]},
-        {"params": [p.local for p in trained if len(p.shape) < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": spec.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
-    return _make(spec, [g for g in groups if g["params"]])
+    return _make(spec, [group for group in groups if group["params"]])
 
 
 def trial_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The same optimizer over any parameters, for the profiler to time."""
-    return _make(spec, [{"params": parameters}])
+    return _make(spec, [{"params": parameters, "weight_decay": spec.weight_decay}])
 
 
-def _make(spec: OptimizerSpec, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+def _make(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     # Fused: one pass over memory, and no temporary of the size of the shard.
     if spec.name == "sgd":
-        make = partial(torch.optim.SGD, momentum=spec.momentum)
-    else:
-        make = partial(torch.optim.AdamW, betas=spec.betas, eps=spec.eps)
-    return make(groups, lr=spec.lr, weight_decay=spec.weight_decay, fused=True)
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
 
 def learning_rate(job: Job, step: int) -> float:

@@ -1,0 +1,121 @@
+"""What is trained, on what: a GPT-2, text that every Python brings along, emulated devices."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+
+TEXTS: tuple[ModuleType, ...] = (argparse, ast, inspect)
+VOCABULARY = 264  # 256 bytes and a round number
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model, one global batch, one cluster; everything else follows from them.
+
+    Dropout is off: systems cut a batch in different ways, so their random numbers would differ.
+    """
+
+    cluster: Cluster
+    width: int
+    layers: int
+    heads: int
+    global_batch: int = 32
+    sequence: int = 128
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each rank."""
+        return self.cluster.in_rank_order()
+
+    def class_of(self, rank: int) -> DeviceClass:
+        return self.cluster.class_named(self.devices[rank].device_class)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a global batch."""
+        return self.global_batch * self.sequence
+
+    def labels(self, samples: int) -> int:
+        """Labels that enter the loss: a sample's first token is predicted by nothing."""
+        return samples * (self.sequence - 1)
+
+    def even(self) -> tuple[int, ...]:
+        """Samples by rank, the same for all."""
+        each, rest = divmod(self.global_batch, len(self.devices))
+        if rest:
+            raise ValueError(f"{self.global_batch} samples cannot be split evenly")
+        return (each,) * len(self.devices)
+
+    def proportional(self) -> tuple[int, ...]:
+        """Samples by rank in proportion to the devices' speed, which must divide the batch."""
+        rates = [self.class_of(rank).emulate_flops_per_s or 0.0 for rank in range(len(self.devices))]
+        samples = [self.global_batch * rate / sum(rates) for rate in rates]
+        if any(n != int(n) for n in samples):
+            raise ValueError(f"speeds {rates} do not divide {self.global_batch} samples")
+        return tuple(int(n) for n in samples)
+
+    def build(self) -> nn.Module:
+        """The model; its initial weights are the same wherever it is built."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_embd=self.width,
+            n_layer=self.layers,
+            n_head=self.heads,
+            n_positions=self.sequence,
+            vocab_size=VOCABULARY,
+            bos_token_id=256,
+            eos_token_id=256,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        torch.manual_seed(SEED)
+        return GPT2LMHeadModel(config)
+
+    def batch(self, step: int, samples: tuple[int, ...], rank: int) -> dict[str, torch.Tensor]:
+        """The part of `rank` in the global batch of `step`, which is cut in the order of ranks."""
+        start = step * self.global_batch + sum(samples[:rank])
+        return self.rows(start, samples[rank])
+
+    def rows(self, start: int, count: int) -> dict[str, torch.Tensor]:
+        """Samples `start` to `start + count` of the text, which has no end."""
+        text = _text()
+        positions = torch.arange(start * self.sequence, (start + count) * self.sequence)
+        tokens = text[positions % len(text)].view(count, self.sequence)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _text() -> torch.Tensor:
+    """The source of a few modules of the standard library, as bytes."""
+    content = b"".join(Path(inspect.getfile(module)).read_bytes() for module in TEXTS)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+
+
+def cluster_of(*groups: tuple[str, int, str, str]) -> Cluster:
+    """A cluster of emulated devices, given as (class, count, speed, memory)."""
+    classes: list[dict[str, Any]] = [
+        {"name": name, "accelerator": "cpu", "memory_bytes": memory, "emulate_flops_per_s": speed}
+        for name, _, speed, memory in groups
+    ]
+    return Cluster(
+        classes=tuple(DeviceClass(**values) for values in classes),
+        devices=tuple(
+            Device(id=f"{name}-{number}", device_class=name)
+            for name, count, *_ in groups
+            for number in range(count)
+        ),
+    )

@@ -1,0 +1,189 @@
+"""What of an engine and its optimizer goes into a checkpoint, under which names.
+
+model.<name>                      parameters (trained ones in fp32) and persistent buffers
+optimizer.<parameter>.<state>     like the parameter, or one number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.shards import Piece
+from gpumix.engine.state import (
+    OptimizerState,
+    Part,
+    Scalar,
+    check_names_and_shapes,
+    persistent_buffers,
+)
+from gpumix.spec.errors import InputError
+from gpumix.train.checkpoint_file import Manifest, StateKind
+from gpumix.train.checkpoint_shards import Boxed, Index
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+
+_NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+def model_to_save(engine: Engine) -> dict[str, Boxed]:
+    """This rank's part of the model; rank 0 has the buffers."""
+    tensors = {piece.name: _boxed(piece, piece.local) for piece in _stored(engine)}
+    if engine.comm.rank == 0:
+        buffers = persistent_buffers(engine.model)
+        tensors |= {name: Boxed.whole(buffer) for name, buffer in buffers.items()}
+    return tensors
+
+
+def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[str, Boxed]]:
+    """This rank's part of the optimizer's state. What there is once per parameter is written by
+    the rank that stores its first element: a rank that stores none of it may not know."""
+    return {
+        piece.name: {
+            name: _boxed(piece, value.local)
+            if isinstance(value, Part)
+            else Boxed.whole(torch.as_tensor(value, dtype=_exact(value)))
+            for name, value in state.get(piece.name, {}).items()
+            if isinstance(value, Part) or piece.start == 0
+        }
+        for piece in _stored(engine)
+    }
+
+
+def _stored(engine: Engine) -> Iterator[Piece]:
+    """The pieces that this rank stores; rank 0 says that a parameter without elements exists."""
+    for piece in engine.pieces():
+        if piece.start < piece.end or (piece.shape.numel() == 0 and engine.comm.rank == 0):
+            yield piece
+
+
+def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
+    if piece.shape.numel() == 0:
+        return Boxed.whole(flat.view(piece.shape))
+    return Boxed.interval(piece.shape, piece.start, flat)
+
+
+def _exact(value: Scalar) -> torch.dtype | None:
+    """The dtype that holds a number of Python's without rounding."""
+    return torch.float64 if isinstance(value, float) else None
+
+
+def kinds_of(state: OptimizerState) -> dict[str, StateKind]:
+    """What each of the optimizer's states is on this rank."""
+    found = [{name: _kind(value) for name, value in values.items()} for values in state.values()]
+    return merged_kinds(found)
+
+
+def merged_kinds(found: Iterable[Mapping[str, StateKind]]) -> dict[str, StateKind]:
+    """The kinds of several parameters or ranks in one.
+
+    Raises:
+        InputError: a state is one thing here and another there.
+    """
+    merged: dict[str, StateKind] = {}
+    for kinds in found:
+        for name, kind in kinds.items():
+            if merged.setdefault(name, kind) != kind:
+                raise InputError(
+                    f"the optimizer's state '{name}' is {merged[name]} for one parameter and "
+                    f"{kind} for another",
+                    fix="use an optimizer that keeps the same for every parameter",
+                )
+    return merged
+
+
+def _kind(value: Part | Scalar) -> StateKind:
+    if isinstance(value, Part):
+        return "elements"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    return next(kind for kind, number in _NUMBERS.items() if type(value) is number)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def check_fits(engine: Engine, manifest: Manifest, index: Index) -> None:
+    """Check that a checkpoint is of the engine's model.
+
+    Raises:
+        InputError: names or shapes differ, or what is trained, or what the units are.
+    """
+    what = "the checkpoint is of another model"
+    prefix = f"{MODEL}."
+    stored = {
+        name.removeprefix(prefix): tensor.shape
+        for name, tensor in index.tensors.items()
+        if name.startswith(prefix)
+    }
+    buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
+    check_names_and_shapes(engine.shapes() | buffers, stored, what)
+    if manifest.model != engine.plan.model:
+        raise InputError(
+            what,
+            where=f"checkpoint of model {manifest.model}, this one is {engine.plan.model}",
+            why="names and shapes are the same, but not the units, dtypes or frozen parameters",
+            fix="resume with the model settings of the job that saved it",
+        )
+
+
+def model_to_load(engine: Engine) -> dict[str, Boxed]:
+    """Where this rank's part of the model goes: into the engine itself."""
+    boxed = {f"{MODEL}.{piece.name}": _boxed(piece, piece.local) for piece in engine.pieces()}
+    for name, buffer in persistent_buffers(engine.model).items():
+        boxed[f"{MODEL}.{name}"] = Boxed.whole(buffer)
+    return boxed
+
+
+@dataclass(frozen=True)
+class OptimizerRoom:
+    """Where this rank's part of the optimizer's state goes, until it is all there."""
+
+    kinds: dict[str, StateKind]
+    tensors: dict[str, dict[str, Part | torch.Tensor]]
+
+    @classmethod
+    def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerRoom:
+        """Room for all state that is stored for parameters, also those of which this rank stores
+        nothing: optimizers keep state for empty tensors too."""
+        tensors: dict[str, dict[str, Part | torch.Tensor]] = {}
+        for piece in engine.pieces():
+            for name, kind in kinds.items():
+                stored = index.tensors.get(f"{OPTIMIZER}.{piece.name}.{name}")
+                if stored is None:
+                    continue
+                room: Part | torch.Tensor = torch.zeros((), dtype=stored.torch_dtype)
+                if kind == "elements":
+                    flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
+                    room = Part(piece.shape, piece.start, piece.end, flat.detach())
+                tensors.setdefault(piece.name, {})[name] = room
+        return cls(kinds, tensors)
+
+    def boxed(self) -> dict[str, Boxed]:
+        return {
+            f"{OPTIMIZER}.{parameter}.{name}": Boxed.interval(room.shape, room.start, room.local)
+            if isinstance(room, Part)
+            else Boxed.whole(room)
+            for parameter, states in self.tensors.items()
+            for name, room in states.items()
+        }
+
+    def state(self) -> OptimizerState:
+        """What has come to be there, in the types that the optimizer had."""
+        return {
+            parameter: {name: self._typed(name, room) for name, room in states.items()}
+            for parameter, states in self.tensors.items()
+        }
+
+    def _typed(self, name: str, room: Part | torch.Tensor) -> Part | Scalar:
+        number = _NUMBERS.get(self.kinds[name])
+        if number is None or isinstance(room, Part):
+            return room
+        return number(room.item())

@@ -1,0 +1,200 @@
+"""A checkpoint as a folder that `transformers` loads: safetensors and the model's configuration.
+
+Reads tensor by tensor from the checkpoint's files: no model is built, no other process takes part,
+and no more is held than one file of the result. Of a tied parameter the one name is written that
+the checkpoint has; `transformers` ties the others to it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+import gpumix
+from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.spec.errors import InputError, MachineError
+from gpumix.train.checkpoint import opened
+from gpumix.train.checkpoint_content import MODEL
+from gpumix.train.checkpoint_file import Manifest, verify
+from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor, read
+from gpumix.train.checkpoint_together import Together
+
+# Files of weights that any file system and download takes.
+FILE_BYTES = 5 * 10**9
+# Says that a folder is an export, and which files are of it.
+RECORD = "gpumix.json"
+
+_HF_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def export(
+    source: Path,
+    to: Path,
+    *,
+    model_config: Mapping[str, Any] | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write the model of a checkpoint to the folder `to`.
+
+    Args:
+        source: a checkpoint, or a run's folder, of which the newest is taken.
+        to: is made; a former export there is replaced.
+        model_config: of `transformers`; default: the one that the run stored. Without any (a model
+            from a factory) there is no `config.json`.
+        dtype: of all floating tensors.
+        file_bytes: a file of weights holds at most so much, or one tensor.
+
+    Raises:
+        InputError: no checkpoint, a damaged one, or `to` holds something else.
+        MachineError: the files cannot be written; what was in `to` is still there.
+    """
+    path, manifest, index = opened(source)
+    to = to.absolute()
+    _check_replaceable(to)
+    verify(path, manifest.files.items())
+    stored: Any = manifest.extra.get("model_config")
+    config = model_config if model_config is not None else stored
+    part = to.with_name(f".{to.name}.gpumix.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _write_weights(part, path, index, TORCH_DTYPE[dtype], file_bytes)
+        if config is not None:
+            _write_json(part / "config.json", _configuration(config, dtype))
+        _write_json(part / RECORD, _record(part, path, manifest))
+        _replace(to, part)
+    except (OSError, SafetensorError) as error:
+        raise MachineError(
+            "cannot write the exported model",
+            where=str(to),
+            why=str(error).splitlines()[0],
+            fix="free space on that disk, or choose another folder",
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return to
+
+
+def _check_replaceable(to: Path) -> None:
+    """Raise InputError unless `to` is absent, empty or a former export and nothing else."""
+    if to.is_dir():
+        present = {file.name for file in to.iterdir()}
+        foreign = present - _recorded(to)
+        if not foreign:
+            return
+        why = f"it holds {', '.join(sorted(foreign)[:4])}"
+    elif to.exists():
+        why = "it is a file"
+    else:
+        return
+    raise InputError(
+        "this folder is no former export and is not overwritten",
+        where=str(to),
+        why=why,
+        fix="choose another folder, or empty this one",
+    )
+
+
+def _recorded(folder: Path) -> set[str]:
+    """The files that a former export wrote into `folder`."""
+    try:
+        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+        return {RECORD, *map(str, files)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _write_weights(
+    part: Path, checkpoint: Path, index: Index, dtype: torch.dtype, file_bytes: int
+) -> None:
+    prefix = f"{MODEL}."
+    model = {n: t for n, t in index.tensors.items() if n.startswith(prefix)}
+    files = list(_cut(model, dtype, file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        of = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        tensors = _read(checkpoint, index, names, dtype)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        save_file(tensors, part / f"model{of}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
+    if len(files) > 1:
+        total = sum(_bytes(tensor, dtype) for tensor in model.values())
+        _write_json(
+            part / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+
+
+def _cut(
+    model: Mapping[str, StoredTensor], dtype: torch.dtype, file_bytes: int
+) -> Iterator[list[str]]:
+    """Names of the tensors of each file, in order."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in model.items():
+        if names and size + _bytes(tensor, dtype) > file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(tensor, dtype)
+    yield names
+
+
+def _bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    return torch.Size(tensor.shape).numel() * _saved_dtype(tensor, dtype).itemsize
+
+
+def _saved_dtype(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    stored = tensor.torch_dtype
+    return dtype if stored.is_floating_point else stored
+
+
+def _read(
+    checkpoint: Path, index: Index, names: list[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors called `names`; the file's reader casts while it copies."""
+    tensors = {}
+    for name in names:
+        tensor = index.tensors[name]
+        tensors[name] = torch.empty(tensor.shape, dtype=_saved_dtype(tensor, dtype))
+    boxed = {name: Boxed.whole(tensor) for name, tensor in tensors.items()}
+    read(checkpoint, index, boxed, Together(None))
+    return tensors
+
+
+def _configuration(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration, with the dtype that the weights have now."""
+    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return kept | {"dtype": _HF_DTYPE[dtype]}
+
+
+def _record(part: Path, checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "gpumix": gpumix.__version__,
+        "checkpoint": str(checkpoint.resolve()),
+        "step": manifest.step,
+        "model": manifest.model,
+        "files": sorted(file.name for file in part.iterdir()),
+    }
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(to: Path, part: Path) -> None:
+    """Put `part` in the place of `to`."""
+    former = to.with_name(f".{to.name}.gpumix.old.part")
+    shutil.rmtree(former, ignore_errors=True)
+    if to.exists():
+        to.rename(former)
+    part.rename(to)
+    shutil.rmtree(former, ignore_errors=True)

@@ -1,0 +1,51 @@
+"""Interpolation keeps what was measured and never falls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from brute import curves
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import curve
+
+from gpumix.cost.curves import MicroBatches, value_at, values_at
+from gpumix.spec.plan import split_micro_batches
+
+
+def test_measured_points_are_exact_and_joined_by_lines():
+    measured = curve(0.1, 0.3, 0.9, sizes=(1, 2, 4))
+    assert values_at(measured, [1, 2, 4]).tolist() == [0.1, 0.3, 0.9]
+    assert value_at(measured, 3) == pytest.approx(0.6)
+
+
+def test_beyond_the_last_point_the_last_line_goes_on():
+    assert value_at(curve(1.0, 3.0, 4.0, sizes=(1, 2, 4)), 10) == pytest.approx(7.0)
+
+
+def test_one_point_is_proportional_beyond_it():
+    assert value_at(curve(3.0, sizes=(2,)), 8) == pytest.approx(12.0)
+
+
+def test_below_the_first_point_there_is_a_floor_and_nothing_is_free():
+    latency = curve(5e-3, 9e-3, sizes=(1e6, 2e6))
+    assert values_at(latency, [0, 1, 1e5, 1e6]).tolist() == [0, 5e-3, 5e-3, 5e-3]
+
+
+def test_a_noisy_point_is_raised_to_the_one_before_it():
+    assert values_at(curve(1.0, 3.0, 2.0), [1, 2, 3, 4]).tolist() == [1, 3, 3, 3]
+
+
+@given(curves(1.0))
+def test_more_never_costs_less(measured):
+    values = values_at(measured, np.arange(0, 20))
+    assert (np.diff(values) >= 0).all()
+
+
+@given(curves(0.7), st.integers(0, 40), st.integers(1, 9))
+def test_sums_run_over_the_micro_batches(measured, samples, size):
+    size = min(size, samples)
+    micro = MicroBatches.of([samples], [size])
+    each = [value_at(measured, n) for n in split_micro_batches(samples, size)]
+    assert micro.total(measured)[0] == pytest.approx(sum(each))
+    assert micro.largest(measured)[0] == max(each, default=0.0)

@@ -1,0 +1,175 @@
+"""The peak by cause, by hand and against a walk through every moment of a step."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from brute import small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans import plans_of
+from profiles import GIB, Card, block, line, profile, root, steady
+
+from gpumix.cost.curves import MicroBatches, value_at
+from gpumix.cost.memory import MemoryModel, free_bytes, owned_by_rank, usable_bytes
+from gpumix.cost.network import links_for
+from gpumix.cost.phases import phases
+from gpumix.planner.base import Part, PlanRequest, Setting, assemble, ranked_devices
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.plan import DTYPE_BYTES, Collectives
+from gpumix.spec.profile import ROOT
+
+MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def one_worker(samples=4, micro_batch=2, **changes):
+    """The prediction of the first of two equal workers, each with half of the state."""
+    unit = block(
+        trainable=1000, kept=line(10), gradient=line(20), forward=line(100), backward=line(300)
+    )
+    setting = profile(
+        [Card("c", 2, GIB, steady(1.0), framework=7)],
+        calls=("block",) * 3,
+        kinds=[unit],
+        root_unit=root(400, buffers=5, kept=line(3), head=line(1)),
+        **changes,
+    )
+    devices = ranked_devices(setting, PlanRequest(global_batch=1))
+    part = Part(samples, micro_batch, 0.5)
+    plan = assemble(
+        Setting.of(setting, devices, equal_shares=True),
+        strategy="by hand",
+        global_batch=2 * samples,
+        parts={d.id: part for d in devices},
+    )
+    return plan.prediction.workers[0]
+
+
+def test_a_peak_by_hand():
+    # It lies in the backward of the second call: three units gathered, two gradients and the
+    # receive buffer of the third call's reduction beside the root's gradient.
+    assert one_worker().memory_bytes == {
+        "state": 16 * (400 + 3 * 1000) // 2,
+        "buffers": 5,
+        "gathered": 4 * (400 + 1000 + 1000),
+        "gradients": 4 * (400 + 1000 + 1000) + 2 * 500 * 4,
+        "activations": 4 * 3 + 2 * 4 * 10,
+        "boundary gradients": 4 * 20,
+        "working set": 2 * 300,
+        "framework": 7,
+    }
+
+
+def naive_peak(profile, plan, rank):
+    """Every moment of a step in turn, as `engine.layered` goes through it; units called once."""
+    model, worker = profile.model, plan.workers[rank]
+    shares = tuple(w.state_share for w in plan.workers)
+    links, own = links_for(profile, plan.collectives, shares), owned_by_rank(model, shares)[rank]
+    kinds = [model.kind(name) for name in model.kind_of_call]
+    last = len(kinds) - 1
+
+    def gathered(unit):
+        return unit.trainable * DTYPE_BYTES[profile.compute_dtype] + unit.frozen_bytes
+
+    def receive(name):
+        return len(shares) * own.elements[name] * 4 if name in links.all_to_all else 0
+
+    def total(curve):
+        return ceil(sum(value_at(curve, n) for n in worker.micro_batches))
+
+    def work(curve):
+        return ceil(max((value_at(curve, n) for n in worker.micro_batches), default=0))
+
+    moments = []
+    held = gathered(model.root) + total(model.root.kept)
+    for k, kind in enumerate(kinds):
+        held += total(kind.kept)
+        ahead = gathered(kinds[k + 1]) if k < last else 0
+        moments.append(held + gathered(kind) + ahead + work(kind.forward))
+    held += model.root.trainable * 4
+    moments.append(held + gathered(kinds[-1]) + total(kinds[-1].gradient) + work(model.root.head))
+    for k in reversed(range(len(kinds))):
+        kind = kinds[k]
+        ahead = gathered(kinds[k - 1]) if k else 0
+        held += 4 * kind.trainable
+        boundary = total(kind.gradient)
+        moments.append(held + gathered(kind) + ahead + boundary + work(kind.backward))
+        held += receive(kind.name) - total(kind.kept)
+        moments.append(held + ahead + boundary)
+        if k < last:
+            held -= 4 * kinds[k + 1].trainable + receive(kinds[k + 1].name)
+    moments.append(held + receive(ROOT))
+    units = dict(zip(model.calls, model.kind_of_call)).values()
+    elements = own.elements[ROOT] + sum(own.elements[name] for name in units)
+    state = elements * (8 + profile.optimizer_bytes_per_element) + own.frozen_bytes
+    framework = profile.of_class(worker.device_class).framework_bytes
+    return state + framework + model.root.buffer_bytes + max(moments)
+
+
+@MANY
+@given(small_profiles(), st.data())
+def test_the_peak_is_that_of_all_moments(profile, data):
+    plan = data.draw(plans_of(profile))
+    for rank, expected in enumerate(plan.prediction.workers):
+        assert expected.peak_bytes == naive_peak(profile, plan, rank)
+        if plan.workers[rank].samples == 0:
+            held = expected.memory_bytes
+            assert held["activations"] == held["boundary gradients"] == held["working set"] == 0
+
+
+@MANY
+@given(small_profiles(), st.data())
+def test_a_share_within_the_capacity_always_fits(profile, data):
+    """Whatever the other ranks' shares are, rounding of the cuts included."""
+    plan = data.draw(plans_of(profile))
+    links = links_for(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
+    model = MemoryModel(profile, links, len(plan.workers))
+    for worker, expected in zip(plan.workers, plan.prediction.workers):
+        micro = MicroBatches.of([worker.samples], [worker.micro_batch])
+        free = free_bytes(profile, worker.device_class)
+        capacity = float(model.demands(micro).capacity(free)[0])
+        if worker.state_share <= capacity:
+            assert expected.peak_bytes <= expected.memory_limit_bytes
+        if worker.state_share > max(capacity, 0) + 0.2 and model.state_bytes > 5000:
+            assert expected.peak_bytes > expected.memory_limit_bytes
+
+
+def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
+    def moments(depth):
+        cards = [Card("c", 1, GIB, steady(1.0))]
+        return phases(profile(cards, calls=("block",) * depth).model)
+
+    assert len(moments(200)) == len(moments(5))
+
+
+def test_gradients_of_units_called_again_live_until_their_first_call_is_done():
+    cards = [Card("c", 2, GIB, steady(1.0))]
+    model = profile(cards, calls=("block",) * 4).model
+    shared = model.model_copy(update={"calls": ("a", "b", "a", "b")})
+    ending = [phase for phase in phases(shared) if phase.reduced]
+    # The root's gradient and those of both units, while the first is reduced: nothing before.
+    assert {phase.gradients for phase in ending[:-1]} == {(ROOT, "block", "block")}
+    assert ending[-1].reduced == ("block", ROOT)
+
+
+def test_a_unit_called_in_succession_is_gathered_once():
+    cards = [Card("c", 2, GIB, steady(1.0))]
+    model = profile(cards, calls=("block",) * 4).model
+    same = model.model_copy(update={"calls": ("a",) * 4})
+    assert {phase.gathered.count("block") for phase in phases(same)} == {0, 1}
+    assert max(phase.gathered.count("block") for phase in phases(model)) == 2
+
+
+def test_a_unit_that_is_called_twice_is_stored_once():
+    cards = [Card("c", 1, GIB, steady(1.0))]
+    twice = profile(cards, calls=("block",) * 4)
+    model = twice.model.model_copy(update={"calls": ("a", "b", "a", "b")})
+    shared = twice.model_copy(update={"model": model})
+    links = links_for(shared, Collectives(), (1.0,))
+    assert MemoryModel(shared, links, 1).state_bytes == 16 * 2000
+
+
+@pytest.mark.parametrize(("accelerator", "usable"), [("cuda", 940), ("cpu", 980)])
+def test_a_part_of_the_memory_is_kept_in_reserve(accelerator, usable):
+    assert usable_bytes(DeviceClass(name="c", accelerator=accelerator, memory_bytes=1000)) == usable

@@ -1,0 +1,173 @@
+"""The step time of a plan, by hand and against a walk through the calls one by one."""
+
+from __future__ import annotations
+
+import pytest
+from brute import small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans import plans_of
+from profiles import FREE, Card, Network, block, curve, line, profile, root
+
+from gpumix.cost.curves import value_at
+from gpumix.cost.network import links_for
+from gpumix.cost.predict import predict
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.even import even
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import ROOT, UnitTimes
+
+MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def two_cards(network=None, count=1):
+    """A fast and a slow card; 2 calls of 1000 elements; 1 and 2 s forward a sample and call."""
+    cards = [
+        Card(
+            name,
+            count,
+            10**9,
+            {
+                "block": UnitTimes(forward=line(s), backward=line(3 * s)),
+                ROOT: UnitTimes(forward=line(0.1), backward=line(0.5)),
+            },
+            optimizer_s_per_element=s * 1e-3,
+        )
+        for name, s in (("fast", 1.0), ("slow", 2.0))
+    ]
+    return profile(cards, calls=("block",) * 2, root_unit=root(500), network=network, overhead=0.25)
+
+
+def test_a_step_without_network_by_hand():
+    plan = even(two_cards(), PlanRequest(global_batch=4))
+    fast, slow = plan.prediction.workers
+    assert fast.forward_s == pytest.approx(2 * 0.1 + 2 * 2 * 1.0)
+    assert slow.backward_s == pytest.approx(2 * 0.5 + 2 * 2 * 6.0)
+    assert slow.optimizer_s == pytest.approx(0.5 * 2500 * 2e-3)
+    assert plan.prediction.step_s == pytest.approx(0.25 + (0.2 + 8) + (1 + 24) + 2.5)
+    assert plan.prediction.exposed_communication_s == 0
+    assert plan.prediction.tokens_per_s == pytest.approx(4 * 128 / plan.prediction.step_s)
+
+
+def test_computing_hides_the_next_gather_but_not_the_first():
+    wire = Network(
+        gather={"broadcast": curve(1.0, 3.0, sizes=(2000, 4000))},
+        reduce={"all_to_all": curve(1.5, 5.0, sizes=(2000, 4000))},
+    )
+    plan = even(two_cards(wire), PlanRequest(global_batch=2))
+    fast, slow = plan.prediction.workers
+    # Root 2000 bytes: 1 s to gather, 1.5 s to reduce. Block 4000 bytes: 3 s and 5 s. The root's
+    # own code (0.1 s before the first call, 0.5 s after the last) runs while a block is gathered.
+    assert fast.forward_s == pytest.approx(3 + max(1, 3) + 1)
+    assert slow.forward_s == pytest.approx(3 + max(2, 3) + 2)
+    assert fast.backward_s == pytest.approx(3 + max(3, 3) + max(3, 5))
+    assert slow.backward_s == pytest.approx(3 + max(6, 3) + max(6, 5))
+    exposed = 1 + 5 + 1.5
+    assert plan.prediction.step_s == pytest.approx(0.25 + exposed + 8 + 15 + 2.5)
+    waited = exposed + (8 - 4.1) + (15 - 12.5)
+    assert plan.prediction.exposed_communication_s == pytest.approx(waited)
+
+
+def test_one_rank_alone_communicates_nothing():
+    wire = Network(gather={"broadcast": curve(9.0)}, reduce={"all_to_all": curve(9.0)})
+    setting = two_cards(wire)
+    plan = even(setting, PlanRequest(global_batch=2, devices=("fast-0",)))
+    assert plan.prediction.exposed_communication_s == 0
+
+
+@MANY
+@given(small_profiles(), st.data())
+def test_the_formula_call_by_call(profile, data):
+    plan = data.draw(plans_of(profile))
+    prediction = predict(profile, plan)
+    links = links_for(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
+    kinds = profile.model.kind_of_call
+    for worker, expected in zip(plan.workers, prediction.workers):
+        times = profile.of_class(worker.device_class).units
+
+        def total(curve, worker=worker):
+            return sum(value_at(curve, n) for n in worker.micro_batches)
+
+        forward = max(total(times[ROOT].forward), links.gather_s[kinds[0]])
+        backward = max(total(times[ROOT].backward), links.gather_s[kinds[-1]])
+        for k, kind in enumerate(kinds):
+            gather = links.gather_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
+            forward += max(total(times[kind].forward), gather)
+            moved = links.gather_s[kinds[k - 1]] if k else 0
+            moved += links.reduce_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
+            backward += max(total(times[kind].backward), moved)
+        assert expected.forward_s == pytest.approx(forward)
+        assert expected.backward_s == pytest.approx(backward)
+    parts = [
+        max(getattr(w, name) for w in prediction.workers)
+        for name in ("forward_s", "backward_s", "optimizer_s")
+    ]
+    first = kinds[0]
+    exposed = links.gather_s[ROOT] + links.reduce_s[first] + links.reduce_s[ROOT]
+    exposed += profile.step_overhead_s
+    assert prediction.step_s == pytest.approx(exposed + sum(parts))
+
+
+def test_equal_intervals_go_by_native_collectives():
+    forms = {"native": curve(1.0, sizes=(4000,)), "list": curve(2.0, sizes=(4000,))}
+    named = Collectives(gather="list", reduce="list")
+    setting = two_cards(Network(forms, forms, named))
+    assert links_for(setting, named, (0.5, 0.5)).gather_s["block"] == 1.0
+    assert links_for(setting, named, (0.4, 0.6)).gather_s["block"] == 2.0
+    # 1000 elements over three ranks are not equal to the element.
+    assert links_for(setting, named, (1 / 3,) * 3).reduce_s["block"] == 2.0
+
+
+def test_native_collectives_for_unequal_intervals_are_refused():
+    native = Collectives(gather="native")
+    with pytest.raises(InputError, match="gather takes equal intervals only"):
+        links_for(two_cards(), native, (0.4, 0.6))
+
+
+def test_a_form_that_was_not_measured_is_an_error():
+    network = Network({"list": curve(1.0)}, {}, Collectives(gather="broadcast"))
+    with pytest.raises(InputError, match="'broadcast' form of gather"):
+        even(two_cards(network), PlanRequest(global_batch=2))
+
+
+def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
+    wire = Network(gather={"broadcast": curve(10.0)}, reduce={"all_to_all": curve(10.0)})
+    setting = two_cards(wire)
+    model = setting.model.model_copy(update={"calls": ("layer", "layer")})
+    plan = even(setting.model_copy(update={"model": model}), PlanRequest(global_batch=2))
+    fast, _ = plan.prediction.workers
+    gather = links_for(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
+    assert fast.forward_s == pytest.approx(gather + 1 + 1)
+    assert fast.backward_s == pytest.approx(gather + 3 + 3)
+
+
+def test_a_plan_of_another_model_is_refused():
+    setting = two_cards()
+    plan = even(setting, PlanRequest(global_batch=2))
+    other = setting.model.model_copy(update={"fingerprint": "another"})
+    with pytest.raises(InputError, match="model is synthetic"):
+        predict(setting.model_copy(update={"model": other}), plan)
+
+
+def test_a_class_without_times_is_refused():
+    setting = two_cards()
+    plan = even(setting, PlanRequest(global_batch=2))
+    with pytest.raises(InputError, match="device class 'slow'"):
+        predict(setting.model_copy(update={"classes": setting.classes[:1]}), plan)
+    no_block = setting.classes[1].model_copy(
+        update={"units": {ROOT: UnitTimes(forward=FREE, backward=FREE)}}
+    )
+    classes = (setting.classes[0], no_block)
+    with pytest.raises(InputError, match="unit 'block'"):
+        predict(setting.model_copy(update={"classes": classes}), plan)
+
+
+def test_a_frozen_unit_is_gathered_but_not_reduced():
+    wire = Network(gather={"broadcast": line(1e-3)}, reduce={"all_to_all": line(1e-3)})
+    frozen = block(trainable=0, frozen=4000)
+    setting = two_cards(wire)
+    model = setting.model.model_copy(update={"kinds": (frozen,)})
+    links = links_for(setting.model_copy(update={"model": model}), Collectives(), (0.5, 0.5))
+    assert links.gather_s["block"] == pytest.approx(4.0)
+    assert links.reduce_s["block"] == 0

@@ -1,0 +1,125 @@
+"""Dropout: the recompute draws the masks of the forward pass; nobody else's numbers change."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from harness import run_ranks
+from models import Block, Regression, gpt2, packed_lm, vectors
+from reference import (
+    Share,
+    assert_gradients_equal,
+    engine_alone,
+    engine_for,
+    initialised,
+    joined,
+    own_rows,
+    pieces_of,
+)
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.randomness import Randomness
+
+SEED = 0
+
+
+def dropping():
+    return Regression([Block(dropout=0.3) for _ in range(3)])
+
+
+def seed_as_the_engine(model, step, position):
+    """Hooks that seed a plain model's generator where the engine does."""
+    randomness = Randomness(SEED, step, position, torch.device("cpu"))
+    handles = []
+    for number, block in enumerate(model.blocks):
+        inside, after = 2 * number + 1, 2 * number + 2
+        handles += [
+            block.register_forward_pre_hook(lambda *_, n=inside: randomness.start(n)),
+            block.register_forward_hook(lambda *_, n=after: randomness.start(n)),
+        ]
+    randomness.start(0)
+    return handles
+
+
+def plain_gradients(batch, sizes):
+    """Gradients of plain autograd, which keeps the graph and hence the masks."""
+    model = initialised(dropping)
+    position, count = 0, batch["target"].numel()
+    for size in sizes:
+        handles = seed_as_the_engine(model, step=0, position=position)
+        loss, _ = model(**{k: v[position : position + size] for k, v in batch.items()})
+        (loss / count).backward()
+        position += size
+        for handle in handles:
+            handle.remove()
+    return {n: p.grad.numpy() for n, p in model.named_parameters()}
+
+
+def test_gradients_are_those_of_a_kept_graph_with_the_same_masks():
+    batch = vectors(5, torch.Generator().manual_seed(1))
+    engine = engine_alone(dropping, 5, 2)
+    engine.step(batch)
+    with torch.random.fork_rng():
+        expected = plain_gradients(batch, (2, 2, 1))
+    assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)
+
+
+def gradient_of(engine: Engine, batch) -> np.ndarray:
+    for parameter in engine.parameters():
+        parameter.grad = None
+    engine.step(batch)
+    return np.concatenate([p.grad.numpy() for p in engine.parameters()])
+
+
+def test_the_same_step_of_the_same_plan_draws_the_same_numbers():
+    batch = packed_lm(4, torch.Generator().manual_seed(1))
+    first, again = (gradient_of(engine_alone(gpt2(0.2), 4, 2), batch) for _ in range(2))
+    assert np.array_equal(first, again)
+
+
+def test_every_step_draws_other_numbers():
+    batch = packed_lm(4, torch.Generator().manual_seed(1))
+    engine = engine_alone(gpt2(0.2), 4, 2)
+    first, second = (gradient_of(engine, batch) for _ in range(2))
+    assert not np.allclose(first, second, rtol=1e-2)
+
+
+def test_every_micro_batch_draws_other_numbers():
+    one = vectors(1, torch.Generator().manual_seed(1))
+    losses = []
+    engine = engine_alone(dropping, 2, 1, loss=lambda model, batch: _noted(model, batch, losses))
+    engine.step({k: v.repeat(2, 1, 1) for k, v in one.items()})
+    assert losses[0] != losses[1]
+
+
+def _noted(model, batch, losses):
+    loss, count = model(**batch)
+    losses.append(loss.item())
+    return loss, count
+
+
+def test_the_callers_random_numbers_go_on_as_if_nothing_was():
+    engine = engine_alone(dropping, 4, 2)
+    batch = vectors(4, torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    engine.step(batch)
+    engine.evaluate(batch)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def _on_ranks(shares):
+    engine = engine_for(dropping, shares)
+    batch = vectors(sum(s.samples for s in shares), torch.Generator().manual_seed(1))
+    engine.step(own_rows(batch, shares, engine.comm.rank))
+    return pieces_of(engine, gradients=True)
+
+
+def test_masks_follow_the_place_in_the_global_batch_not_the_rank():
+    shares = [Share(2, 2, 1), Share(3, 2, 2)]
+    found = joined(run_ranks(_on_ranks, 2, shares))
+    batch = vectors(5, torch.Generator().manual_seed(1))
+    with torch.random.fork_rng():
+        expected = plain_gradients(batch, (2, 2, 1))
+    assert_gradients_equal(found, expected)

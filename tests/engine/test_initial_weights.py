@@ -1,0 +1,145 @@
+"""Initial values from safetensors: a file, a folder of parts, and what is wrong with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import run_ranks
+from models import ARCHITECTURES, Regression, own_blocks
+from reference import Share, engine_alone, engine_for, joined, pieces_of
+from safetensors.torch import save_file
+from torch import nn
+
+from gpumix.spec.errors import InputError
+
+
+def pretrained(name="gpt2"):
+    torch.manual_seed(11)
+    return ARCHITECTURES[name].factory()
+
+
+def assert_values(engine_pieces, model):
+    found = joined(engine_pieces)
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(found[name], parameter.detach().numpy()), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "bart", "whisper"])
+def test_what_transformers_saved_is_found(name, tmp_path):
+    model = pretrained(name)
+    model.save_pretrained(tmp_path)
+    engine = engine_alone(ARCHITECTURES[name].factory, 1, 1, weights=tmp_path)
+    assert_values([pieces_of(engine)], model)
+
+
+def test_a_single_file_will_do(tmp_path):
+    model = own_blocks()
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    engine = engine_alone(own_blocks, 1, 1, weights=tmp_path / "weights.safetensors")
+    assert_values([pieces_of(engine)], model)
+
+
+def _pieces(weights, shares):
+    return pieces_of(engine_for(ARCHITECTURES["gpt2"].factory, shares, weights=weights))
+
+
+def test_ranks_read_their_parts_of_many_files(tmp_path):
+    model = pretrained()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    shares = [Share(1, 1, 2), Share(1, 1, 0), Share(0, 0, 3)]
+    assert_values(run_ranks(_pieces, 3, tmp_path, shares), model)
+
+
+def test_other_dtypes_are_converted(tmp_path):
+    model = own_blocks().to(torch.bfloat16)
+    save_file(model.state_dict(), tmp_path / "half.safetensors")
+    engine = engine_alone(own_blocks, 1, 1, weights=tmp_path)
+    assert_values([pieces_of(engine)], model.float())
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions and one of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.cube = nn.Parameter(torch.randn(3, 5, 7))
+        self.inner = nn.Sequential(nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale + self.cube.sum()
+
+
+def scaled():
+    return Regression([Scaled(), Scaled()])
+
+
+def _scaled_pieces(weights, shares):
+    return pieces_of(engine_for(scaled, shares, weights=weights))
+
+
+def test_parameters_of_any_number_of_dimensions_are_cut_anywhere(tmp_path):
+    model = scaled()
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    shares = [Share(1, 1, 1), Share(1, 1, 37), Share(0, 0, 3)]
+    assert_values(run_ranks(_scaled_pieces, 3, tmp_path, shares), model)
+
+
+def test_running_statistics_are_read_too(tmp_path):
+    def factory():
+        model = own_blocks()
+        model.blocks[0].mlp.append(nn.BatchNorm1d(12))
+        return model
+
+    model = factory()
+    model.blocks[0].mlp[3].running_mean.fill_(3.0)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    engine = engine_alone(factory, 2, 1, weights=tmp_path)
+    assert (engine.model.blocks[0].mlp[3].running_mean == 3).all()
+
+
+def test_tied_parameters_are_found_by_any_of_their_names(tmp_path):
+    def factory():
+        model = own_blocks()
+        model.blocks[2].out.weight = model.blocks[0].out.weight
+        return model
+
+    model = factory()
+    values = model.state_dict()
+    del values["blocks.0.out.weight"]
+    save_file(values, tmp_path / "weights.safetensors")
+    assert_values([pieces_of(engine_alone(factory, 1, 1, weights=tmp_path))], model)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    values = own_blocks().state_dict()
+    del values["blocks.1.out.weight"]
+    save_file(values, tmp_path / "weights.safetensors")
+    with pytest.raises(InputError, match=r"no tensor 'blocks\.1\.out\.weight'"):
+        engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+def test_a_wrong_shape_is_told(tmp_path):
+    values = own_blocks().state_dict()
+    values["leave.weight"] = torch.zeros(4, 31)
+    save_file(values, tmp_path / "weights.safetensors")
+    with pytest.raises(InputError, match=r"'leave\.weight' has shape \(4, 31\).*\(4, 32\)"):
+        engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(InputError, match="found no .safetensors file"):
+        engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
+    (tmp_path / "weights.safetensors").write_text("hello")
+    with pytest.raises(InputError, match="cannot read the weights"):
+        engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InputError):
+        engine_alone(own_blocks, 1, 1, weights=tmp_path / "none.safetensors")

@@ -1,0 +1,65 @@
+"""No rank holds more of a model than its shard, one unit's buffers and one parameter."""
+
+from __future__ import annotations
+
+import torch
+from harness import run_ranks
+from models import VOCABULARY, _causal
+from reference import SEED, Share, plan_for
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from gpumix.engine.deferred import build
+from gpumix.engine.prepare import prepare
+
+# 5 blocks of 0.2 M parameters and embeddings of 0.4 M
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5, "vocab_size": 3200}
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                storage = value.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(_bytes(ref) for ref in self._alive.values()))
+        return result
+
+
+def _bytes(ref: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage.nbytes() if storage is not None else 0
+
+
+def _peak_of_preparing(shares):
+    with PeakBytes() as tracker:
+        model = build(_causal("LlamaConfig", **WIDE), SEED)
+        engine = prepare(model, plan_for(model, shares))
+    state = sum(2 * g.master.nbytes for g in engine.groups() if g.trainable)
+    unit = max(2 * 4 * g.numel for g in engine.groups())
+    parameter = max(4 * shape.numel() for shape in engine.shapes().values())
+    everything = sum(4 * g.numel for g in engine.groups())
+    return tracker.peak, state, unit, parameter, everything
+
+
+def test_a_rank_holds_its_shard_a_unit_and_a_parameter():
+    shares = [Share(1, 1, 0), Share(1, 1, 1), Share(1, 1, 9)]
+    small = 4 * VOCABULARY * 2000  # norms, tables of positions, what the constructor computes with
+    for peak, state, unit, parameter, _ in run_ranks(_peak_of_preparing, 3, shares):
+        assert peak < state + unit + 2 * parameter + small
+
+
+def test_a_rank_without_state_never_holds_the_model():
+    peaks = run_ranks(_peak_of_preparing, 2, [Share(1, 1, 0), Share(1, 1, 1)])
+    peak, _, _, _, everything = peaks[0]
+    assert peak < everything

@@ -1,0 +1,78 @@
+"""A model's mean loss as a sum and a count: sums over any cut of a batch add up to the whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import ARCHITECTURES, mean_loss
+from reference import batches, initialised
+from torch import nn
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.objective import mean_over_labels, objective_of, summed_by_model
+
+WITH_LABELS = [n for n in ARCHITECTURES if not n.startswith("plain")]
+
+
+@pytest.mark.parametrize("name", WITH_LABELS)
+def test_sums_over_parts_are_the_mean_of_the_whole(name):
+    model = initialised(ARCHITECTURES[name].factory)
+    batch = next(batches(ARCHITECTURES[name], 6, 1))
+    parts = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 1), slice(1, 6))]
+    with torch.no_grad():
+        sums, counts = zip(*(objective_of(model)(model, part) for part in parts))
+        expected = mean_loss(model, batch)
+    assert float(sum(sums) / sum(counts)) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_part_without_labels_counts_for_nothing():
+    model = initialised(ARCHITECTURES["gpt2"].factory)
+    batch = next(batches(ARCHITECTURES["gpt2"], 2, 1))
+    loss, count = mean_over_labels(model, {**batch, "labels": torch.full((2, 12), -100)})
+    assert count == 0
+    assert loss == 0
+    loss.backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+class HalfPrecision(nn.Module):
+    loss_function = object()
+    config = SimpleNamespace()
+
+    def forward(self, x, labels):
+        return SimpleNamespace(loss=torch.tensor(8.0, dtype=torch.float16))
+
+
+def test_a_sum_over_many_labels_does_not_overflow_half_precision():
+    labels = torch.zeros(2, 10_000, dtype=torch.long)
+    loss, count = mean_over_labels(HalfPrecision(), {"x": labels, "labels": labels})
+    assert loss.item() == 160_000
+    assert count == 20_000
+
+
+def test_transformers_models_need_labels():
+    model = ARCHITECTURES["gpt2"].factory()
+    with pytest.raises(ModelError, match="needs batches with 'labels'"):
+        mean_over_labels(model, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("result", [torch.zeros(()), (torch.zeros(()),), (1.0, 2)])
+def test_other_models_return_a_sum_and_a_count(result):
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return result
+
+    with pytest.raises(ModelError, match="not \\(summed loss, count\\)"):
+        summed_by_model(Wrong(), {"x": torch.zeros(1)})
+
+
+def test_batches_may_be_tuples_or_single_tensors():
+    class Sum(nn.Module):
+        def forward(self, *tensors):
+            return sum(t.sum() for t in tensors), torch.tensor(len(tensors))
+
+    ones = torch.ones(2)
+    assert summed_by_model(Sum(), (ones, ones)) == (4, 2)
+    assert summed_by_model(Sum(), ones) == (2, 1)

@@ -1,0 +1,196 @@
+"""What a model must not do is told with the unit's name, before anything wrong is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import ARCHITECTURES, Block, Regression, _causal, own_blocks, vectors
+from reference import batches, engine_alone
+from torch import Tensor, nn
+
+from gpumix.engine.coroutine import ModelError
+
+
+def step(factory, samples=4, micro_batch=2, **settings):
+    engine = engine_alone(factory, samples, micro_batch, **settings)
+    return engine.step(vectors(samples, torch.Generator().manual_seed(0)))
+
+
+class Varied(Regression):
+    """Calls its blocks as `order` says."""
+
+    def __init__(self, order):
+        super().__init__([Block() for _ in range(3)])
+        self.order = order
+
+    def forward(self, x, target):
+        x = self.enter(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.error(x, target)
+
+
+@pytest.mark.parametrize(
+    "order, message",
+    [
+        ([0, 2, 1], r"'blocks\.1' was to be called as call 2 of 3, the model called 'blocks\.2'"),
+        ([0, 1], r"'blocks\.2' was to be called as call 3 of 3, the model called 'none'"),
+        ([0, 1, 2, 2], r"the loss was to come.*the model called 'blocks\.2'"),
+        ([], r"'blocks\.0' was to be called as call 1 of 3, the model called 'none'"),
+    ],
+)
+def test_another_order_than_the_plans(order, message):
+    with pytest.raises(ModelError, match=message):
+        step(lambda: Varied(order))
+
+
+def test_an_order_that_depends_on_the_batch():
+    class Depends(Varied):
+        def forward(self, x, target):
+            self.order = [0, 1, 2] if len(x) == 2 else [0, 2, 1]
+            return super().forward(x, target)
+
+    with pytest.raises(ModelError, match=r"'blocks\.1' was to be called"):
+        step(lambda: Depends([]), samples=3)
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        x += self.block(x)
+        return x
+
+
+def test_a_unit_that_writes_into_its_input():
+    with pytest.raises(ModelError, match=r"unit 'blocks\.0' writes into its own input"):
+        step(lambda: Regression([Writes() for _ in range(2)]))
+
+
+class WritesLater(Regression):
+    def forward(self, x, target):
+        x = self.enter(x)
+        y = self.blocks[0](x)
+        x *= 2
+        return self.error(self.blocks[1](x + y), target)
+
+
+def test_a_model_that_writes_into_a_units_input_after_the_call():
+    with pytest.raises(ModelError, match=r"input of unit 'blocks\.0' was written into"):
+        step(lambda: WritesLater([Block(), Block()]))
+
+
+@dataclass
+class State:
+    x: Tensor
+
+
+class Boxed(nn.Module):
+    """Takes or gives tensors in an object that nobody can look into."""
+
+    def __init__(self, takes, gives):
+        super().__init__()
+        self.block = Block()
+        self.takes, self.gives = takes, gives
+
+    def forward(self, x):
+        x = self.block(x.x if self.takes else x)
+        return State(x) if self.gives else x
+
+
+class Boxes(Regression):
+    def forward(self, x, target):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(State(x) if block.takes else x)
+            x = x.x if block.gives else x
+        return self.error(x, target)
+
+
+@pytest.mark.parametrize("takes, gives, verb", [(True, False, "given"), (False, True, "returns")])
+def test_tensors_hidden_in_objects(takes, gives, verb):
+    with pytest.raises(ModelError, match=rf"unit 'blocks\.0' {verb}.*a State"):
+        step(lambda: Boxes([Boxed(takes, gives) for _ in range(2)]))
+
+
+def test_caches_are_switched_off():
+    engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1)
+    assert engine.model.config.use_cache is False
+    engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+
+
+def test_caches_that_are_asked_for_are_refused():
+    def loss(model, batch):
+        return model(**batch, use_cache=True).loss, torch.tensor(1)
+
+    engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1, loss=loss)
+    with pytest.raises(ModelError, match=r"unit 'model\.layers\.0' is given a DynamicCache"):
+        engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+
+
+def test_a_models_own_recompute_is_switched_off():
+    def factory():
+        model = ARCHITECTURES["llama"].factory()
+        model.gradient_checkpointing_enable()
+        return model
+
+    engine = engine_alone(factory, 2, 1)
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in engine.model.modules())
+    engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+
+
+def test_a_unit_that_is_called_outside_of_a_step():
+    engine = engine_alone(own_blocks, 2, 1)
+    with pytest.raises(ModelError, match=r"unit 'blocks\.0' was called outside of the engine"):
+        engine.model.blocks[0](torch.zeros(1, 12, 32))
+
+
+def test_a_loss_that_depends_on_nothing_that_is_trained():
+    class Blind(Regression):
+        def forward(self, x, target):
+            loss, count = super().forward(x, target)
+            return loss.detach(), count
+
+    with pytest.raises(ModelError, match="does not depend on any parameter that is trained"):
+        step(lambda: Blind([Block(), Block()]))
+
+
+def test_values_that_a_loss_wants_from_inside_a_unit():
+    factory = _causal(
+        "MixtralConfig", intermediate_size=48, num_local_experts=4, output_router_logits=True
+    )
+    with pytest.raises(ModelError, match="output_router_logits"):
+        engine_alone(factory, 2, 1)
+
+
+def test_errors_of_the_model_come_out_as_they_are():
+    class Broken(Regression):
+        def forward(self, x, target):
+            raise ZeroDivisionError("the model's own")
+
+    with pytest.raises(ZeroDivisionError, match="the model's own"):
+        step(lambda: Broken([Block(), Block()]))
+
+
+def test_after_an_error_the_next_step_is_right():
+    class Once(Regression):
+        broken = True
+
+        def forward(self, x, target):
+            x = self.blocks[0](self.enter(x))
+            if self.broken and len(x) == 1:
+                raise ValueError("once")
+            return self.error(self.blocks[1](x), target)
+
+    engine = engine_alone(lambda: Once([Block(), Block()]), 3, 2)
+    batch = vectors(3, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="once"):
+        engine.step(batch)
+    engine.model.broken = False
+    again = engine.step(batch)
+    fresh = engine_alone(lambda: Once([Block(), Block()]), 3, 3)
+    assert again.item() == pytest.approx(fresh.step(batch).item(), rel=1e-5)

@@ -1,0 +1,90 @@
+"""A unit that is called several times: gathered per run of calls, reduced once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from models import VOCABULARY, WIDTH, Block, Regression, _of, masked_lm, vectors
+from reference import (
+    Share,
+    assert_gradients_equal,
+    assert_step_is_plain,
+    engine_alone,
+    engine_for,
+    expected_counts,
+    joined,
+    own_rows,
+    pieces_of,
+    plain_step,
+)
+
+albert = _of(
+    "AutoModelForMaskedLM",
+    "AlbertConfig",
+    vocab_size=VOCABULARY,
+    embedding_size=16,
+    hidden_size=WIDTH,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=32,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+ALBERT_LAYER = "albert.encoder.albert_layer_groups.0"
+
+
+class InOrder(Regression):
+    """Calls its blocks in a given order."""
+
+    def __init__(self, blocks: int, order: list[int]) -> None:
+        super().__init__([Block() for _ in range(blocks)])
+        self.order = order
+
+    def forward(self, x, target):
+        x = self.enter(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.error(x, target)
+
+
+ORDERS = [[0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0], [0, 1, 2, 1, 0]]
+
+
+def engine_in(order, samples=4, micro_batch=3):
+    blocks = max(order) + 1
+    calls = [f"blocks.{number}" for number in order]
+    return engine_alone(lambda: InOrder(blocks, order), samples, micro_batch, calls=calls)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_of_all_calls_add_up(order):
+    batch = vectors(4, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_in(order), lambda: InOrder(max(order) + 1, order), batch)
+
+
+@pytest.mark.parametrize(
+    "order, gathers, reductions",
+    [([0, 0, 0], 1 + 2, 2), ([0, 1, 0, 1], 1 + 8, 3), ([0, 1, 1, 0], 1 + 6, 3)],
+)
+def test_collectives(order, gathers, reductions):
+    engine = engine_in(order)
+    before = engine.comm.counts.copy()
+    engine.step(vectors(4, torch.Generator().manual_seed(0)))
+    found = dict(engine.comm.counts - before)
+    assert found == {"gather": gathers, "reduce": reductions, "exchange": 1}
+    assert found == expected_counts(engine)
+
+
+def _albert_on_ranks(shares):
+    engine = engine_for(albert, shares, units=[ALBERT_LAYER], calls=[ALBERT_LAYER] * 3)
+    batch = masked_lm(sum(s.samples for s in shares), torch.Generator().manual_seed(0))
+    engine.step(own_rows(batch, shares, engine.comm.rank))
+    return pieces_of(engine, gradients=True)
+
+
+def test_albert_shares_one_block():
+    batch = masked_lm(5, torch.Generator().manual_seed(0))
+    found = joined(run_ranks(_albert_on_ranks, 2, [Share(3, 2, 2), Share(2, 1, 1)]))
+    assert_gradients_equal(found, plain_step(albert, batch)[1])

@@ -1,0 +1,151 @@
+"""Which modules become units, and which of them are of one kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import ARCHITECTURES, WIDTH, Block, Regression, own_blocks, vectors
+from reference import assert_step_is_plain, engine_alone
+from torch import nn
+
+from gpumix.engine.units import ROOT, buffer_bytes, dissect
+from gpumix.spec.errors import InputError
+
+
+def names(model, wanted=()):
+    return [unit.name for unit in dissect(model, wanted).units]
+
+
+def kinds(model, wanted=()):
+    return [unit.kind for unit in dissect(model, wanted).units]
+
+
+def test_transformers_models_name_their_blocks():
+    assert names(ARCHITECTURES["gpt2"].factory()) == [f"transformer.h.{i}" for i in range(3)]
+    assert names(ARCHITECTURES["bart"].factory()) == [
+        f"model.{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)
+    ]
+
+
+def test_members_of_lists_of_one_class_are_found_in_other_models():
+    assert names(own_blocks()) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_model_may_be_the_list_itself():
+    assert names(nn.Sequential(Block(), Block())) == ["0", "1"]
+
+
+def test_lists_of_leaves_or_of_mixed_classes_hold_no_units():
+    model = own_blocks()
+    model.more = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.mixed = nn.Sequential(Block(), nn.Sequential(nn.Linear(2, 2)))
+    assert names(model) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_the_outermost_of_nested_lists_are_units():
+    model = Regression([nn.Sequential(Block(), Block()) for _ in range(2)])
+    assert names(model) == ["blocks.0", "blocks.1"]
+
+
+def test_modules_without_parameters_are_no_units():
+    model = own_blocks()
+    model.blocks.append(nn.Sequential(nn.Sequential(nn.ReLU())))
+    assert names(model, ["Block", "Sequential"]) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(InputError, match="found no repeated blocks in Linear"):
+        dissect(nn.Linear(2, 2))
+
+
+def test_units_by_class():
+    assert names(own_blocks(), ["Linear"]) == [
+        "enter",
+        *(f"blocks.{i}.{part}" for i in range(3) for part in ("qkv", "out", "mlp.0", "mlp.2")),
+        "leave",
+    ]
+
+
+def test_units_by_name_come_in_the_models_order():
+    assert names(own_blocks(), ["blocks.2", "blocks.0", "blocks.2"]) == ["blocks.0", "blocks.2"]
+
+
+def test_what_is_no_unit_is_the_roots():
+    root = dissect(own_blocks(), ["blocks.1"]).root
+    assert root.name == ROOT
+    owned = {slot.name for slot in root.slots}
+    assert {"enter.weight", "blocks.0.out.bias", "leave.bias"} <= owned
+    assert "blocks.1.out.bias" not in owned
+
+
+def test_a_wanted_unit_must_exist():
+    with pytest.raises(InputError, match=r"no module called 'Blocks'(.|\n)*classes.*Block"):
+        dissect(own_blocks(), ["Blocks"])
+
+
+@pytest.mark.parametrize(
+    "wanted", [["Block"], ["blocks.0", "blocks.2"], ["Sequential", "norm"], ["Linear"]]
+)
+def test_any_choice_of_units_trains(wanted):
+    batch = vectors(4, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_alone(own_blocks, 4, 3, units=wanted), own_blocks, batch)
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+def test_equal_blocks_are_of_one_kind():
+    assert kinds(own_blocks()) == ["Block"] * 3
+
+
+def test_parameters_make_a_kind():
+    assert kinds(ARCHITECTURES["t5"].factory()) == ["T5Block", "T5Block#2", "T5Block#3", "T5Block#4"]
+
+
+def test_settings_make_a_kind():
+    kind = "Gemma2DecoderLayer"
+    assert kinds(ARCHITECTURES["gemma2"].factory()) == [kind, f"{kind}#2", kind]
+    model = Regression([Block(), Block(dropout=0.5), Block()])
+    assert kinds(model) == ["Block", "Block#2", "Block"]
+
+
+def test_what_is_trained_makes_a_kind():
+    model = own_blocks()
+    model.blocks[1].requires_grad_(False)
+    assert kinds(model) == ["Block", "Block#2", "Block"]
+
+
+def test_a_blocks_number_makes_no_kind():
+    model = own_blocks()
+    for i, block in enumerate(model.blocks):
+        block.layer_idx = i
+    assert kinds(model) == ["Block"] * 3
+
+
+# -- fingerprint -----------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_is_of_shapes_not_of_values():
+    assert dissect(own_blocks()).fingerprint() == dissect(own_blocks()).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.blocks.append(Block()),
+        lambda m: m.enter.requires_grad_(False),
+        lambda m: setattr(m, "leave", nn.Linear(WIDTH, 5)),
+        lambda m: m.half(),
+    ],
+)
+def test_the_fingerprint_changes_with_the_model(change):
+    model = own_blocks()
+    change(model)
+    assert dissect(model).fingerprint() != dissect(own_blocks()).fingerprint()
+
+
+def test_shared_buffers_are_counted_once():
+    model = own_blocks()
+    for block in model.blocks:
+        block.register_buffer("mask", model.blocks[0]._buffers.get("mask", torch.ones(10)))
+    assert buffer_bytes(model) == 40

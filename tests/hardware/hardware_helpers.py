@@ -1,0 +1,93 @@
+"""What several tests of the hardware need: a clock that only moves when told, a fake NVML."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+from gpumix.spec.cluster import DeviceClass
+
+
+class VirtualClock:
+    """Seconds that pass only by `sleep`, which the device does, and `spend`, as the CPU does."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleeps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def emulated_class(**changes) -> DeviceClass:
+    values = {"name": "small", "accelerator": "cpu", "memory_bytes": 2**20}
+    return DeviceClass(**{**values, "emulate_flops_per_s": 1e12, **changes})
+
+
+@dataclass
+class FakeCard:
+    uuid: str
+    product: str = "NVIDIA GeForce RTX 3090"
+    memory: int = 24 * 2**30
+    capability: tuple[int, int] = (8, 6)
+    mig: bool | None = None  # None: a product that cannot be cut
+    lost: bool = False
+
+
+@dataclass
+class FakeNvml:
+    """The part of pynvml that discovery uses, over a list of cards."""
+
+    cards: list[FakeCard] = field(default_factory=list)
+    init_error: str = ""
+    shutdowns: int = 0
+
+    def module(self) -> ModuleType:
+        nvml = ModuleType("pynvml")
+        nvml.NVMLError = type("NVMLError", (Exception,), {})
+        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "GpuIsLost", "Unknown"):
+            setattr(nvml, f"NVMLError_{name}", type(name, (nvml.NVMLError,), {}))
+        nvml.NVML_DEVICE_MIG_ENABLE = 1
+
+        def init():
+            if self.init_error:
+                raise getattr(nvml, f"NVMLError_{self.init_error}")(self.init_error)
+
+        def handle(index):
+            if self.cards[index].lost:
+                raise nvml.NVMLError_GpuIsLost("GPU is lost")
+            return self.cards[index]
+
+        def mig_mode(card):
+            if card.mig is None:
+                raise nvml.NVMLError_NotSupported("Not Supported")
+            return [int(card.mig), int(card.mig)]
+
+        def shutdown():
+            self.shutdowns += 1
+
+        nvml.nvmlInit = init
+        nvml.nvmlShutdown = shutdown
+        nvml.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+        nvml.nvmlDeviceGetCount = lambda: len(self.cards)
+        nvml.nvmlDeviceGetHandleByIndex = handle
+        nvml.nvmlDeviceGetName = lambda card: card.product.encode()
+        nvml.nvmlDeviceGetUUID = lambda card: card.uuid
+        nvml.nvmlDeviceGetMemoryInfo = lambda card: SimpleNamespace(total=card.memory)
+        nvml.nvmlDeviceGetCudaComputeCapability = lambda card: card.capability
+        nvml.nvmlDeviceGetMigMode = mig_mode
+        return nvml
+
+    def install(self, monkeypatch) -> FakeNvml:
+        monkeypatch.setitem(sys.modules, "pynvml", self.module())
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+        return self

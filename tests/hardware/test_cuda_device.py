@@ -1,0 +1,97 @@
+"""The CUDA device over a fake `torch.cuda`: which GPU it takes and how much memory it allows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpumix.hardware.runtime import open_device
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import MachineError
+
+GIB = 2**30
+TOTAL = 24 * GIB
+CONTEXT = GIB // 2
+PRODUCTS = ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 3090"]
+
+
+class FakeCuda:
+    """Two GPUs of 24 GiB, numbered fastest first as CUDA does."""
+
+    def __init__(self, monkeypatch):
+        self.fraction = None
+        self.current = None
+        self.reserved = 0
+        replaced = {
+            "is_available": lambda: True,
+            "device_count": lambda: 2,
+            "set_device": lambda ordinal: setattr(self, "current", ordinal),
+            "get_device_properties": lambda ordinal: SimpleNamespace(uuid=f"uuid-{ordinal}"),
+            "get_device_name": lambda ordinal: PRODUCTS[ordinal],
+            "get_device_capability": lambda ordinal: [(9, 0), (8, 6)][ordinal],
+            "mem_get_info": lambda device: (TOTAL - CONTEXT - self.reserved, TOTAL),
+            "memory_reserved": lambda device: self.reserved,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "set_per_process_memory_fraction": self.set_fraction,
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def set_fraction(self, fraction, device):
+        self.fraction = fraction
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+def gpu_class(**changes):
+    return DeviceClass(**{"name": "gpu", "accelerator": "cuda", "memory_bytes": TOTAL, **changes})
+
+
+def test_a_whole_card_is_not_limited(cuda):
+    with open_device(gpu_class(), 1) as device:
+        assert device.torch_device == torch.device("cuda", 1)
+        assert cuda.current == 1
+        assert cuda.fraction is None
+        assert device.framework_bytes() == CONTEXT
+        cuda.reserved = 3 * GIB
+        assert device.framework_bytes() == CONTEXT, "torch's own memory is for tensors"
+
+
+def test_a_class_with_less_memory_is_enforced_context_included(cuda):
+    with open_device(gpu_class(memory_bytes=8 * GIB), 0) as device:
+        assert device.memory_limit_bytes == 8 * GIB
+        assert cuda.fraction * TOTAL == pytest.approx(8 * GIB - CONTEXT)
+    assert cuda.fraction == 1.0
+
+
+def test_what_the_driver_keeps_of_the_nominal_memory_is_not_for_tensors(cuda):
+    nominal = TOTAL + GIB // 4
+    device = open_device(gpu_class(memory_bytes=nominal), 0)
+    assert nominal - device.framework_bytes() == TOTAL - CONTEXT
+
+
+def test_a_uuid_finds_the_gpu_whatever_its_number(cuda):
+    open_device(gpu_class(), 0, device_id="GPU-uuid-1")
+    assert cuda.current == 1
+    open_device(gpu_class(), 1, device_id="my old card")
+    assert cuda.current == 1
+
+
+@pytest.mark.parametrize(("ordinal", "device_id"), [(2, ""), (0, "GPU-elsewhere")])
+def test_a_gpu_that_is_not_there_is_an_error(cuda, ordinal, device_id):
+    with pytest.raises(MachineError, match="does not see GPU"):
+        open_device(gpu_class(), ordinal, device_id=device_id)
+
+
+def test_a_discovered_class_must_be_what_is_there(cuda):
+    rtx = gpu_class(product="NVIDIA GeForce RTX 3090", compute_capability="8.6")
+    open_device(rtx, 1)
+    with pytest.raises(MachineError, match=r"GPU 0 is a NVIDIA H100 PCIe \(9\.0\)") as raised:
+        open_device(rtx, 0)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix

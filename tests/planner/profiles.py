@@ -1,0 +1,185 @@
+"""Synthetic profiles: cards of stated speed and memory, and a model of a few kinds of unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import (
+    ROOT,
+    ClassProfile,
+    CollectiveTimes,
+    Curve,
+    ModelProfile,
+    Profile,
+    RootUnit,
+    UnitKind,
+    UnitTimes,
+)
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def curve(*values: float, sizes: Sequence[float] = ()) -> Curve:
+    """Values at 1, 2, 3, ... or at the given sizes."""
+    return Curve(sizes=tuple(sizes) or tuple(range(1, len(values) + 1)), values=values)
+
+
+def line(slope: float, start: float = 0.0) -> Curve:
+    return curve(start + slope, start + 2 * slope)
+
+
+FREE = line(0.0)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device class: seconds by micro-batch for each kind of unit and the root."""
+
+    name: str
+    count: int
+    memory: int
+    times: dict[str, UnitTimes]
+    optimizer_s_per_element: float = 0.0
+    framework: int = 0
+    largest: int | None = None
+    accelerator: str = "cpu"
+
+
+def steady(forward: float, start: float = 0.0, root: float = 0.0) -> dict[str, UnitTimes]:
+    """A card that needs `forward` seconds a sample and call, three times that for backward."""
+    unit = UnitTimes(forward=line(forward, start), backward=line(3 * forward, start))
+    return {"block": unit, ROOT: UnitTimes(forward=line(root), backward=line(2 * root))}
+
+
+def block(
+    name: str = "block",
+    *,
+    trainable: int = 1000,
+    kept: Curve = FREE,
+    gradient: Curve = FREE,
+    forward: Curve = FREE,
+    backward: Curve = FREE,
+    frozen: int = 0,
+) -> UnitKind:
+    return UnitKind(
+        name=name,
+        trainable=trainable,
+        frozen_bytes=frozen,
+        kept=kept,
+        gradient=gradient,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def root(trainable: int = 0, buffers: int = 0, kept: Curve = FREE, head: Curve = FREE) -> RootUnit:
+    return RootUnit(trainable=trainable, buffer_bytes=buffers, kept=kept, head=head)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Curves by form; the collectives that the profile found to be the fastest."""
+
+    gather: dict[str, Curve] = field(default_factory=dict)
+    reduce: dict[str, Curve] = field(default_factory=dict)
+    chosen: Collectives = field(default_factory=Collectives)
+
+    @property
+    def times(self) -> tuple[CollectiveTimes, ...]:
+        gathers = [
+            CollectiveTimes(operation="gather", form=f, times=c) for f, c in self.gather.items()
+        ]
+        reduces = [
+            CollectiveTimes(operation="reduce", form=f, times=c) for f, c in self.reduce.items()
+        ]
+        return (*gathers, *reduces)
+
+
+def profile(
+    cards: Sequence[Card],
+    *,
+    calls: Sequence[str] = ("block",) * 4,
+    kinds: Sequence[UnitKind] = (),
+    root_unit: RootUnit | None = None,
+    network: Network | None = None,
+    dtype: str = "fp32",
+    overhead: float = 0.0,
+) -> Profile:
+    """A profile of `calls` (kinds of unit in order) on `cards`, AdamW, 128 tokens a sample."""
+    network = network or Network()
+    return Profile(
+        sequence_length=128,
+        compute_dtype=dtype,
+        optimizer="adamw",
+        optimizer_bytes_per_element=8,
+        torch_version="2.13.0",
+        cluster=Cluster(
+            classes=tuple(
+                DeviceClass(name=c.name, accelerator=c.accelerator, memory_bytes=c.memory)
+                for c in cards
+            ),
+            devices=tuple(
+                Device(id=f"{c.name}-{i}", device_class=c.name, ordinal=i)
+                for c in cards
+                for i in range(c.count)
+            ),
+        ),
+        model=ModelProfile(
+            fingerprint="synthetic",
+            calls=tuple(f"layers.{i}" for i in range(len(calls))),
+            kind_of_call=tuple(calls),
+            kinds=tuple(kinds) or (block(),),
+            root=root_unit or root(),
+        ),
+        classes=tuple(
+            ClassProfile(
+                device_class=c.name,
+                units=c.times,
+                optimizer_s_per_element=c.optimizer_s_per_element,
+                framework_bytes=c.framework,
+                largest_micro_batch=c.largest,
+            )
+            for c in cards
+        ),
+        collectives=network.chosen,
+        network=network.times,
+        step_overhead_s=overhead,
+    )
+
+
+def fleet(devices: int = 64, *, memory_factor: float = 1.0, layers: int = 32) -> Profile:
+    """Like a cluster of four kinds of GPU that trains a transformer of 2.7 G parameters, bf16."""
+    table = [("a100", 40, 0.0012), ("a6000", 48, 0.0027), ("l4", 24, 0.0074), ("t4", 15, 0.0086)]
+    cards = [
+        Card(
+            name,
+            devices // 4,
+            int(gib * GIB * memory_factor),
+            steady(seconds, start=0.3 * seconds, root=seconds / 2),
+            optimizer_s_per_element=seconds * 1e-8,
+            framework=GIB,
+            accelerator="cuda",
+        )
+        for name, gib, seconds in table
+    ]
+    bus = curve(1e-3, 2e-3, 30e-3, sizes=(1e6, 1e7, 2e8))
+    return profile(
+        cards,
+        calls=("block",) * layers,
+        kinds=[
+            block(
+                trainable=78_676_480,
+                kept=line(2.6e6),
+                gradient=line(2.6e6),
+                forward=line(60e6),
+                backward=line(300e6),
+            )
+        ],
+        root_unit=root(130_000_000, kept=line(2.6e6), head=line(200e6)),
+        network=Network(gather={"broadcast": bus}, reduce={"all_to_all": bus}),
+        dtype="bf16",
+    )

@@ -1,0 +1,123 @@
+"""The optimal plan against exhaustive search, and the laws that it must obey."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from brute import best_step, small_profiles, step_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
+
+from gpumix.planner import optimal as module
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.optimal import optimal
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Collectives
+
+MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@MANY
+@given(small_profiles(), st.integers(1, 5))
+def test_no_plan_is_faster(profile, batch):
+    expected, found = best_step(profile, batch), step_of(profile, batch)
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@MANY
+@given(small_profiles(), st.integers(2, 12))
+def test_a_rough_answer_first_changes_nothing(profile, batch):
+    expected = step_of(profile, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FEW_SAMPLES", 1)
+        patch.setattr(module, "FEW_SIZES", 2)
+        assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
+
+
+def test_a_fast_card_gets_more_samples_and_an_equal_share():
+    cards = [Card("fast", 1, GIB, steady(1.0)), Card("slow", 1, GIB, steady(3.0))]
+    plan = optimal(profile(cards), PlanRequest(global_batch=8))
+    assert [w.samples for w in plan.workers] == [6, 2]
+    assert [w.state_share for w in plan.workers] == [0.5, 0.5]
+
+
+def test_a_card_without_room_computes_but_stores_little():
+    """The fast card has hardly any memory: the slow one keeps nearly all of the state."""
+    cards = [Card("big", 1, 10**8, steady(3.0)), Card("small", 1, 300_000, steady(1.0))]
+    kinds = [block(trainable=10_000)]
+    plan = optimal(profile(cards, kinds=kinds), PlanRequest(global_batch=8))
+    big, small = plan.workers
+    assert (big.samples, small.samples) == (2, 6)
+    assert 0.5 < big.state_share < 1
+
+
+def test_a_card_without_memory_for_samples_only_stores():
+    kinds = [block(trainable=100, kept=line(2_000))]
+    cards = [Card("fast", 1, 60_000, steady(1.0)), Card("slow", 1, 9_000, steady(1.5))]
+    plan = optimal(profile(cards, kinds=kinds), PlanRequest(global_batch=4))
+    assert [(w.samples, w.micro_batch) for w in plan.workers] == [(4, 1), (0, 0)]
+    assert plan.workers[1].state_share > 0
+
+
+def test_fewer_samples_than_devices_is_fine():
+    plan = optimal(profile([Card("c", 3, GIB, steady(1.0))]), PlanRequest(global_batch=2))
+    assert [w.samples for w in plan.workers] == [1, 1, 0]
+
+
+def test_state_follows_the_speed_of_the_update():
+    cards = [
+        Card("quick", 1, GIB, steady(1.0), optimizer_s_per_element=1e-3),
+        Card("tardy", 1, GIB, steady(1.0), optimizer_s_per_element=3e-3),
+    ]
+    plan = optimal(profile(cards), PlanRequest(global_batch=2))
+    assert [w.state_share for w in plan.workers] == pytest.approx([0.75, 0.25])
+
+
+@pytest.mark.parametrize(("unequal_s", "equal"), [(1.05, False), (3.0, True)])
+def test_equal_shares_are_chosen_when_native_collectives_pay(unequal_s, equal):
+    cards = [
+        Card("quick", 1, GIB, steady(1e-3), optimizer_s_per_element=1e-3),
+        Card("tardy", 1, GIB, steady(1e-3), optimizer_s_per_element=3e-3),
+    ]
+    forms = {"native": curve(1.0, sizes=(4000,)), "list": curve(unequal_s, sizes=(4000,))}
+    network = Network(forms, forms, Collectives(gather="list", reduce="list"))
+    plan = optimal(profile(cards, network=network), PlanRequest(global_batch=2))
+    assert (plan.workers[0].state_share == 0.5) == equal
+
+
+def test_where_the_network_hides_computing_the_samples_still_balance():
+    wire = Network(gather={"broadcast": curve(1e6)}, reduce={"all_to_all": curve(1e6)})
+    cards = [Card("fast", 1, GIB, steady(1.0)), Card("slow", 1, GIB, steady(3.0))]
+    plan = optimal(profile(cards, network=wire), PlanRequest(global_batch=8))
+    assert [w.samples for w in plan.workers] == [6, 2]
+
+
+def test_a_micro_batch_that_was_not_measured_is_not_planned():
+    card = Card("c", 1, GIB, steady(1.0, start=1.0), largest=3)
+    plan = optimal(profile([card]), PlanRequest(global_batch=8))
+    assert plan.workers[0].micro_batch == 3
+
+
+def test_an_unknown_device_is_refused():
+    setting = profile([Card("c", 1, GIB, steady(1.0))])
+    with pytest.raises(InputError, match="'gone' is not in"):
+        optimal(setting, PlanRequest(global_batch=4, devices=("gone",)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "memory", "seconds"),
+    [(4, 64, 1.0, 0.05), (4, 64, 0.6, 0.05), (64, 1024, 1.0, 2.0), (64, 1024, 0.25, 2.0)],
+)
+def test_planning_is_quick(devices, batch, memory, seconds):
+    """Of processor time, the best of three tries, and with room for a slower machine."""
+    setting = fleet(devices, memory_factor=memory)
+    tries = []
+    for _ in range(3):
+        start = time.process_time()
+        optimal(setting, PlanRequest(global_batch=batch))
+        tries.append(time.process_time() - start)
+    assert min(tries) < 4 * seconds

@@ -1,0 +1,154 @@
+"""Laws that every optimal plan must obey, whatever the profile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from brute import plan_of, small_profiles, step_of
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from gpumix.spec.profile import Curve, Profile
+
+EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+BATCHES = st.integers(1, 12)
+
+
+@EASY
+@given(small_profiles(), BATCHES)
+def test_a_plan_is_whole_and_fits(profile, batch):
+    plan = plan_of(profile, batch)
+    assume(plan is not None)
+    assert sum(w.samples for w in plan.workers) == batch
+    assert sum(w.state_share for w in plan.workers) == pytest.approx(1, abs=1e-9)
+    assert len(plan.workers) == len(profile.cluster.devices)
+    for worker, predicted in zip(plan.workers, plan.prediction.workers):
+        assert predicted.peak_bytes <= predicted.memory_limit_bytes
+        largest = profile.of_class(worker.device_class).largest_micro_batch
+        assert worker.micro_batch <= (largest or batch)
+
+
+@EASY
+@given(small_profiles(), BATCHES, st.randoms(use_true_random=False))
+def test_the_order_of_devices_and_classes_does_not_matter(profile, batch, dice):
+    def shuffled(values):
+        return tuple(dice.sample(values, len(values)))
+
+    cluster = profile.cluster.model_copy(
+        update={
+            "classes": shuffled(profile.cluster.classes),
+            "devices": shuffled(profile.cluster.devices),
+        }
+    )
+    other = profile.model_copy(update={"cluster": cluster, "classes": shuffled(profile.classes)})
+    assert plan_of(other, batch) == plan_of(profile, batch)
+
+
+@EASY
+@given(small_profiles(), BATCHES)
+def test_devices_of_a_class_are_interchangeable(profile, batch):
+    """Moving the devices to other places in the rank order moves their parts along."""
+    devices = profile.cluster.devices
+    moved = [d.model_copy(update={"ordinal": len(devices) - i}) for i, d in enumerate(devices)]
+    cluster = profile.cluster.model_copy(update={"devices": tuple(moved)})
+    plan, other = (
+        plan_of(profile, batch),
+        plan_of(profile.model_copy(update={"cluster": cluster}), batch),
+    )
+    assert (plan is None) == (other is None)
+    if plan is not None:
+        assert sorted(plan.workers, key=lambda w: w.device) == sorted(
+            other.workers, key=lambda w: w.device
+        )
+
+
+@EASY
+@given(small_profiles(), BATCHES, st.sampled_from([2**-7, 0.3, 1000.0]))
+def test_the_answer_scales_with_the_times(profile, batch, factor):
+    step, other = step_of(profile, batch), step_of(slowed(profile, factor), batch)
+    assert other == (step and pytest.approx(step * factor, rel=1e-9))
+
+
+@EASY
+@given(small_profiles(), BATCHES, st.integers(1, 30_000))
+def test_more_memory_is_never_worse(profile, batch, extra):
+    name = profile.cluster.classes[0].name
+    classes = tuple(
+        c.model_copy(update={"memory_bytes": c.memory_bytes + extra * (c.name == name)})
+        for c in profile.cluster.classes
+    )
+    cluster = profile.cluster.model_copy(update={"classes": classes})
+    assert_no_worse(
+        step_of(profile, batch), step_of(profile.model_copy(update={"cluster": cluster}), batch)
+    )
+
+
+@EASY
+@given(small_profiles(), BATCHES)
+def test_one_more_device_is_never_worse(profile, batch):
+    """Of a known class, where no collective takes memory or wants equal shares. The times of the
+    collectives are those of all ranks, however many there are."""
+    forms = profile.collectives.model_copy(update={"reduce": "list"})
+    gathers = [t for t in profile.network if t.operation == "gather" and t.form != "native"]
+    profile = profile.model_copy(update={"collectives": forms, "network": tuple(gathers)})
+    one = profile.cluster.devices[0]
+    more = (*profile.cluster.devices, one.model_copy(update={"id": "one-more"}))
+    cluster = profile.cluster.model_copy(update={"devices": more})
+    other = profile.model_copy(update={"cluster": cluster})
+    assert_no_worse(step_of(profile, batch), step_of(other, batch))
+
+
+def assert_no_worse(before: float | None, after: float | None) -> None:
+    if before is not None:
+        assert after is not None
+        assert after <= before * (1 + 1e-9)
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    def slower(curve: Curve) -> Curve:
+        return curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
+
+    classes = tuple(
+        c.model_copy(
+            update={
+                "optimizer_s_per_element": c.optimizer_s_per_element * factor,
+                "units": {
+                    name: t.model_copy(
+                        update={"forward": slower(t.forward), "backward": slower(t.backward)}
+                    )
+                    for name, t in c.units.items()
+                },
+            }
+        )
+        for c in profile.classes
+    )
+    network = tuple(t.model_copy(update={"times": slower(t.times)}) for t in profile.network)
+    return profile.model_copy(
+        update={
+            "classes": classes,
+            "network": network,
+            "step_overhead_s": profile.step_overhead_s * factor,
+        }
+    )
+
+
+def test_the_same_plan_under_any_hash_seed():
+    code = (
+        "from profiles import fleet; from gpumix.planner.explain import plan\n"
+        "print(plan(fleet(8, memory_factor=0.5), 100).model_dump_json())"
+    )
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(plans) == 1

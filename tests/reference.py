@@ -1,0 +1,309 @@
+"""A model trained by one process and by a plan, and how far apart the two end.
+
+The single process is plain PyTorch: the model's own mean loss on the whole batch. Both start from
+the values of the model's own initialiser and see the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from harness import run_ranks
+from models import ARCHITECTURES, Architecture, Batch, mean_loss
+from torch import nn
+
+from gpumix.engine.deferred import build
+from gpumix.engine.engine import Engine
+from gpumix.engine.objective import Objective
+from gpumix.engine.prepare import prepare
+from gpumix.engine.units import dissect
+from gpumix.engine.weights import source_of
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.profile import ROOT
+
+Array = np.ndarray
+SEED = 7
+# A bias whose true gradient is zero (that of a key, which softmax cannot see) starts at zero and is
+# moved by rounding alone; two roundings share no digit. So an error is taken relative to the
+# tensor's root mean square or, where that is smaller, to this: far less than any weight that is
+# trained.
+SMALLEST_WEIGHT = 1e-4
+# The same for gradients, as a part of the root mean square of all of them.
+SMALLEST_GRADIENT = 1e-3
+
+
+class Share(NamedTuple):
+    """One rank's part of a plan; `state` is relative to the other ranks'."""
+
+    samples: int
+    micro_batch: int
+    state: int
+
+
+@dataclass
+class Trained:
+    """What training ended with, and the collectives of each step on each rank."""
+
+    losses: list[float]
+    weights: dict[str, Array]
+    counts: list[dict[str, int]] = field(default_factory=list)
+    expected_counts: dict[str, int] = field(default_factory=dict)
+
+
+def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum, without clipping: a gradient that is wrong by a factor shows, which AdamW
+    and clipping hide; and the rounding of a gradient near zero stays small, which AdamW, dividing
+    each gradient by its own size, blows up to a full step. Five such steps move the weights by 0.5
+    to 50 percent."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def plan_for(
+    model: nn.Module,
+    shares: Sequence[Share],
+    *,
+    calls: Sequence[str] = (),
+    units: Sequence[str] = (),
+    length: int = 1,
+    **settings: Any,
+) -> Plan:
+    """A plan of one stage.
+
+    Args:
+        calls: the order of the unit calls; by default as the units are registered.
+        units: as for `prepare`.
+    """
+    anatomy = dissect(model, units)
+    total = sum(share.state for share in shares)
+    workers = tuple(
+        Worker(
+            device=f"d{rank}",
+            device_class="cpu",
+            samples=share.samples,
+            micro_batch=share.micro_batch,
+            state_share=share.state / total,
+        )
+        for rank, share in enumerate(shares)
+    )
+    return Plan(
+        strategy="test",
+        model=anatomy.fingerprint(),
+        sequence_length=length,
+        global_batch=sum(share.samples for share in shares),
+        stages=(
+            Stage(units=tuple(calls) or tuple(u.name for u in anatomy.units), workers=workers),
+        ),
+        **settings,
+    )
+
+
+def random_shares(world: int, rng: random.Random) -> list[Share]:
+    """Uneven parts: samples 0 to 5 in micro-batches of any size, state 0 to 3."""
+    while True:
+        shares = []
+        for _ in range(world):
+            samples = rng.randint(0, 5)
+            shares.append(Share(samples, rng.randint(min(1, samples), samples), rng.randint(0, 3)))
+        if any(s.samples for s in shares) and any(s.state for s in shares):
+            return shares
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def batches(architecture: Architecture, size: int, steps: int) -> Iterator[Batch]:
+    """The global batches of a run."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        yield architecture.batch(size, generator)
+
+
+def own_rows(batch: Any, shares: Sequence[Share], rank: int) -> Any:
+    """A rank's part of a global batch."""
+    begin = sum(share.samples for share in shares[:rank])
+    return {k: v[begin : begin + shares[rank].samples] for k, v in batch.items()}
+
+
+def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
+    """An ordinary model with the values that `build` gives to the same factory."""
+    deferred = build(factory, SEED)
+    value = source_of(deferred)
+    model = factory()
+    with torch.no_grad():
+        for (name, parameter), recipe in zip(
+            model.named_parameters(), deferred.parameters(), strict=True
+        ):
+            parameter.copy_(value(name, recipe, 0, recipe.numel()).view(recipe.shape))
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    return model
+
+
+def train_alone(architecture: Architecture, size: int, steps: int) -> Trained:
+    """Train on whole batches in this process, without any of gpumix."""
+    model = initialised(architecture.factory)
+    optimizer = optimizer_for(model.parameters())
+    losses = []
+    for batch in batches(architecture, size, steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained(losses, {n: p.detach().numpy() for n, p in model.named_parameters()})
+
+
+def train_by_plan(name: str, shares: Sequence[Share], steps: int, **settings: Any) -> Trained:
+    """Train on ranks as a plan with these shares, and `settings`, says."""
+    results = run_ranks(_train_rank, len(shares), name, list(shares), steps, settings)
+    return Trained(
+        results[0][0],
+        joined([pieces for _, pieces, _, _ in results]),
+        [count for _, _, counts, _ in results for count in counts],
+        results[0][3],
+    )
+
+
+def _train_rank(
+    name: str, shares: list[Share], steps: int, settings: dict[str, Any]
+) -> tuple[Any, ...]:
+    architecture = ARCHITECTURES[name]
+    engine = engine_for(architecture.factory, shares, **settings)
+    optimizer = optimizer_for(engine.parameters())
+    losses, counts = [], []
+    for batch in batches(architecture, sum(s.samples for s in shares), steps):
+        before = engine.comm.counts.copy()
+        optimizer.zero_grad()
+        loss = engine.step(own_rows(batch, shares, engine.comm.rank))
+        counts.append(dict(engine.comm.counts - before))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, pieces_of(engine), counts, expected_counts(engine)
+
+
+def expected_counts(engine: Engine) -> dict[str, int]:
+    """The collectives of one step, whatever the micro-batches: every run of calls of one unit is
+    gathered forward and backward, the root once; every group that is trained is reduced once."""
+    groups = [(g.label, g.trainable) for g in engine.groups()]
+    runs = [unit for unit, _ in groupby(engine.plan.stages[0].units)]
+    gathers = 2 * sum(label == run for run in runs for label, _ in groups)
+    return {
+        "gather": gathers + sum(label == ROOT for label, _ in groups),
+        "reduce": sum(trainable for _, trainable in groups),
+        "exchange": 1,
+    }
+
+
+Pieces = list[tuple[str, tuple[int, ...], int, Array]]
+
+
+def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
+    """A rank's part of all parameters, or of their gradients, to be sent to the parent."""
+    found = []
+    for piece in engine.pieces():
+        tensor = piece.local.grad if gradients else piece.local
+        if tensor is not None:
+            found.append((piece.name, tuple(piece.shape), piece.start, tensor.detach().numpy()))
+    return found
+
+
+def joined(of_ranks: Sequence[Pieces]) -> dict[str, Array]:
+    """Whole tensors from all ranks' pieces; what nobody has is nan."""
+    whole: dict[str, Array] = {}
+    for pieces in of_ranks:
+        for name, shape, start, values in pieces:
+            flat = whole.setdefault(name, np.full(shape, np.nan, values.dtype)).reshape(-1)
+            flat[start : start + len(values)] = values
+    return whole
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+
+def engine_for(
+    factory: Callable[[], nn.Module],
+    shares: Sequence[Share],
+    *,
+    calls: Sequence[str] = (),
+    units: Sequence[str] = (),
+    loss: Objective | None = None,
+    weights: Path | None = None,
+    **settings: Any,
+) -> Engine:
+    """The engine of a freshly built model, in a single process or on the ranks of a group."""
+    model = build(factory, SEED)
+    plan = plan_for(model, shares, calls=calls, units=units, **settings)
+    return prepare(model, plan, units=units, loss=loss, weights=weights)
+
+
+def engine_alone(
+    factory: Callable[[], nn.Module], samples: int, micro_batch: int, **settings: Any
+) -> Engine:
+    """The engine of a plan for one rank: `engine_for`'s settings."""
+    return engine_for(factory, [Share(samples, micro_batch, 1)], **settings)
+
+
+def plain_step(factory: Callable[[], nn.Module], batch: Batch) -> tuple[float, dict[str, Array]]:
+    """Loss and gradients of one step without gpumix; a parameter without gradient is left out."""
+    model = initialised(factory)
+    loss = mean_loss(model, batch)
+    loss.backward()
+    return loss.item(), {
+        n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def assert_step_is_plain(engine: Engine, factory: Callable[[], nn.Module], batch: Batch) -> None:
+    """One step of a single-rank engine gives the loss and gradients of plain PyTorch."""
+    loss, expected = plain_step(factory, batch)
+    assert abs(engine.step(batch).item() / loss - 1) < 1e-5
+    found = joined([pieces_of(engine, gradients=True)])
+    assert_gradients_equal(found, expected)
+
+
+def assert_gradients_equal(
+    found: dict[str, Array], expected: dict[str, Array], tolerance: float = 2e-5
+) -> None:
+    """The engine has a zero gradient where plain PyTorch may have none."""
+    for name in found.keys() - expected.keys():
+        assert not found[name].any(), name
+    size = sum(g.size for g in expected.values())
+    rms = np.sqrt(sum(np.sum(np.square(g)) for g in expected.values()) / size)
+    errors = tensor_errors({n: found[n] for n in expected}, expected, floor=SMALLEST_GRADIENT * rms)
+    assert max(errors.values()) < tolerance, errors
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+def worst_error(trained: Trained, reference: Trained) -> float:
+    """The larger of the worst relative error of a step's loss, and of a parameter's norm."""
+    losses = np.array(trained.losses), np.array(reference.losses)
+    return max(
+        float(np.max(np.abs(losses[0] - losses[1]) / np.abs(losses[1]))),
+        max(tensor_errors(trained.weights, reference.weights).values()),
+    )
+
+
+def tensor_errors(
+    values: dict[str, Array], references: dict[str, Array], floor: float = SMALLEST_WEIGHT
+) -> dict[str, float]:
+    """Each tensor's ||value - reference|| / ||reference||, whose root mean square is taken to be no
+    less than `floor`."""
+    assert values.keys() == references.keys()
+    errors = {}
+    for name, reference in references.items():
+        least = floor * np.sqrt(reference.size)
+        distance = np.linalg.norm(values[name] - reference)
+        errors[name] = float(distance / max(np.linalg.norm(reference), least))
+    return errors

@@ -1,0 +1,225 @@
+"""Values in files of their own: what was saved is loaded, or an error says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Alternative, Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.profile import (
+    ROOT,
+    ClassProfile,
+    Collectives,
+    CollectiveTimes,
+    Curve,
+    ModelProfile,
+    Profile,
+    RootUnit,
+    UnitKind,
+    UnitTimes,
+)
+
+CLUSTER = Cluster(
+    classes=(
+        DeviceClass(name="fast", accelerator="cpu", memory_bytes=96 << 20, emulate_flops_per_s=8e9),
+        DeviceClass(name="slow", accelerator="cpu", memory_bytes=48 << 20, emulate_flops_per_s=2e9),
+    ),
+    devices=(
+        Device(id="b", device_class="fast", host="h"),
+        Device(id="a", device_class="fast"),
+        Device(id="c", device_class="slow"),
+    ),
+)
+CURVE = Curve(sizes=(1, 2.5), values=(1e-3, 0.1 + 0.2))
+
+
+def make_plan(**changes) -> Plan:
+    workers = (worker("a", 7, 2, 0.3), worker("b", 1, 1, 0.7))
+    fields = {
+        "strategy": "optimal",
+        "model": "abc",
+        "sequence_length": 32,
+        "global_batch": 8,
+        "stages": (Stage(units=("h.0", "h.1"), workers=workers),),
+        "prediction": Prediction(
+            step_s=0.1,
+            tokens_per_s=2560,
+            exposed_communication_s=0,
+            workers=(
+                WorkerPrediction(
+                    device="a", forward_s=0.1, backward_s=0.2, optimizer_s=0,
+                    memory_bytes={"state": 3, "framework": 4}, memory_limit_bytes=10,
+                ),
+            ),
+        ),
+        "alternatives": (Alternative(strategy="even", step_s=None, why="does not fit"),),
+        "lower_bound_s": 0.05,
+    }  # fmt: skip
+    return Plan(**(fields | changes))
+
+
+def worker(device, samples, micro_batch, share):
+    return Worker(
+        device=device, device_class="fast", samples=samples, micro_batch=micro_batch,
+        state_share=share,
+    )  # fmt: skip
+
+
+def make_profile() -> Profile:
+    times = UnitTimes(forward=CURVE, backward=CURVE)
+    kind = UnitKind(
+        name="Block", trainable=10, kept=CURVE, gradient=CURVE, forward=CURVE, backward=CURVE
+    )
+    return Profile(
+        sequence_length=32,
+        compute_dtype="bf16",
+        optimizer="adamw",
+        optimizer_bytes_per_element=8,
+        torch_version="2.11",
+        cluster=CLUSTER,
+        model=ModelProfile(
+            fingerprint="abc",
+            calls=("h.0", "h.0", "h.1"),
+            kind_of_call=("Block", "Block", "Block"),
+            kinds=(kind,),
+            root=RootUnit(trainable=5, kept=CURVE, head=CURVE),
+        ),
+        classes=(
+            ClassProfile(
+                device_class="fast", units={"Block": times, ROOT: times},
+                optimizer_s_per_element=1e-9, framework_bytes=3, largest_micro_batch=4,
+            ),
+        ),
+        collectives=Collectives(gather="native"),
+        network=(CollectiveTimes(operation="gather", form="native", times=CURVE),),
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[make_plan, make_profile], ids=["plan", "profile"])
+def document(request):
+    return request.param()
+
+
+def test_what_was_saved_is_loaded(document, tmp_path):
+    path = tmp_path / "new" / "folders" / "document.json"
+    document.save(path)
+    assert type(document).load(path) == document
+    assert type(document).load(path).digest() == document.digest()
+    assert [p.name for p in path.parent.iterdir()] == ["document.json"]
+
+
+def test_infinity_survives(tmp_path):
+    path = tmp_path / "plan.json"
+    make_plan(lower_bound_s=float("inf")).save(path)
+    assert Plan.load(path).lower_bound_s == float("inf")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+
+    def full(*_args, **_more):
+        raise OSError("no space left on device")
+
+    for step in ("write_text", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, step, full)
+            with pytest.raises(OSError, match="no space"):
+                make_plan(model="other").save(path)
+        assert Plan.load(path) == make_plan()
+
+
+def test_values_are_frozen_and_digests_tell_them_apart():
+    plan = make_plan()
+    with pytest.raises(ValidationError, match="frozen"):
+        plan.strategy = "even"
+    assert plan.digest() != make_plan(strategy="even").digest()
+    assert plan.digest() == make_plan().digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "said"),
+    [
+        ({"kind": "profile"}, "", "a plan of schema 1 is wanted, this is a profile of schema 1"),
+        ({"schema_version": 2}, "", "a plan of schema 1 is wanted, this is a plan of schema 2"),
+        ({"surprise": 1}, ": surprise", "not a valid plan: Extra inputs"),
+        ({"global_batch": 0}, ": global_batch", "not a valid plan"),
+        ({"global_batch": 9}, "", "add up to 8, not to the global batch of 9"),
+    ],
+)
+def test_a_wrong_document(tmp_path, change, place, said):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(make_plan().model_dump(mode="json") | change))
+    with pytest.raises(InputError, match=said) as caught:
+        Plan.load(path)
+    assert caught.value.where == f"{path}{place}"
+    assert caught.value.fix == f"make it again with `gpumix plan JOB.yaml --output {path}`"
+
+
+def test_a_profile_is_no_plan(tmp_path):
+    make_profile().save(tmp_path / "profile.json")
+    with pytest.raises(InputError, match="this is a profile of schema 1"):
+        Plan.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null", b'{"kind": "plan"'])
+def test_a_broken_file(tmp_path, content):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert caught.value.where == str(tmp_path / "plan.json")
+
+
+def test_no_file_and_a_folder(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match="cannot read the plan"):
+            Plan.load(path)
+
+
+def test_clusters_survive_json_and_forget_the_order_of_devices():
+    assert Cluster.model_validate_json(CLUSTER.model_dump_json()) == CLUSTER
+    assert [d.id for d in CLUSTER.members("fast")] == ["a", "b"]
+    assert CLUSTER.device("c").device_class == "slow"
+    assert CLUSTER.rows()[0] == {
+        "class": "fast", "devices": 2, "memory": "96.0 MiB", "what": "emulated, 8 GFLOP/s",
+        "hosts": "h, localhost",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("classes", "devices", "said"),
+    [
+        (CLUSTER.classes * 2, CLUSTER.devices, "device class 'fast' is named twice"),
+        (CLUSTER.classes, CLUSTER.devices * 2, "device 'b' is named twice"),
+        (CLUSTER.classes[:1], CLUSTER.devices, "of class 'slow', which is not defined"),
+        ((), CLUSTER.devices, "at least 1"),
+        (CLUSTER.classes, (), "at least 1"),
+    ],
+)
+def test_a_cluster_that_contradicts_itself(classes, devices, said):
+    with pytest.raises(ValidationError, match=said):
+        Cluster(classes=classes, devices=devices)
+
+
+def test_a_unit_that_is_called_twice_has_its_parameters_once():
+    assert make_profile().model.parameters == 5 + 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values", "said"),
+    [
+        ((1, 2), (1,), "2 sizes but 1 values"),
+        ((2, 1), (1, 1), "must be positive and grow"),
+        ((0, 1), (1, 1), "must be positive and grow"),
+        ((1, 2), (1, float("nan")), "must be finite"),
+        ((1, 2), (1, -1), "must be finite and not negative"),
+    ],
+)
+def test_a_curve_that_is_none(sizes, values, said):
+    with pytest.raises(ValidationError, match=said):
+        Curve(sizes=sizes, values=values)

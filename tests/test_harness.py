@@ -1,0 +1,94 @@
+"""The launcher of ranks that other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankDied, RankTraceback, run_ranks
+
+from gpumix.spec.errors import InputError
+
+
+def _sum_of_ranks(factor):
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value)
+    return dist.get_rank(), factor * value.item(), torch.get_num_threads()
+
+
+def test_ranks_meet_and_answer_in_order():
+    assert run_ranks(_sum_of_ranks, 3, 2) == [(0, 6.0, 1), (1, 6.0, 1), (2, 6.0, 1)]
+
+
+def _has_group():
+    return dist.is_initialized()
+
+
+def test_a_single_rank_has_no_group():
+    assert run_ranks(_has_group, 1) == [False]
+
+
+def test_four_ranks_start_quickly():
+    run_ranks(_sum_of_ranks, 4, 1)
+    begun = time.monotonic()
+    run_ranks(_sum_of_ranks, 4, 1)
+    assert time.monotonic() - begun < 3  # 0.1 s on an idle machine
+
+
+def _one_fails(error):
+    if dist.get_rank() == 1:
+        raise error
+    dist.barrier()
+
+
+def test_an_error_comes_with_its_traceback():
+    with pytest.raises(InputError, match="wrong key") as caught:
+        run_ranks(_one_fails, 3, InputError("wrong key", fix="mend it"))
+    assert caught.value.fix == "mend it"
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "in _one_fails" in str(caught.value.__cause__)
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+
+
+def _fails_strangely():
+    raise Unpicklable("strange", 2)
+
+
+def test_an_error_that_cannot_cross_is_told_in_words():
+    with pytest.raises(RuntimeError, match="Unpicklable: strange"):
+        run_ranks(_fails_strangely, 1)
+
+
+def _pid_and_hang(path):
+    (path / str(dist.get_rank())).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_ranks_that_do_not_end_are_killed(tmp_path):
+    with pytest.raises(RankDied, match=r"\[0, 1\] did not end in time"):
+        run_ranks(_pid_and_hang, 2, tmp_path, timeout_s=2)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def _dies():
+    if dist.get_rank() == 0:
+        os._exit(7)
+    return "alive"
+
+
+def test_a_rank_that_dies_is_an_error():
+    with pytest.raises(RankDied, match="rank 0 died with exit code 7"):
+        run_ranks(_dies, 2)
+
+
+def test_a_mortal_rank_may_die():
+    assert run_ranks(_dies, 2, mortal=[0]) == [None, "alive"]

@@ -1,0 +1,119 @@
+"""Imports run one way through the package, and what decides never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "gpumix"
+
+PURE = {"spec", "cost", "planner", "simulate"}
+BELOW_TRAIN = PURE | {"hardware", "engine", "data", "profiler"}
+BELOW_CLI = BELOW_TRAIN | {"train", "doctor", "report", "integrations"}
+MAY_IMPORT = {
+    "spec": set(),
+    "cost": {"spec"},
+    "planner": {"spec", "cost"},
+    "simulate": {"spec", "cost"},
+    "hardware": PURE,
+    "engine": PURE | {"hardware"},
+    "data": PURE | {"hardware"},
+    "profiler": PURE | {"hardware", "engine"},
+    "train": BELOW_TRAIN,
+    "doctor": BELOW_TRAIN | {"train"},
+    "report": BELOW_TRAIN | {"train"},
+    "integrations": BELOW_TRAIN | {"train"},
+    "cli": BELOW_CLI,
+    "__init__": BELOW_CLI,
+    "__main__": {"cli"},
+}
+
+
+def imported_modules(source: str, module: tuple[str, ...], is_package: bool) -> Iterator[str]:
+    """Dotted names of all that `source` imports, wherever in it; `module` is its own name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            depth = len(module) - node.level + is_package
+            above = module[:depth] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def parts_imported(source: str, module: tuple[str, ...], is_package: bool) -> set[str]:
+    """The parts of gpumix that `source` imports, such as 'spec'."""
+    names = (name.split(".") for name in imported_modules(source, module, is_package))
+    return {name[1] for name in names if name[0] == "gpumix" and len(name) > 1} & set(MAY_IMPORT)
+
+
+def part_of(file: Path) -> str:
+    relative = file.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def wrong_imports(file: Path) -> set[str]:
+    relative = file.relative_to(PACKAGE.parent).with_suffix("")
+    is_package = file.name == "__init__.py"
+    module = relative.parts[:-1] if is_package else relative.parts
+    own = part_of(file)
+    return parts_imported(file.read_text(), module, is_package) - MAY_IMPORT[own] - {own}
+
+
+def test_every_part_has_its_place():
+    folders = {p.parent.name for p in PACKAGE.glob("*/*.py")}
+    assert folders | {p.stem for p in PACKAGE.glob("*.py")} <= set(MAY_IMPORT)
+
+
+def test_imports_run_one_way():
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if part_of(file) in MAY_IMPORT]
+    wrong = {str(file): found for file in files if (found := wrong_imports(file))}
+    assert wrong == {}
+
+
+def test_the_order_has_no_circle():
+    left: set[str] = set()
+    while ready := {part for part, others in MAY_IMPORT.items() if others <= left} - left:
+        left |= ready
+    assert left == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import gpumix.engine.comm", {"engine"}),
+        ("from gpumix import train", {"train"}),
+        ("from gpumix.cost.time import step", {"cost"}),
+        ("def f():\n    from ..train import loop", {"train"}),
+        ("from .base import Value", {"spec"}),
+        ("if TYPE_CHECKING:\n    import gpumix.data as d, torch", {"data"}),
+        ("import gpumix\nfrom torch import engine", set()),
+    ],
+)
+def test_all_forms_of_import_are_seen(source, expected):
+    assert parts_imported(source, ("gpumix", "spec", "read"), False) == expected
+
+
+def test_relative_imports_of_a_package_start_at_itself():
+    source = "from . import comm\nfrom ..spec import plan"
+    found = list(imported_modules(source, ("gpumix", "engine"), True))
+    assert found == ["gpumix.engine.comm", "gpumix.spec.plan"]
+
+
+@pytest.mark.parametrize("part", sorted(PURE))
+def test_what_decides_does_not_import_torch(part):
+    names = [
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for file in sorted((PACKAGE / part).rglob("*.py"))
+        if file.name != "__init__.py"
+    ]
+    code = "import importlib, sys\n"
+    code += f"for name in {names!r}: importlib.import_module(name)\n"
+    code += "sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch was imported"

@@ -1,0 +1,383 @@
+"""What can go wrong with a checkpoint, and that nothing is lost when it does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from checkpoints import adamw, assert_same, blank, checkpointer, model_values, odd, trained
+from gpumix.engine.comm import CommunicationError
+from gpumix.spec.errors import GpumixError, InputError, MachineError
+from gpumix.train.checkpoint_file import SavedFile, described, read_manifest
+from gpumix.train.checkpoint_folder import check_visible
+from harness import run_ranks
+from models import ARCHITECTURES
+from reference import Share, engine_for
+
+ALONE = [Share(6, 2, 1)]
+UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    engine, optimizer = trained(ALONE)
+    folder = tmp_path_factory.mktemp("run")
+    return checkpointer(folder).save(2, engine, optimizer, cursor={})
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A checkpoint to be harmed."""
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+def load_error(path, shares=ALONE):
+    """The error of loading; asserts that it changed nothing."""
+    engine, optimizer = blank(shares)
+    before = model_values(engine)
+    with pytest.raises(InputError) as caught:
+        checkpointer(path.parent).load(engine, optimizer)
+    assert_same(model_values(engine), before)
+    assert not optimizer.state and engine.steps == 0
+    return caught.value
+
+
+# -- nothing there ---------------------------------------------------------------------------------
+
+
+def test_no_checkpoint(tmp_path):
+    error = load_error(tmp_path / "x")
+    assert "no checkpoint" in error.what and str(tmp_path) in error.where
+
+
+def test_only_one_that_was_never_finished(tmp_path):
+    (tmp_path / "step-00000010.part").mkdir()
+    assert "step-00000010.part was never finished" in load_error(tmp_path / "x").why
+
+
+def test_nothing_can_be_kept_of_nothing(tmp_path):
+    with pytest.raises(InputError, match="keep 0"):
+        checkpointer(tmp_path, keep=0)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "index.json", ".metadata"])
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [(cut_short, "bytes"), (flip_a_bit, "not what was saved"), (Path.unlink, "No such file")],
+)
+def test_a_damaged_file_is_named(copy, name, harm, why):
+    harm(copy / name)
+    error = load_error(copy)
+    assert error.what == "this checkpoint is damaged"
+    assert error.where.endswith(name) and why in error.why
+    assert str(copy) in error.fix
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"kind": "checkpoint"}', "\0\0\0\0", '"step"', "{}"]
+)
+def test_unreadable_description(copy, text):
+    (copy / "checkpoint.json").write_text(text)
+    assert load_error(copy).what == "this checkpoint is damaged"
+
+
+def test_altered_description(copy):
+    file = copy / "checkpoint.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 9'))
+    assert "not what was saved" in load_error(copy).why
+
+
+def test_no_text_at_all(copy):
+    (copy / "checkpoint.json").write_bytes(b"\xff\xfe\xff")
+    assert load_error(copy).what == "this checkpoint is damaged"
+
+
+def test_a_damaged_newest_one_is_not_passed_over_in_silence(copy):
+    older = Path(shutil.copytree(copy, copy.with_name("step-00000001")))
+    (copy / "checkpoint.json").write_text("{")
+    assert str(copy) in load_error(copy).where
+    shutil.rmtree(copy)  # as the message says
+    engine, optimizer = blank(ALONE)
+    assert checkpointer(older.parent).load(engine, optimizer).path == older
+
+
+def test_a_damaged_one_is_not_removed_to_keep_few(copy):
+    (copy / "checkpoint.json").write_text("{")
+    engine, optimizer = trained(ALONE)
+    for step in (3, 4):
+        checkpointer(copy.parent, keep=1).save(step, engine, optimizer, cursor={})
+    assert sorted(p.name for p in copy.parent.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_newer_schema(copy):
+    file = copy / "checkpoint.json"
+    content = json.loads(file.read_text())
+    content["schema_version"] = 2
+    content["checkpoint"] = {"gpumix": "9.0", "what": "nobody knows yet"}
+    file.write_text(json.dumps(content))
+    error = load_error(copy)
+    assert "schema 2" in error.what and "gpumix==9.0" in error.fix
+
+
+# -- malice ----------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def reseal(path, **files):
+    """Describe the checkpoint's files anew, as an attacker would."""
+    names = [file.name for file in path.iterdir() if file.name != "checkpoint.json"]
+    entries = {name: described(path / name) for name in names} | files
+    manifest = read_manifest(path).model_copy(update={"files": entries})
+    (path / "checkpoint.json").write_text(manifest.sealed())
+
+
+def test_hostile_metadata_is_never_unpickled(copy, tmp_path):
+    (copy / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
+    assert load_error(copy).where.endswith(".metadata")
+    reseal(copy)
+    engine, optimizer = blank(ALONE)
+    checkpointer(copy.parent).load(engine, optimizer)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_hostile_tensors_are_refused(copy, tmp_path):
+    torch.save(Bomb(tmp_path / "boom"), copy / "__0_0.distcp")
+    size = (copy / "__0_0.distcp").stat().st_size
+    index = json.loads((copy / "index.json").read_text())
+    for tensor in index["tensors"].values():
+        for box in tensor["boxes"]:
+            box["start"], box["length"] = 0, size
+    (copy / "index.json").write_text(json.dumps(index))
+    reseal(copy)
+    engine, optimizer = blank(ALONE)
+    with pytest.raises(InputError, match="damaged"):
+        checkpointer(copy.parent).load(engine, optimizer)
+    assert not (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ""])
+def test_files_outside_the_checkpoint_are_refused(copy, name):
+    index = json.loads((copy / "index.json").read_text())
+    index["tensors"]["model.embedding.weight"]["boxes"][0]["file"] = name
+    (copy / "index.json").write_text(json.dumps(index))
+    reseal(copy)
+    assert load_error(copy).where.endswith("index.json")
+    reseal(copy, **{name: SavedFile(bytes=1, sha256="0")})
+    assert load_error(copy).where.endswith("checkpoint.json")
+
+
+def test_dtypes_that_are_none_are_refused(copy):
+    text = (copy / "index.json").read_text()
+    (copy / "index.json").write_text(text.replace('"float32"', '"load"'))
+    reseal(copy)
+    assert "no dtype 'load'" in load_error(copy).why
+
+
+# -- another run -----------------------------------------------------------------------------------
+
+
+def test_another_model(saved):
+    engine = engine_for(ARCHITECTURES["gpt2"].factory, ALONE)
+    with pytest.raises(InputError, match="of another model") as caught:
+        checkpointer(saved.parent).load(engine, None)
+    assert "missing: transformer.wte.weight" in caught.value.why
+    assert "unexpected: embedding.weight" in caught.value.why
+
+
+def wider():
+    model = odd()
+    model.blocks[1].filters = torch.nn.Parameter(torch.zeros(3, 4, 6))
+    return model
+
+
+def test_another_shape(saved):
+    engine = engine_for(wider, ALONE)
+    with pytest.raises(InputError, match=r"blocks\.1\.filters is \(3, 4, 5\), the model wants"):
+        checkpointer(saved.parent).load(engine, None)
+
+
+def frozen():
+    model = odd()
+    model.embedding.requires_grad_(False)
+    return model
+
+
+def test_other_parameters_are_trained(saved):
+    engine = engine_for(frozen, ALONE)
+    with pytest.raises(InputError, match="frozen parameters"):
+        checkpointer(saved.parent).load(engine, None)
+
+
+def test_another_optimizer(saved):
+    engine, optimizer = blank(ALONE, make=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(InputError, match="state of AdamW, the optimizer is SGD"):
+        checkpointer(saved.parent).load(engine, optimizer)
+
+
+def test_what_json_cannot_hold(tmp_path):
+    engine, optimizer = trained(ALONE)
+    with pytest.raises(InputError, match="'extra' cannot be kept"):
+        checkpointer(tmp_path).save(1, engine, optimizer, cursor={}, extra={"a": object()})
+    assert not list(tmp_path.iterdir())
+
+
+# -- disks and ranks -------------------------------------------------------------------------------
+
+
+def _outcome(save):
+    try:
+        save()
+    except GpumixError as error:
+        return type(error), str(error)
+    return None
+
+
+def _save_with_full_disk(folder, where, on_rank):
+    """Save once well, then with a disk that is full on one rank; that rank's error on all."""
+    engine, optimizer = trained(UNEVEN)
+    saver = checkpointer(folder)
+    saver.save(1, engine, optimizer, cursor={})
+    if engine.comm.rank == on_rank:
+        FULL[where]()
+    return _outcome(lambda: saver.save(2, engine, optimizer, cursor={}))
+
+
+def _full_for_tensors():
+    class Stream:
+        def __init__(self, stream):
+            self.stream, self.left = stream, 3000
+
+        def write(self, data):
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.stream.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+    original = filesystem.FileSystem.create_stream
+
+    @filesystem.contextmanager
+    def create_stream(self, path, mode):
+        with original(self, path, mode) as stream:
+            yield Stream(stream)
+
+    filesystem.FileSystem.create_stream = create_stream
+
+
+def _full_for_descriptions():
+    from gpumix.train import checkpoint_folder
+
+    def write(file, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    checkpoint_folder.write_durably = write
+
+
+def _limited():
+    """Not simulated: no file of more than 20 kB can be written."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+FULL = {"tensors": _full_for_tensors, "description": _full_for_descriptions, "limit": _limited}
+
+
+@pytest.mark.parametrize(
+    ("where", "on_rank", "why"),
+    [
+        ("tensors", 2, "No space left on device"),
+        ("description", 0, "No space left on device"),
+        ("limit", 3, "File too large"),
+    ],
+)
+def test_full_disk_on_one_rank_is_one_error_on_all(tmp_path, where, on_rank, why):
+    outcomes = run_ranks(_save_with_full_disk, 4, tmp_path, where, on_rank)
+    assert len(set(outcomes)) == 1
+    kind, text = outcomes[0]
+    assert kind is MachineError
+    assert f"rank {on_rank} could not" in text and str(tmp_path) in text and why in text
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    engine, optimizer = blank(ALONE)
+    assert checkpointer(tmp_path).load(engine, optimizer).step == 1
+
+
+def _save_as_nobody(folder):
+    engine = engine_for(odd, ALONE)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    else:
+        folder.chmod(0o500)
+    saver = checkpointer(folder / "checkpoints")
+    return _outcome(lambda: saver.save(1, engine, adamw(engine.parameters()), cursor={}))
+
+
+def test_read_only_folder(tmp_path):
+    kind, text = run_ranks(_save_as_nobody, 1, tmp_path)[0]
+    assert kind is MachineError
+    assert "rank 0 could not" in text and "Permission denied" in text and str(tmp_path) in text
+    assert "choose another `output`" in text
+
+
+def _lose_a_rank(folder):
+    engine, optimizer = trained(UNEVEN[:2])
+    saver = checkpointer(folder, timeout_s=5.0)
+    saver.save(1, engine, optimizer, cursor={})
+    if engine.comm.rank == 1:
+        os._exit(1)
+    return _outcome(lambda: saver.save(2, engine, optimizer, cursor={}))
+
+
+def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
+    outcome = run_ranks(_lose_a_rank, 2, tmp_path, mortal=[1])[0]
+    assert outcome[0] is CommunicationError
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_hosts_that_do_not_share_the_folder(tmp_path):
+    with pytest.raises(MachineError, match="do not share"):
+        check_visible(tmp_path, {"__1_0.distcp": SavedFile(bytes=3, sha256="")})
+
+
+def _load_with_damage(folder):
+    engine, optimizer = blank(UNEVEN)
+    return _outcome(lambda: checkpointer(folder).load(engine, optimizer))
+
+
+def test_damage_that_one_rank_finds_is_one_error_on_all(copy):
+    flip_a_bit(copy / "__0_0.distcp")
+    outcomes = run_ranks(_load_with_damage, 4, copy.parent)
+    assert len(set(outcomes)) == 1 and outcomes[0][0] is InputError

@@ -1,0 +1,180 @@
+"""A checkpoint as a folder of transformers: loads there, with the very same weights."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+import gpumix.train.export
+from checkpoints import checkpointer, odd
+from gpumix.spec.errors import InputError, MachineError
+from gpumix.train.export import export
+from harness import run_ranks
+from models import ARCHITECTURES
+from reference import Share, batches, engine_for, own_rows
+
+ALONE = [Share(4, 2, 1)]
+UNEVEN = [Share(1, 1, 1), Share(2, 2, 0), Share(1, 1, 3)]
+CLASSES = {
+    "llama": transformers.AutoModelForCausalLM,
+    "gpt2": transformers.AutoModelForCausalLM,
+    "t5": transformers.AutoModelForSeq2SeqLM,
+}
+
+
+def _train_and_save(folder, name, shares):
+    """A run's checkpoint, and the model that it has."""
+    architecture = ARCHITECTURES[name]
+    engine = engine_for(architecture.factory, shares)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    for batch in batches(architecture, sum(s.samples for s in shares), 2):
+        engine.step(own_rows(batch, shares, engine.comm.rank))
+        optimizer.step()
+    extra = {"model_config": architecture.factory().config.to_dict()}
+    checkpointer(folder / "checkpoints").save(2, engine, optimizer, cursor={}, extra=extra)
+    return {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
+
+
+def saved_run(folder, name="llama"):
+    values = _train_and_save(folder, name, ALONE)
+    return {name: torch.from_numpy(value) for name, value in values.items()}
+
+
+def loaded(folder, name="llama"):
+    model, report = CLASSES[name].from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def assert_model_is(model, state, dtype=torch.float32):
+    found = model.state_dict()
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        wanted = value.to(dtype) if value.is_floating_point() else value
+        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_transformers_loads_it(tmp_path, name):
+    values = run_ranks(_train_and_save, 3, tmp_path, name, UNEVEN)[0]
+    folder = export(tmp_path, tmp_path / "model")
+    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "gpumix.json"}
+    state = {name: torch.from_numpy(value) for name, value in values.items()}
+    assert_model_is(loaded(folder, name), state)
+
+
+def test_bf16(tmp_path):
+    state = saved_run(tmp_path)
+    folder = export(tmp_path, tmp_path / "model", dtype="bf16")
+    assert_model_is(loaded(folder), state, torch.bfloat16)
+
+
+def test_a_configuration_says_the_dtype_of_the_weights(tmp_path):
+    state = saved_run(tmp_path)
+    config = ARCHITECTURES["llama"].factory().config.to_dict() | {"torch_dtype": "float16"}
+    assert_model_is(loaded(export(tmp_path, tmp_path / "m", model_config=config)), state)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 30_000])
+def test_large_models_in_several_files(tmp_path, file_bytes):
+    state = saved_run(tmp_path)
+    folder = export(tmp_path, tmp_path / "model", file_bytes=file_bytes)
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = [load_file(file) for file in files]
+    sizes = [sum(t.nbytes for t in held.values()) for held in tensors]
+    assert len(files) > 1
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(size <= file_bytes or len(held) == 1 for size, held in zip(sizes, tensors))
+    assert all(one + following > file_bytes for one, following in pairwise(sizes))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert index["weight_map"] == {n: f.name for f, held in zip(files, tensors) for n in held}
+    assert_model_is(loaded(folder), state)
+
+
+def test_a_factorys_model_has_no_configuration(tmp_path):
+    engine = engine_for(odd, ALONE)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    checkpointer(tmp_path).save(1, engine, optimizer, cursor={})
+    folder = export(tmp_path, tmp_path / "deep" / "model")
+    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "gpumix.json"}
+    found, state = load_file(folder / "model.safetensors"), engine.state_dict()
+    del state["head.weight"]  # tied to the embedding
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in state.items())
+    odd().load_state_dict(found | {"head.weight": found["embedding.weight"]})
+
+
+def test_a_former_export_is_replaced(tmp_path):
+    saved_run(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()  # empty is fine too
+    export(tmp_path, folder, file_bytes=30_000)
+    export(tmp_path, folder)
+    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "gpumix.json"}
+    assert json.loads((folder / "gpumix.json").read_text())["step"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
+
+
+def downloaded(folder):
+    """Looks like an export, and is somebody's model."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"precious")
+
+
+def export_with_notes(folder):
+    export(folder.parent, folder)
+    (folder / "notes.txt").write_text("precious")
+
+
+def a_file(folder):
+    folder.write_text("precious")
+
+
+@pytest.mark.parametrize("occupy", [downloaded, export_with_notes, a_file])
+def test_nothing_else_is_overwritten(tmp_path, occupy):
+    saved_run(tmp_path)
+    folder = tmp_path / "model"
+    occupy(folder)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(InputError, match="not overwritten"):
+        export(tmp_path, folder)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_damage_is_found(tmp_path):
+    saved_run(tmp_path)
+    file = next(tmp_path.rglob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match="damaged"):
+        export(tmp_path, tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(InputError, match="no checkpoint"):
+        export(tmp_path, tmp_path / "model")
+
+
+def test_a_full_disk_leaves_the_former_export(tmp_path, monkeypatch):
+    saved_run(tmp_path)
+    folder = export(tmp_path, tmp_path / "model")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def full(tensors, file, metadata):
+        Path(file).write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(gpumix.train.export, "save_file", full)
+    with pytest.raises(MachineError, match="No space left"):
+        export(tmp_path, folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
