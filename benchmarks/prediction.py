@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ TRIES = 3
 SEED = 11
 SHARE_STEPS = 20
 SLOWEST = 2.0
+TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -84,11 +86,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _job(folder: Path, config: dict[str, Any]) -> Path:
-    text = folder / "text.txt"
-    text.write_bytes(random.Random(SEED).randbytes(2**20))
     job = {
         "model": {"config": config},
-        "data": {"text": [str(text)]},
+        "data": {"text": [str(TEXT)], "pattern": "*.py"},
         "sequence_length": 64,
         "global_batch": 16,
         "steps": 1000,

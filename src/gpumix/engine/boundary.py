@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError, UnitCall
+from gpumix.engine.glue import Handed
 from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
@@ -46,7 +47,9 @@ class Cut:
         self._dtype = compute_dtype
         self._seed = seed
         self._inputs, self._structure = tree_flatten((call.args, call.kwargs))
+        self._versions = [t._version for t in self._inputs if isinstance(t, torch.Tensor)]
         self._refuse_caches()
+        self._refuse_hidden(self._inputs, "is given", lambda t: t.requires_grad)
         self._leaves: list[torch.Tensor | None] = []
         self._buffers: BufferCopies | None = None
 
@@ -57,6 +60,23 @@ class Cut:
                     f"unit '{self.unit.name}' is given a {type(value).__name__}",
                     why="a cache remembers the first run of a unit, which is run again in backward",
                     fix="set `use_cache=False` in the model's configuration",
+                )
+
+    def _refuse_hidden(
+        self, values: list[Any], verb: str, matters: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Tensors inside of objects that are no pytree cross the cut unseen, and so would not get
+        their gradients."""
+        for value in values:
+            inside = getattr(value, "__dict__", {}).values()
+            if not isinstance(value, torch.Tensor | torch.nn.Module) and any(
+                isinstance(t, torch.Tensor) and matters(t) for t in inside
+            ):
+                kind = type(value).__name__
+                raise ModelError(
+                    f"unit '{self.unit.name}' {verb} tensors inside of a {kind}",
+                    why="gradients cross a unit's boundary only in tensors, tuples, lists and dicts",
+                    fix=f"make it one of those, or call torch.utils._pytree.register_dataclass({kind})",
                 )
 
     @property
@@ -72,26 +92,24 @@ class Cut:
 
     def forward(self) -> Any:
         """Run the unit without a graph; its outputs are leaves."""
-        watched = [t for t in self._inputs if isinstance(t, torch.Tensor)]
-        versions = [t._version for t in watched]
         if self.differentiable:
             self._buffers = BufferCopies(self.unit.module)
         self._seed()
         with self._state.applied(), torch.no_grad():
             args, kwargs = tree_unflatten(self._cast(self._detached(False)), self._structure)
             outputs, structure = tree_flatten(self._forward(*args, **kwargs))
-        if [t._version for t in watched] != versions:
-            raise ModelError(
-                f"unit '{self.unit.name}' writes into its own input",
-                why="the input is needed unchanged to run the unit again in backward",
-                fix="make the operation out of place in the model's code",
-            )
+        self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
         if self._buffers is not None:
             self._buffers.keep_changed()
-        leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
-        if self.differentiable:
-            self._leaves = [_as_leaf(leaf) for leaf in leaves]
-        return tree_unflatten(leaves, structure)
+        if not self.differentiable:
+            return tree_unflatten(outputs, structure)
+        self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
+        self._leaves = [_as_leaf(output) for output in outputs]
+        handed = [
+            output if leaf is None else Handed.apply(leaf)
+            for output, leaf in zip(outputs, self._leaves)
+        ]
+        return tree_unflatten(handed, structure)
 
     def backward(self) -> list[torch.Tensor | None]:
         """Run the unit again with a graph, and backward; gradients of `inputs`, in their order.
@@ -103,6 +121,9 @@ class Cut:
         wanted = self.inputs
         if all(g is None for g in gradients):
             return [None] * len(wanted)
+        self._refuse_writes(
+            f"an input of unit '{self.unit.name}' was written into after the unit was called"
+        )
         inputs = self._detached(True)
         sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
         assert self._buffers is not None, "forward comes before backward"
@@ -117,6 +138,14 @@ class Cut:
         del args, kwargs, inputs, outputs, gradients
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return [source.grad for source in sources]
+
+    def _refuse_writes(self, what: str) -> None:
+        if self._versions != [t._version for t in self._inputs if isinstance(t, torch.Tensor)]:
+            raise ModelError(
+                what,
+                why="the input is needed unchanged to run the unit again in backward",
+                fix="make the operation out of place in the model's code",
+            )
 
     def _detached(self, requires_grad: bool) -> list[Any]:
         """The inputs cut off from the model's graph; those that want a gradient may get one."""
@@ -136,5 +165,5 @@ class Cut:
 
 def _as_leaf(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.requires_grad_()
+        return value.detach().requires_grad_()
     return None

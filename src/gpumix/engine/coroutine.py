@@ -45,11 +45,15 @@ class ThreadState:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """This state inside, the state of before afterwards."""
-        outside = ThreadState.capture()
+        outside, caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
         self.restore()
+        # Autocast keeps its copies of weights until the model's own context ends: those that a unit
+        # made without gradients, or of weights that have changed since, must not be found.
+        torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(caching)
             outside.restore()
 
     def restore(self) -> None:

@@ -1,7 +1,7 @@
 """Backward through the code between units.
 
 That code (embedding, masks, norms, head, loss) is ordinary autograd, cut at unit outputs, which are
-leaves. What it hands to units are the *roots* of small graphs. A root may be used by several units
+leaves, `Handed` to the model. What it hands to units are the *roots* of small graphs. A root may be used by several units
 (an encoder's output): its gradients are summed until the first of its users is done, and passed on
 once. Two roots may share a part of their graphs: the first backward then keeps its buffers.
 """
@@ -10,9 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
+
+
+class Handed(torch.autograd.Function):
+    """A leaf as the model sees it: an ordinary tensor, which it may write into."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 @dataclass
@@ -32,7 +45,7 @@ class Glue:
     def used(self, call: int, inputs: Iterable[torch.Tensor]) -> None:
         """Unit call number `call` takes `inputs`, which want gradients."""
         for tensor in inputs:
-            if tensor.grad_fn is not None:
+            if _leaf_of(tensor) is None:
                 self._roots.setdefault(id(tensor), _Root(tensor, call))
 
     def backward_loss(self, loss: torch.Tensor) -> None:
@@ -55,13 +68,14 @@ class Glue:
         for tensor, gradient in zip(inputs, gradients):
             if gradient is None:
                 continue
-            root = self._roots.get(id(tensor))
-            if root is not None:
+            leaf = _leaf_of(tensor)
+            if leaf is None:
+                root = self._roots[id(tensor)]
                 root.gradient = gradient if root.gradient is None else root.gradient + gradient
-            elif tensor.grad is None:
-                tensor.grad = gradient
+            elif leaf.grad is None:
+                leaf.grad = gradient
             else:
-                torch.autograd.backward(tensor, gradient)
+                torch.autograd.backward(leaf, gradient)
         done = self._of(call)
         for root in done:
             del self._roots[id(root.tensor)]
@@ -77,14 +91,27 @@ class Glue:
         return [root for root in self._roots.values() if root.first_call == call]
 
 
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that `tensor` is, or was handed for; None if it was computed."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    return node.next_functions[0][0].variable if _hands(node) else None  # type: ignore[union-attr]
+
+
+def _hands(node: Node) -> bool:
+    return getattr(node, "_forward_cls", None) is Handed
+
+
 def _nodes(tensors: Iterable[torch.Tensor]) -> set[Node]:
-    """The graph nodes that backward from `tensors` runs through, leaves' accumulators excepted:
-    those hold no buffers, so sharing them does not matter."""
+    """The graph nodes that backward from `tensors` runs through and that hold buffers, which those
+    of leaves do not: sharing them does not matter."""
     wanted = [t.grad_fn for t in tensors]
     found: set[Node] = set()
     while wanted:
         node = wanted.pop()
-        if node is not None and node not in found and not hasattr(node, "variable"):
-            found.add(node)
-            wanted += [following for following, _ in node.next_functions]
+        if node is None or node in found or hasattr(node, "variable") or _hands(node):
+            continue
+        found.add(node)
+        wanted += [following for following, _ in node.next_functions]
     return found

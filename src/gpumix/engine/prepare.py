@@ -59,10 +59,7 @@ def prepare(
     if weights is not None:
         load_buffers(model, weights)
     parts = _shard_all(model, anatomy, plan, comm, weights)
-    for owner in model.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = buffer.to(comm.device)
+    _move_buffers(model, comm.device)
     for name, unit in parts.units.items():
         intercept(name, unit.module)
     return Engine(model, plan, parts, comm=comm, objective=loss or objective_of(model), seed=seed)
@@ -84,6 +81,19 @@ def _shard_all(
         )
     root = sharded.pop(ROOT)
     return Parts(sharded, root, plan.stages[0].units)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for prefix, owner in model.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise InputError(
+                    f"buffer '{prefix}.{name}' is on the meta device, without values".replace("'.", "'"),
+                    fix="build the model with gpumix.build(function, seed)",
+                )
+            owner._buffers[name] = buffer.to(device)
 
 
 def _bound(plan: Plan, comm: Communicator) -> Plan:

@@ -119,9 +119,12 @@ def load_full_state(
 
 
 def check_names_and_shapes(
-    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]], what: str
+    wanted: Mapping[str, Sequence[int]],
+    given: Mapping[str, Sequence[int]],
+    what: str,
+    where: str = "",
 ) -> None:
-    """Raise an InputError that says `what`, and why: names or shapes that differ."""
+    """Raise an InputError that says `what`, `where` and why: names or shapes that differ."""
     missing = [name for name in wanted if name not in given]
     unexpected = [name for name in given if name not in wanted]
     differing = [
@@ -132,7 +135,7 @@ def check_names_and_shapes(
     found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
     why = "; ".join(f"{kind}: {_some(names)}" for kind, names in found if names)
     if why:
-        raise InputError(what, why=why, fix="give the state of this very model")
+        raise InputError(what, where=where, why=why, fix="give the state of this very model")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -172,7 +172,7 @@ class Checkpointer:
 
         def check() -> None:
             verify(path, files[ranks.rank :: ranks.world])
-            content.check_fits(engine, manifest, index)
+            content.check_fits(engine, path, manifest, index)
             if optimizer is not None:
                 _check_optimizer(path, manifest, optimizer)
 

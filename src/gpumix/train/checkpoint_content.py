@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -110,8 +111,8 @@ def _kind(value: Part | Scalar) -> StateKind:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def check_fits(engine: Engine, manifest: Manifest, index: Index) -> None:
-    """Check that a checkpoint is of the engine's model.
+def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> None:
+    """Check that the checkpoint at `path` is of the engine's model.
 
     Raises:
         InputError: names or shapes differ, or what is trained, or what the units are.
@@ -124,12 +125,13 @@ def check_fits(engine: Engine, manifest: Manifest, index: Index) -> None:
         if name.startswith(prefix)
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
-    check_names_and_shapes(engine.shapes() | buffers, stored, what)
+    check_names_and_shapes(engine.shapes() | buffers, stored, what, str(path))
     if manifest.model != engine.plan.model:
         raise InputError(
             what,
-            where=f"checkpoint of model {manifest.model}, this one is {engine.plan.model}",
-            why="names and shapes are the same, but not the units, dtypes or frozen parameters",
+            where=str(path),
+            why=f"names and shapes are the same, but units, dtypes or frozen parameters are not: "
+            f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
             fix="resume with the model settings of the job that saved it",
         )
 

@@ -112,15 +112,15 @@ class Trainer:
             self._open(stack)
             record = None
             while self.step < self.job.steps:
-                record = self._train_step(stop)
+                record = self.train_step(stop)
                 self._tell(record)
                 if self._due(self.job.evaluation.every_steps):
                     self._evaluate()
                 if any(self.engine.notices_by_rank()):
                     self._stop(record)
                 if self._due(self.job.checkpoint.every_steps) and self.step < self.job.steps:
-                    self._save()
-            path = self._save()
+                    self.save()
+            path = self.save()
             if self.context.first:
                 self._log.progress("finished", record)
             return self._summary(path)
@@ -129,10 +129,10 @@ class Trainer:
         """Train `steps` steps after those of the warm-up; nothing is written."""
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
-                self._train_step(stop)
+                self.train_step(stop)
             self._exchange_records()
             before = self.context.runtime.overruns
-            records = [self._train_step(stop) for _ in range(steps)]
+            records = [self.train_step(stop) for _ in range(steps)]
         times = sorted(r.step_s for r in records)
         peaks = self.context.ranks.gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
         overruns = self.context.ranks.gather(
@@ -149,7 +149,8 @@ class Trainer:
             overruns=sum(map(int, overruns)),
         )
 
-    def _train_step(self, stop: StopRequest) -> StepRecord:
+    def train_step(self, stop: StopRequest | None = None) -> StepRecord:
+        """One step: fetch, forward and backward, check, clip, update."""
         begun = time.perf_counter()
         cursor = self.loader.state_dict()
         batch = next(self.loader)
@@ -157,7 +158,7 @@ class Trainer:
         rate = learning_rate(self.job, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.engine.notice = STOP if stop.requested else 0.0
+        self.engine.notice = STOP if stop is not None and stop.requested else 0.0
         loss = self.engine.step(batch).item()
         if not math.isfinite(loss):
             self._not_finite(loss, cursor)
@@ -240,7 +241,8 @@ class Trainer:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _save(self, cursor: dict[str, Any] | None = None) -> Path:
+    def save(self, cursor: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint; the data goes on at `cursor`, by default behind the last batch."""
         extra = {"job": self.job.model_dump(mode="json"), "plan": self.plan.model_dump(mode="json")}
         if self.job.model.config is not None:
             extra["model_config"] = config_of(self.job.model).to_dict()
@@ -258,7 +260,7 @@ class Trainer:
         self.step = state.step
 
     def _stop(self, record: StepRecord) -> None:
-        path = self._save()
+        path = self.save()
         if self.context.first:
             self._log.progress("interrupted", record)
         raise Interrupted(
@@ -270,7 +272,7 @@ class Trainer:
     def _not_finite(self, loss: float, cursor: dict[str, Any]) -> None:
         """The weights are still those of before the step; so is what is saved."""
         self.engine.steps -= 1
-        path = self._save(cursor)
+        path = self.save(cursor)
         ranks = self.context.ranks
         who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())
         raise TrainingError(

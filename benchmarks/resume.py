@@ -1,0 +1,150 @@
+"""A run that changes its hardware half-way is the run that did not.
+
+Trains 20 steps on four emulated devices; and 10 steps there, then 10 more on two devices of other
+classes under another plan. Compares the losses of every step, and which samples each step used.
+
+    python benchmarks/resume.py [--json]
+
+Figures: `worst_relative_error` of a step's loss, `samples_lost` and `samples_repeated` against the
+undisturbed run, `same_order` (every step used the same samples in the same order).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import tempfile
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.context import Task, joined
+from gpumix.train.launch import Seat, launch
+from gpumix.train.loop import Trainer
+from gpumix.train.pipeline import Pipeline
+from gpumix.train.runner import LocalRunner
+
+STEPS = 20
+HALF = 10
+BATCH = 16
+TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
+
+GPT = {
+    "model_type": "gpt2", "n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 64,
+    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        four = _cluster({"fast": (1, 40e9), "medium": (1, 20e9), "slow": (2, 10e9)})
+        two = _cluster({"other": (1, 30e9), "old": (1, 15e9)})
+        job = _job(folder / "whole")
+        pipeline = Pipeline(job.model_copy(update={"cluster": four}), folder, LocalRunner())
+        like = pipeline.plan(pipeline.profile())
+        first = _plan(like, four, samples=(9, 4, 2, 1), micro=(4, 4, 2, 1), shares=(1, 0, 5, 2))
+        second = _plan(like, two, samples=(5, 11), micro=(2, 11), shares=(7, 3))
+        whole = _run(job, folder, four, first, steps=STEPS, resume=False)
+        halves = _job(folder / "halves")
+        before = _run(halves, folder, four, first, steps=HALF, resume=False)
+        after = _run(halves, folder, two, second, steps=STEPS - HALF, resume=True)
+    losses = before["losses"] + after["losses"]
+    samples = before["samples"] + after["samples"]
+    used, expected = Counter(chain(*samples)), Counter(chain(*whole["samples"]))
+    figures = {
+        "worst_relative_error": max(abs(a / b - 1) for a, b in zip(losses, whole["losses"])),
+        "samples_lost": (expected - used).total(),
+        "samples_repeated": (used - expected).total(),
+        "same_order": samples == whole["samples"],
+        "steps": len(losses),
+    }
+    for step, (a, b) in enumerate(zip(whole["losses"], losses), start=1):
+        print(f"step {step:2}  undisturbed {a:.6f}  resumed elsewhere {b:.6f}")
+    print(json.dumps(figures) if arguments.json else figures)
+
+
+def traced(
+    seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int, resume: bool
+) -> dict[str, Any]:
+    """Some steps and a checkpoint, in one rank: losses, and this rank's samples of each step."""
+    with joined(seat, task) as context:
+        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
+        losses, samples = [], []
+        with trainer.loader:
+            for _ in range(steps):
+                losses.append(trainer.train_step().loss)
+                samples.append(trainer.loader.last_indices.tolist())
+            trainer.save()
+        return {"losses": losses, "samples": samples}
+
+
+def _run(
+    job: Job, folder: Path, cluster: Cluster, plan: Plan, *, steps: int, resume: bool
+) -> dict[str, Any]:
+    devices = cluster.in_rank_order()
+    task = Task(job, cluster, folder)
+    by_rank = launch(traced, devices, task, plan, devices, steps, resume)
+    return {
+        "losses": by_rank[0]["losses"],
+        "samples": [list(chain(*parts)) for parts in zip(*(r["samples"] for r in by_rank))],
+    }
+
+
+def _cluster(classes: dict[str, tuple[int, float]]) -> Cluster:
+    return Cluster(
+        classes=tuple(
+            DeviceClass(name=name, accelerator="cpu", memory_bytes=2**29, emulate_flops_per_s=rate)
+            for name, (_, rate) in classes.items()
+        ),
+        devices=tuple(
+            Device(id=f"{name}-{n}", device_class=name)
+            for name, (count, _) in classes.items()
+            for n in range(count)
+        ),
+    )
+
+
+def _job(output: Path) -> Job:
+    return Job(
+        model=ModelSpec(config=GPT),
+        data=DataSpec(text=(TEXT,), pattern="*.py"),
+        sequence_length=64,
+        global_batch=BATCH,
+        steps=STEPS,
+        optimizer=OptimizerSpec(lr=2e-3),
+        checkpoint=CheckpointSpec(keep=1),
+        output=output,
+    )
+
+
+def _plan(
+    like: Plan,
+    cluster: Cluster,
+    *,
+    samples: tuple[int, ...],
+    micro: tuple[int, ...],
+    shares: tuple[int, ...],
+) -> Plan:
+    workers = tuple(
+        Worker(
+            device=d.id, device_class=d.device_class, samples=n, micro_batch=m,
+            state_share=share / sum(shares),
+        )
+        for d, n, m, share in zip(cluster.in_rank_order(), samples, micro, shares)
+    )  # fmt: skip
+    stage = Stage(units=like.stages[0].units, workers=workers)
+    return like.model_copy(update={"stages": (stage,), "strategy": "by hand", "prediction": None})
+
+
+if __name__ == "__main__":
+    main()
