@@ -65,7 +65,7 @@ def run_ranks(
     Args:
         timeout_s: after it all ranks are killed.
         group_timeout_s: how long a collective waits for the other ranks.
-        mortal: ranks that may die without a result; theirs is None.
+        mortal: ranks that may die, or hang, without a result; theirs is None.
 
     Raises:
         RankDied: a rank that is not mortal died, or time is up.
@@ -85,7 +85,7 @@ def run_ranks(
             process.start()
             processes.append(process)
             there.close()
-        return _results(ranks, processes, time.monotonic() + timeout_s, mortal)
+        return _results(ranks, processes, time.monotonic() + timeout_s, frozenset(mortal))
     finally:
         for process in processes:
             process.kill()
@@ -100,12 +100,12 @@ def _results(
     ranks: dict[Connection, int],
     processes: list[BaseProcess],
     deadline: float,
-    mortal: Collection[int],
+    mortal: frozenset[int],
 ) -> list[Any]:
     results: list[Any] = [None] * len(processes)
     errors: list[BaseException] = []
     waiting = dict(ranks)
-    while waiting:
+    while not mortal.issuperset(waiting.values()):
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             break
@@ -130,8 +130,9 @@ def _results(
     if errors:
         # That a peer is gone is what the others see of a rank's own error.
         raise min(errors, key=lambda e: isinstance(e, (CommunicationError, RankDied)))
-    if waiting:
-        raise RankDied(f"rank(s) {sorted(waiting.values())} did not end in time")
+    late = sorted(set(waiting.values()) - mortal)
+    if late:
+        raise RankDied(f"rank(s) {late} did not end in time")
     return results
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import ARCHITECTURES, Block, Regression, _causal, own_blocks, vectors
+from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
 from reference import batches, engine_alone
 from torch import Tensor, nn
 
@@ -111,9 +111,9 @@ class Boxes(Regression):
         return self.error(x, target)
 
 
-@pytest.mark.parametrize("takes, gives, verb", [(True, False, "given"), (False, True, "returns")])
+@pytest.mark.parametrize("takes, gives, verb", [(True, False, "is given"), (False, True, "returns")])
 def test_tensors_hidden_in_objects(takes, gives, verb):
-    with pytest.raises(ModelError, match=rf"unit 'blocks\.0' {verb}.*a State"):
+    with pytest.raises(ModelError, match=rf"unit 'blocks\.0' {verb} tensors inside of a State"):
         step(lambda: Boxes([Boxed(takes, gives) for _ in range(2)]))
 
 
@@ -159,14 +159,6 @@ def test_a_loss_that_depends_on_nothing_that_is_trained():
         step(lambda: Blind([Block(), Block()]))
 
 
-def test_values_that_a_loss_wants_from_inside_a_unit():
-    factory = _causal(
-        "MixtralConfig", intermediate_size=48, num_local_experts=4, output_router_logits=True
-    )
-    with pytest.raises(ModelError, match="output_router_logits"):
-        engine_alone(factory, 2, 1)
-
-
 def test_errors_of_the_model_come_out_as_they_are():
     class Broken(Regression):
         def forward(self, x, target):
@@ -176,21 +168,34 @@ def test_errors_of_the_model_come_out_as_they_are():
         step(lambda: Broken([Block(), Block()]))
 
 
-def test_after_an_error_the_next_step_is_right():
-    class Once(Regression):
-        broken = True
+class Fragile(Regression):
+    """Fails in its last micro-batch, between two units, while `broken`."""
 
-        def forward(self, x, target):
-            x = self.blocks[0](self.enter(x))
-            if self.broken and len(x) == 1:
-                raise ValueError("once")
-            return self.error(self.blocks[1](x), target)
+    broken = False
 
-    engine = engine_alone(lambda: Once([Block(), Block()]), 3, 2)
+    def __init__(self):
+        super().__init__([Block(), Block()])
+
+    def forward(self, x, target):
+        x = self.blocks[0](self.enter(x))
+        if self.broken and len(x) == 1:
+            raise ValueError("once")
+        return self.error(self.blocks[1](x), target)
+
+
+@pytest.mark.parametrize("action", ["step", "evaluate"])
+def test_after_an_error_training_goes_on(action):
     batch = vectors(3, torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="once"):
+    losses = []
+    for fails in (False, True):
+        engine = engine_alone(Fragile, 3, 2)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         engine.step(batch)
-    engine.model.broken = False
-    again = engine.step(batch)
-    fresh = engine_alone(lambda: Once([Block(), Block()]), 3, 3)
-    assert again.item() == pytest.approx(fresh.step(batch).item(), rel=1e-5)
+        if fails:
+            engine.model.broken = True
+            with pytest.raises(ValueError, match="once"):
+                getattr(engine, action)(batch)
+            engine.model.broken = False
+        optimizer.step()
+        losses.append(engine.step(batch).item())
+    assert losses[0] == losses[1]

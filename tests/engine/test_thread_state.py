@@ -8,7 +8,6 @@ import pytest
 import torch
 from models import Block, Regression, vectors
 from reference import (
-    SEED,
     assert_gradients_equal,
     assert_step_is_plain,
     engine_alone,
@@ -16,6 +15,7 @@ from reference import (
     joined,
     pieces_of,
 )
+from torch import nn
 
 
 class FrozenBottom(Regression):
@@ -91,7 +91,6 @@ def test_autocast_inside_a_model():
     engine = engine_alone(HalfInside, 6, 2)
     losses = train(engine, lambda: engine.step(batch).item())
     assert losses == pytest.approx(train(model, plain), rel=2e-3)
-    assert losses[-1] < losses[0]
     expected = {n: p.grad.numpy() for n, p in model.named_parameters()}
     assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected, tolerance=0.05)
 
@@ -119,23 +118,34 @@ def test_a_step_trains_under_the_callers_no_grad():
 DEPTH = contextvars.ContextVar("DEPTH", default=0)
 
 
-class ReadsContext(Regression):
-    """Keeps a number of its own in a context variable while others run."""
+class Reading(nn.Module):
+    """A block that is told by a context variable how large its input is."""
 
     def __init__(self):
-        super().__init__([Block() for _ in range(3)])
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x) * DEPTH.get()
+
+
+class SetsContext(Regression):
+    """Sets a context variable of its own; other micro-batches run before it is reset."""
+
+    def __init__(self):
+        super().__init__([Reading() for _ in range(3)])
 
     def forward(self, x, target):
         token = DEPTH.set(len(x))
         y = self.enter(x)
         for block in self.blocks:
-            y = block(y)
+            y = block(y) / len(x)
             assert DEPTH.get() == len(x)
         DEPTH.reset(token)
         return self.error(y, target)
 
 
 def test_context_variables_are_each_micro_batchs_own():
-    batch = vectors(5, torch.Generator().manual_seed(SEED))
-    assert_step_is_plain(engine_alone(ReadsContext, 5, 3), ReadsContext, batch)
+    batch = vectors(5, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_alone(SetsContext, 5, 3), SetsContext, batch)
     assert DEPTH.get() == 0

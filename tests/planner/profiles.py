@@ -114,7 +114,6 @@ def profile(
     return Profile(
         sequence_length=128,
         compute_dtype=dtype,
-        optimizer="adamw",
         optimizer_bytes_per_element=8,
         torch_version="2.13.0",
         cluster=Cluster(

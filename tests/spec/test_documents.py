@@ -78,7 +78,6 @@ def make_profile() -> Profile:
     return Profile(
         sequence_length=32,
         compute_dtype="bf16",
-        optimizer="adamw",
         optimizer_bytes_per_element=8,
         torch_version="2.11",
         cluster=CLUSTER,

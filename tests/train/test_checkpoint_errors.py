@@ -1,25 +1,18 @@
-"""What can go wrong with a checkpoint, and that nothing is lost when it does."""
+"""A checkpoint that is not there, damaged, hostile or of another run: said before it is loaded."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
 
-from checkpoints import adamw, assert_same, blank, checkpointer, model_values, odd, trained
-from gpumix.engine.comm import CommunicationError
-from gpumix.spec.errors import GpumixError, InputError, MachineError
+from checkpoints import assert_same, blank, checkpointer, model_values, odd, trained
+from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint_file import SavedFile, described, read_manifest
-from gpumix.train.checkpoint_folder import check_visible
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, engine_for
@@ -142,6 +135,20 @@ def test_newer_schema(copy):
     assert "schema 2" in error.what and "gpumix==9.0" in error.fix
 
 
+def _load_with_damage(folder):
+    engine, optimizer = blank(UNEVEN)
+    try:
+        checkpointer(folder).load(engine, optimizer)
+    except InputError as error:
+        return str(error)
+
+
+def test_damage_that_one_rank_finds_is_one_error_on_all(copy):
+    flip_a_bit(copy / "__0_0.distcp")  # rank 1 checks it
+    texts = run_ranks(_load_with_damage, 4, copy.parent)
+    assert len(set(texts)) == 1 and "__0_0.distcp" in texts[0]
+
+
 # -- malice ----------------------------------------------------------------------------------------
 
 
@@ -251,133 +258,3 @@ def test_what_json_cannot_hold(tmp_path):
     with pytest.raises(InputError, match="'extra' cannot be kept"):
         checkpointer(tmp_path).save(1, engine, optimizer, cursor={}, extra={"a": object()})
     assert not list(tmp_path.iterdir())
-
-
-# -- disks and ranks -------------------------------------------------------------------------------
-
-
-def _outcome(save):
-    try:
-        save()
-    except GpumixError as error:
-        return type(error), str(error)
-    return None
-
-
-def _save_with_full_disk(folder, where, on_rank):
-    """Save once well, then with a disk that is full on one rank; that rank's error on all."""
-    engine, optimizer = trained(UNEVEN)
-    saver = checkpointer(folder)
-    saver.save(1, engine, optimizer, cursor={})
-    if engine.comm.rank == on_rank:
-        FULL[where]()
-    return _outcome(lambda: saver.save(2, engine, optimizer, cursor={}))
-
-
-def _full_for_tensors():
-    class Stream:
-        def __init__(self, stream):
-            self.stream, self.left = stream, 3000
-
-        def write(self, data):
-            self.left -= len(data)
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self.stream.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self.stream, name)
-
-    original = filesystem.FileSystem.create_stream
-
-    @filesystem.contextmanager
-    def create_stream(self, path, mode):
-        with original(self, path, mode) as stream:
-            yield Stream(stream)
-
-    filesystem.FileSystem.create_stream = create_stream
-
-
-def _full_for_descriptions():
-    from gpumix.train import checkpoint_folder
-
-    def write(file, text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-    checkpoint_folder.write_durably = write
-
-
-def _limited():
-    """Not simulated: no file of more than 20 kB can be written."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
-FULL = {"tensors": _full_for_tensors, "description": _full_for_descriptions, "limit": _limited}
-
-
-@pytest.mark.parametrize(
-    ("where", "on_rank", "why"),
-    [
-        ("tensors", 2, "No space left on device"),
-        ("description", 0, "No space left on device"),
-        ("limit", 3, "File too large"),
-    ],
-)
-def test_full_disk_on_one_rank_is_one_error_on_all(tmp_path, where, on_rank, why):
-    outcomes = run_ranks(_save_with_full_disk, 4, tmp_path, where, on_rank)
-    assert len(set(outcomes)) == 1
-    kind, text = outcomes[0]
-    assert kind is MachineError
-    assert f"rank {on_rank} could not" in text and str(tmp_path) in text and why in text
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    engine, optimizer = blank(ALONE)
-    assert checkpointer(tmp_path).load(engine, optimizer).step == 1
-
-
-def _save_as_nobody(folder):
-    engine = engine_for(odd, ALONE)
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-    else:
-        folder.chmod(0o500)
-    saver = checkpointer(folder / "checkpoints")
-    return _outcome(lambda: saver.save(1, engine, adamw(engine.parameters()), cursor={}))
-
-
-def test_read_only_folder(tmp_path):
-    kind, text = run_ranks(_save_as_nobody, 1, tmp_path)[0]
-    assert kind is MachineError
-    assert "rank 0 could not" in text and "Permission denied" in text and str(tmp_path) in text
-    assert "choose another `output`" in text
-
-
-def _lose_a_rank(folder):
-    engine, optimizer = trained(UNEVEN[:2])
-    saver = checkpointer(folder, timeout_s=5.0)
-    saver.save(1, engine, optimizer, cursor={})
-    if engine.comm.rank == 1:
-        os._exit(1)
-    return _outcome(lambda: saver.save(2, engine, optimizer, cursor={}))
-
-
-def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
-    outcome = run_ranks(_lose_a_rank, 2, tmp_path, mortal=[1])[0]
-    assert outcome[0] is CommunicationError
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_hosts_that_do_not_share_the_folder(tmp_path):
-    with pytest.raises(MachineError, match="do not share"):
-        check_visible(tmp_path, {"__1_0.distcp": SavedFile(bytes=3, sha256="")})
-
-
-def _load_with_damage(folder):
-    engine, optimizer = blank(UNEVEN)
-    return _outcome(lambda: checkpointer(folder).load(engine, optimizer))
-
-
-def test_damage_that_one_rank_finds_is_one_error_on_all(copy):
-    flip_a_bit(copy / "__0_0.distcp")
-    outcomes = run_ranks(_load_with_damage, 4, copy.parent)
-    assert len(set(outcomes)) == 1 and outcomes[0][0] is InputError

@@ -164,6 +164,12 @@ def test_no_checkpoint(tmp_path):
         export(tmp_path, tmp_path / "model")
 
 
+def test_other_dtypes_are_refused(tmp_path):
+    saved_run(tmp_path)
+    with pytest.raises(InputError, match="cannot export as 'fp16'"):
+        export(tmp_path, tmp_path / "model", dtype="fp16")
+
+
 def test_a_full_disk_leaves_the_former_export(tmp_path, monkeypatch):
     saved_run(tmp_path)
     folder = export(tmp_path, tmp_path / "model")

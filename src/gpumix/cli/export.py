@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

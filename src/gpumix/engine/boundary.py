@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
+from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.glue import Handed
 from gpumix.engine.shards import ShardedUnit
@@ -44,6 +45,7 @@ class Cut:
         self.unit = unit
         self._forward = forward or unit.forward
         self._state = call.state
+        self._captured = Captured(call.context)
         self._dtype = compute_dtype
         self._seed = seed
         self._inputs, self._structure = tree_flatten((call.args, call.kwargs))
@@ -87,6 +89,11 @@ class Cut:
         return [t for t in self._inputs if isinstance(t, torch.Tensor) and t.requires_grad]
 
     @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The outputs, after `forward`, that may get a gradient before `backward`."""
+        return [leaf for leaf in self._leaves if leaf is not None]
+
+    @property
     def differentiable(self) -> bool:
         return self._state.gradients and (self.unit.trainable or bool(self.inputs))
 
@@ -96,20 +103,20 @@ class Cut:
             self._buffers = BufferCopies(self.unit.module)
         self._seed()
         with self._state.applied(), torch.no_grad():
-            args, kwargs = tree_unflatten(self._cast(self._detached(False)), self._structure)
-            outputs, structure = tree_flatten(self._forward(*args, **kwargs))
+            outputs, structure = self._run(self._detached(False))
         self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
         if self._buffers is not None:
             self._buffers.keep_changed()
-        if not self.differentiable:
-            return tree_unflatten(outputs, structure)
-        self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
-        self._leaves = [_as_leaf(output) for output in outputs]
-        handed = [
-            output if leaf is None else Handed.apply(leaf)
-            for output, leaf in zip(outputs, self._leaves)
-        ]
-        return tree_unflatten(handed, structure)
+        if self.differentiable:
+            self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
+            self._leaves = [_as_leaf(output) for output in outputs]
+            outputs = [
+                output if leaf is None else Handed.apply(leaf)
+                for output, leaf in zip(outputs, self._leaves)
+            ]
+        result, collected = tree_unflatten(outputs, structure)
+        self._captured.hand_over(collected)
+        return result
 
     def backward(self) -> list[torch.Tensor | None]:
         """Run the unit again with a graph, and backward; gradients of `inputs`, in their order.
@@ -129,15 +136,19 @@ class Cut:
         assert self._buffers is not None, "forward comes before backward"
         self._seed()
         with self._buffers.in_place(), self._state.applied(), torch.enable_grad():
-            args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
-            outputs = tree_flatten(self._forward(*args, **kwargs))[0]
+            outputs, _ = self._run(inputs)
         # A leaf was made of every floating output; the graph now tells which of them depend on
         # anything that is trained.
         pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None and o.requires_grad]
         self._inputs = []
-        del args, kwargs, inputs, outputs, gradients
+        del inputs, outputs, gradients
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return [source.grad for source in sources]
+
+    def _run(self, inputs: list[Any]) -> tuple[list[Any], TreeSpec]:
+        """Run the unit: all that it gives, by its result or otherwise, and the structure of that."""
+        args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
+        return tree_flatten(self._captured.run(lambda: self._forward(*args, **kwargs)))
 
     def _refuse_writes(self, what: str) -> None:
         if self._versions != [t._version for t in self._inputs if isinstance(t, torch.Tensor)]:

@@ -44,6 +44,13 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
+        self.settle()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way any more; the result is not wanted."""
         try:
             with self._clock:
                 for work in self._works:
@@ -51,9 +58,6 @@ class Pending:
         except RuntimeError as error:
             raise failed(self._label, error) from error
         self._works = ()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
 
 
 class WaitClock:

@@ -65,12 +65,13 @@ class ThreadState:
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A unit was called: by its name, with what, and in which thread state."""
+    """A unit was called: by its name, with what, in which thread state and context."""
 
     unit: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: ThreadState
+    context: contextvars.Context
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def intercept(name: str, module: nn.Module) -> None:
                 fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
             )
         inside = ThreadState.capture()
-        outputs = current.parent.switch(UnitCall(name, args, kwargs, inside))
+        call = UnitCall(name, args, kwargs, inside, contextvars.copy_context())
+        outputs = current.parent.switch(call)
         inside.restore()
         return outputs
 

@@ -90,7 +90,9 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.is_meta:
                 raise InputError(
-                    f"buffer '{prefix}.{name}' is on the meta device, without values".replace("'.", "'"),
+                    f"buffer '{prefix}.{name}' is on the meta device, without values".replace(
+                        "'.", "'"
+                    ),
                     fix="build the model with gpumix.build(function, seed)",
                 )
             owner._buffers[name] = buffer.to(device)

@@ -218,6 +218,14 @@ class ShardedUnit:
             pending.wait()
         self._reducing = []
 
+    def abandon(self) -> None:
+        """Leave nothing of a step that failed half-way: no stale parameters, nothing under way."""
+        for pending in (*(self._gathering or ()), *self._reducing):
+            pending.settle()
+        self._reducing = []
+        if self._gathering is not None:
+            self.release()
+
     @property
     def pieces(self) -> list[Piece]:
         return [piece for group in self.groups for piece in group.pieces]

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,23 +25,7 @@ from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile,
 D = TypeVar("D", ClassMeasurement, LinkMeasurement)
 
 # Raised when the meaning of what is measured changes.
-VERSION = 1
-
-OPTIMIZER_BYTES_PER_ELEMENT = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The work that is measured: samples of so many tokens, at most `global_batch` at once."""
-
-    sequence_length: int
-    global_batch: int
-    precision: ComputeDtype
-    optimizer: str
-
-    @classmethod
-    def of(cls, job: Job) -> Shape:
-        return cls(job.sequence_length, job.global_batch, job.precision, optimizer_kind(job))
+VERSION = 3
 
 
 class MeasurementCache:
@@ -82,7 +65,7 @@ class MeasurementCache:
         found = {name: m for name, m in classes.items() if m is not None}
         if links is None or len(found) < len(classes):
             return None
-        return assemble(Shape.of(self._job), self._cluster, found, links)
+        return assemble(self._job.sequence_length, self._job.precision, self._cluster, found, links)
 
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Keep measurements, by class name; None keeps the links that are there."""
@@ -108,12 +91,13 @@ class MeasurementCache:
 
 
 def assemble(
-    shape: Shape,
+    sequence_length: int,
+    precision: ComputeDtype,
     cluster: Cluster,
     classes: Mapping[str, ClassMeasurement],
     links: LinkMeasurement,
 ) -> Profile:
-    """The profile of work of this shape on a cluster.
+    """The profile of a cluster, from its parts.
 
     Raises:
         InputError: the measurements are of different models.
@@ -125,10 +109,9 @@ def assemble(
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     return Profile(
-        sequence_length=shape.sequence_length,
-        compute_dtype=shape.precision,
-        optimizer=shape.optimizer,
-        optimizer_bytes_per_element=OPTIMIZER_BYTES_PER_ELEMENT[shape.optimizer],
+        sequence_length=sequence_length,
+        compute_dtype=precision,
+        optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
         model=_widest([m.model for m in classes.values()]),
@@ -149,12 +132,6 @@ def _widest(models: list[ModelProfile]) -> ModelProfile:
     )
 
 
-def optimizer_kind(job: Job) -> str:
-    """The optimizer as far as memory and speed go."""
-    spec = job.optimizer
-    return "sgd-momentum" if spec.name == "sgd" and spec.momentum else spec.name
-
-
 def work_key(job: Job, folder: Path) -> dict[str, object]:
     """What a measurement depends on besides the device."""
     model = job.model.model_dump(mode="json", exclude={"weights"})
@@ -168,7 +145,10 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "code": _code_of(job.model.factory, folder),
         "data": job.data.model_dump(mode="json") if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
-        "shape": asdict(Shape.of(job)),
+        "sequence_length": job.sequence_length,
+        "global_batch": job.global_batch,
+        "precision": job.precision,
+        "optimizer": (job.optimizer.name, job.optimizer.momentum > 0),
     }
 
 

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 
-from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import DeviceRuntime
-from gpumix.profiler.cache import MeasurementCache, Shape, assemble
-from gpumix.profiler.compute import MakeBatch
-from gpumix.profiler.measure import OptimizerOf, measure_class
+from gpumix.profiler.cache import MeasurementCache, assemble
+from gpumix.profiler.compute import Progress
+from gpumix.profiler.measure import Shape, Subject, measure_class
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.plan import DTYPE_BYTES
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is measured: a model at a shape of work.
-
-    Args:
-        build: makes the model, by choice without its weights.
-        make_batch: a batch of so many samples, on the host.
-        optimizer_of: makes the optimizer for given parameters.
-        budget_s: how long one device may measure.
-    """
-
-    build: Callable[[], nn.Module]
-    make_batch: MakeBatch
-    optimizer_of: OptimizerOf
-    shape: Shape
-    budget_s: float
-    loss: Objective | None = None
-    units: tuple[str, ...] = ()
 
 
 class ClusterProfiler:
@@ -84,7 +59,8 @@ class ClusterProfiler:
         links = self._links(classes, progress)
         if self._ranks.rank == 0 and self._cache is not None:
             self._cache.save(measured, links)
-        return assemble(self._subject.shape, self._cluster, classes, links)
+        shape = self._subject.shape
+        return assemble(shape.sequence_length, shape.precision, self._cluster, classes, links)
 
     def _known_classes(self) -> dict[str, ClassMeasurement]:
         """What rank 0 finds in its cache; hosts may hold different ones."""
@@ -113,20 +89,7 @@ class ClusterProfiler:
         return [ClassMeasurement.model_validate_json(line) for line in told if line]
 
     def _measure(self, name: str, progress: Progress) -> ClassMeasurement:
-        subject = self._subject
-        return measure_class(
-            subject.build(),
-            self._runtime,
-            subject.make_batch,
-            device_class=name,
-            compute_dtype=subject.shape.precision,
-            largest=subject.shape.global_batch,
-            budget_s=subject.budget_s,
-            optimizer_of=subject.optimizer_of,
-            loss=subject.loss,
-            units=subject.units,
-            progress=progress,
-        )
+        return measure_class(self._subject, self._runtime, device_class=name, progress=progress)
 
     def _links(
         self, classes: Mapping[str, ClassMeasurement], progress: Progress

@@ -29,6 +29,7 @@ from gpumix.spec.profile import ROOT
 WORTHWHILE_GAIN = 0.02
 REPEATS = 3
 GRADIENT_STD = 1e-3
+OPTIMIZER_NUMEL = 2**20
 
 Batch = Any
 MakeBatch = Callable[[int], Batch]
@@ -175,7 +176,8 @@ class _Measurement:
 
     def _count_unit(self, kind: str, call: UnitCall) -> None:
         cut = self._specimens.cut(call)
-        _give_gradients(cut.forward())
+        cut.forward()
+        _give_gradients(cut.leaves)
         before = self._memory.current()
         self._memory.reset_peak()
         gradients = cut.backward()
@@ -189,9 +191,8 @@ class _Measurement:
             forward, backward = [], []
             for _ in range(REPEATS):
                 cut = self._specimens.cut(call)
-                seconds, outputs = self._timed(cut.forward)
-                forward.append(seconds)
-                _give_gradients(outputs)
+                forward.append(self._timed(cut.forward)[0])
+                _give_gradients(cut.leaves)
                 backward.append(self._timed(cut.backward)[0])
             self._point.forward_s[kind] = _median(forward)
             self._point.backward_s[kind] = _median(backward)
@@ -241,8 +242,8 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
     return [t for t in tensors if t.requires_grad]
 
 
-def _give_gradients(outputs: Any) -> None:
-    for leaf in _leaves(outputs):
+def _give_gradients(leaves: list[torch.Tensor]) -> None:
+    for leaf in leaves:
         leaf.grad = torch.randn_like(leaf).mul_(GRADIENT_STD)
 
 
@@ -250,11 +251,19 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def optimizer_seconds_per_element(
-    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any], numel: int
-) -> float:
-    """Seconds that the optimizer takes for one element, on a shard of `numel` elements."""
-    parameter = torch.nn.Parameter(torch.zeros(numel, device=runtime.torch_device))
+@dataclass(frozen=True)
+class OptimizerCost:
+    """What the optimizer takes for one element: seconds of a step, and bytes of its state."""
+
+    s_per_element: float
+    state_bytes_per_element: int
+
+
+def time_optimizer(
+    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
+) -> OptimizerCost:
+    """Run the optimizer on a shard of its own."""
+    parameter = torch.nn.Parameter(torch.zeros(OPTIMIZER_NUMEL, device=runtime.torch_device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_of([parameter])
     seconds = []
@@ -264,4 +273,6 @@ def optimizer_seconds_per_element(
         optimizer.step()
         runtime.synchronize()
         seconds.append(time.perf_counter() - begun)
-    return _median(seconds[1:]) / numel
+    # What does not grow with the parameter (a step counter) is nothing per element.
+    state = tensor_bytes(optimizer.state[parameter]) // OPTIMIZER_NUMEL
+    return OptimizerCost(_median(seconds[1:]) / OPTIMIZER_NUMEL, state)

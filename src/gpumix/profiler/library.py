@@ -1,4 +1,8 @@
-"""`gpumix.profile`: the profiler in a program that has its own process group."""
+"""For a program with a loop and a process group of its own: `gpumix.profile`, `gpumix.open_device`.
+
+Here the caller has made the process group, or runs as a single process; `gpumix train` goes by
+`train.context` instead, which makes both group and device itself.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from gpumix.engine.deferred import build as deferred
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
-from gpumix.hardware.runtime import open_device
-from gpumix.profiler.cache import Shape
-from gpumix.profiler.cluster import ClusterProfiler, Subject
-from gpumix.profiler.measure import OptimizerOf
-from gpumix.spec.cluster import Cluster, Device
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.runtime import open_device as open_runtime
+from gpumix.profiler.cluster import ClusterProfiler
+from gpumix.profiler.measure import OptimizerOf, Shape, Subject
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import Profile
 
 
+# More parameters than elsewhere: a program has no job file to say these things in.
 def profile(
     build: Callable[[], nn.Module],
     make_batch: Callable[[int], Any],
@@ -31,7 +38,6 @@ def profile(
     cluster: Cluster | None = None,
     precision: ComputeDtype = "fp32",
     optimizer: OptimizerOf | None = None,
-    optimizer_kind: str = "adamw",
     loss: Objective | None = None,
     units: Sequence[str] = (),
     budget_s: float = 120.0,
@@ -41,55 +47,132 @@ def profile(
     """Measure a model on the devices of the default process group. Collective.
 
     Args:
-        build: makes the model; `gpumix.build` keeps it off memory.
+        build: makes the model; it is called under `gpumix.build`, so its weights take no memory.
         make_batch: a batch of so many samples on the host, a pytree of tensors.
-        cluster: the devices, rank r on the r-th in rank order; default: each rank's own GPU, found
-            by NVML.
+        cluster: the devices, rank r on the r-th in rank order; default: each rank's own GPU, the
+            one that `torch.cuda.set_device` chose.
         optimizer: makes the optimizer for given parameters; default: fused AdamW.
-        optimizer_kind: what its state weighs: adamw (8 bytes an element), sgd-momentum (4), sgd.
         loss, units: as for `gpumix.prepare`.
         budget_s: how long one device may measure.
+        timeout_s: how long a rank waits for the others beyond that.
+        progress: is told a line for each measurement.
 
     Raises:
-        InputError: the cluster has another number of devices than there are ranks.
+        InputError: the cluster has another number of devices than there are ranks, or two ranks
+            have the same device.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
-    with Ranks.of_default_group(timeout_s) as ranks:
+    with _ranks(timeout_s) as ranks:
         found, devices = _devices(ranks, cluster)
         device = devices[ranks.rank]
-        device_class = found.class_named(device.device_class)
         subject = Subject(
-            build=build,
+            build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
-            shape=Shape(sequence_length, global_batch, precision, optimizer_kind),
+            shape=Shape(sequence_length, global_batch, precision),
             budget_s=budget_s,
             loss=loss,
             units=tuple(units),
         )
-        with open_device(device_class, device.ordinal, device_id=device.id) as runtime:
+        device_class = found.class_named(device.device_class)
+        with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
             profiler = ClusterProfiler(
                 subject, found, ranks=ranks, devices=devices, runtime=runtime
             )
             return profiler.run(progress)
 
 
+def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
+    """Make this process the user of its device while a `with` block runs.
+
+    On an emulated device this is what slows compute and limits memory, so a loop on emulated
+    devices runs inside; on a GPU it holds allocations below the memory of its class. Not around
+    `gpumix.profile`, which opens the devices itself.
+
+    Args:
+        cluster: the devices, rank r on the r-th in rank order; default: this rank's own GPU, the
+            one that `torch.cuda.set_device` chose.
+
+    Raises:
+        InputError: the cluster has another number of devices than there are ranks.
+        MachineError: there is no such GPU, or it is not what its class says.
+    """
+    if cluster is None:
+        device_class, device = _own_device()
+    else:
+        grouped = dist.is_initialized()
+        chosen = _by_rank(cluster, dist.get_world_size() if grouped else 1)
+        device = chosen[dist.get_rank() if grouped else 0]
+        device_class = cluster.class_named(device.device_class)
+    return open_runtime(device_class, device.ordinal, device_id=device.id)
+
+
+def _ranks(timeout_s: float) -> Ranks:
+    """The ranks of the default process group, with words of their own: what an earlier profile of
+    the same program said there must not be heard again."""
+    if not dist.is_initialized():
+        return Ranks.of_default_group(timeout_s)
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"gpumix/profiles/{dist.get_rank()}", 1)
+    cuda = torch.cuda.is_available()
+    return Ranks(
+        dist.PrefixStore(f"gpumix/profile{number}", store),
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        timeout_s=timeout_s,
+    )
+
+
 def _devices(ranks: Ranks, cluster: Cluster | None) -> tuple[Cluster, tuple[Device, ...]]:
     """The cluster, and the device of each rank."""
-    if cluster is None:
-        here = discover()
-        number = ranks.device.index or 0
-        mine = here.devices[min(number, len(here.devices) - 1)]
-        alone = Cluster(classes=(here.class_named(mine.device_class),), devices=(mine,))
-        told = ranks.gather("devices", alone.model_dump_json())
-        found = [Cluster.model_validate_json(text) for text in told]
-        classes = {c.classes[0].name: c.classes[0] for c in found}
-        devices = tuple(c.devices[0] for c in found)
-        return Cluster(classes=tuple(classes.values()), devices=devices), devices
-    if len(cluster.devices) != ranks.world:
+    if cluster is not None:
+        return cluster, _by_rank(cluster, ranks.world)
+    device_class, device = _own_device()
+    mine = Cluster(classes=(device_class,), devices=(device,))
+    told = ranks.gather("devices", mine.model_dump_json())
+    return _together([Cluster.model_validate_json(text) for text in told])
+
+
+def _by_rank(cluster: Cluster, world: int) -> tuple[Device, ...]:
+    if len(cluster.devices) != world:
         raise InputError(
-            f"the cluster has {len(cluster.devices)} devices, the process group {ranks.world} "
-            "ranks",
+            f"the cluster has {len(cluster.devices)} devices, the process group {world} ranks",
             fix="start one process per device",
         )
-    return cluster, cluster.in_rank_order()
+    return cluster.in_rank_order()
+
+
+def _own_device() -> tuple[DeviceClass, Device]:
+    """What this rank computes on: CUDA and NVML may number GPUs differently, so it goes by UUID."""
+    here = discover()
+    device = here.devices[0]
+    if torch.cuda.is_available():
+        current = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = here.device(f"GPU-{current.uuid}")
+    return here.class_named(device.device_class), device
+
+
+def _together(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
+    """The cluster of all ranks' devices, in their order. What one host calls by the same name as
+    another but is not the same (another driver, say) gets a number."""
+    classes: dict[str, DeviceClass] = {}
+    devices: list[Device] = []
+    for one in found:
+        (own,), (device,) = one.classes, one.devices
+        name, number = own.name, 1
+        while classes.setdefault(name, own.model_copy(update={"name": name})) != own.model_copy(
+            update={"name": name}
+        ):
+            number += 1
+            name = f"{own.name}-{number}"
+        devices.append(device.model_copy(update={"device_class": name}))
+    ids = [device.id for device in devices]
+    if len(set(ids)) < len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise InputError(
+            f"{ids.count(twice)} ranks have the device {twice}",
+            fix="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first, or give "
+            "`cluster=` the devices",
+        )
+    return Cluster(classes=tuple(classes.values()), devices=tuple(devices)), tuple(devices)

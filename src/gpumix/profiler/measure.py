@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,8 +19,8 @@ from gpumix.profiler.compute import (
     MakeBatch,
     Progress,
     Sweep,
-    optimizer_seconds_per_element,
     sweep,
+    time_optimizer,
 )
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.errors import NoFeasiblePlanError
@@ -38,77 +38,92 @@ from gpumix.spec.profile import (
 from gpumix.spec.units import show_bytes
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-OPTIMIZER_TRIAL_NUMEL = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The work that is measured: samples of so many tokens, at most `global_batch` at once."""
+
+    sequence_length: int
+    global_batch: int
+    precision: ComputeDtype
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model at a shape of work.
+
+    Args:
+        build: makes the model, by choice without its weights.
+        make_batch: a batch of so many samples, on the host.
+        optimizer_of: makes the optimizer for given parameters.
+        budget_s: how long one device may measure.
+        loss, units: as for `engine.prepare`.
+    """
+
+    build: Callable[[], nn.Module]
+    make_batch: MakeBatch
+    optimizer_of: OptimizerOf
+    shape: Shape
+    budget_s: float
+    loss: Objective | None = None
+    units: tuple[str, ...] = ()
 
 
 def measure_class(
-    model: nn.Module,
-    runtime: DeviceRuntime,
-    make_batch: MakeBatch,
-    *,
-    device_class: str,
-    compute_dtype: ComputeDtype = "fp32",
-    largest: int,
-    budget_s: float = 60.0,
-    optimizer_of: OptimizerOf | None = None,
-    loss: Objective | None = None,
-    units: Sequence[str] = (),
-    progress: Progress = lambda line: None,
+    subject: Subject, runtime: DeviceRuntime, *, device_class: str, progress: Progress
 ) -> ClassMeasurement:
-    """Measure the units of `model` on this process's device. No other rank takes part.
-
-    Args:
-        model: by choice on the meta device; it is of no use afterwards.
-        make_batch: a batch of so many samples, on the host.
-        largest: the largest micro-batch of interest, the global batch.
-        optimizer_of: makes the optimizer for given parameters; default: AdamW.
+    """Measure the units of a model on this process's device. No other rank takes part.
 
     Raises:
         NoFeasiblePlanError: the device cannot hold one unit with one sample.
     """
     begun = time.perf_counter()
     framework = runtime.framework_bytes()
-    anatomy = dissect(model, units)
+    model = subject.build()
+    anatomy = dissect(model, subject.units)
     switch_off_caches(model)
-    optimizer_of = optimizer_of or partial(torch.optim.AdamW, fused=True)
+    dtype = subject.shape.precision
     try:
-        specimens = Specimens(
-            model,
-            anatomy,
-            device=runtime.torch_device,
-            compute_dtype=TORCH_DTYPE[compute_dtype],
-            objective=loss or objective_of(model),
-        )
         found = sweep(
-            specimens,
+            Specimens(
+                model,
+                anatomy,
+                device=runtime.torch_device,
+                compute_dtype=TORCH_DTYPE[dtype],
+                objective=subject.loss or objective_of(model),
+            ),
             runtime,
-            make_batch,
-            largest=largest,
-            budget_s=budget_s,
+            subject.make_batch,
+            largest=subject.shape.global_batch,
+            budget_s=subject.budget_s,
             progress=lambda line: progress(f"{device_class}: {line}"),
         )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise NoFeasiblePlanError(
-            "one unit with one sample does not fit",
-            where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
-            why=str(error).splitlines()[0],
-            fix="shorten sequence_length, or leave this class out of the cluster",
-        ) from error
-    del specimens
+        raise _too_large(error, runtime, device_class) from error
+    optimizer = time_optimizer(runtime, subject.optimizer_of)
     return ClassMeasurement(
         device_class=ClassProfile(
             device_class=device_class,
             units=_times(found),
-            optimizer_s_per_element=optimizer_seconds_per_element(
-                runtime, optimizer_of, OPTIMIZER_TRIAL_NUMEL
-            ),
+            optimizer_s_per_element=optimizer.s_per_element,
             framework_bytes=framework,
             largest_micro_batch=None if found.ran_out_at is None else found.ran_out_at - 1,
         ),
-        model=_model_profile(anatomy, found, model, compute_dtype),
+        model=_model_profile(anatomy, found, model, dtype),
+        optimizer_bytes_per_element=optimizer.state_bytes_per_element,
         seconds_spent=time.perf_counter() - begun,
+    )
+
+
+def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> NoFeasiblePlanError:
+    return NoFeasiblePlanError(
+        "one unit with one sample does not fit",
+        where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
+        why=str(error).splitlines()[0],
+        fix="shorten sequence_length, or leave this class out of the cluster",
     )
 
 

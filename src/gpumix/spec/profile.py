@@ -137,7 +137,6 @@ class Profile(Document):
 
     sequence_length: int = Field(gt=0)
     compute_dtype: ComputeDtype
-    optimizer: str
     optimizer_bytes_per_element: int = Field(ge=0, description="optimizer state, 8 for AdamW")
     torch_version: str
     cluster: Cluster
@@ -163,6 +162,7 @@ class ClassMeasurement(Document):
 
     device_class: ClassProfile
     model: ModelProfile
+    optimizer_bytes_per_element: int = Field(ge=0)
     seconds_spent: float = Field(ge=0)
 
 

@@ -11,14 +11,13 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
-from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
@@ -31,7 +30,8 @@ FILE_BYTES = 5 * 10**9
 # Says that a folder is an export, and which files are of it.
 RECORD = "gpumix.json"
 
-_HF_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
+# Not fp16: values beyond its range would become infinite.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export(
@@ -39,7 +39,7 @@ def export(
     to: Path,
     *,
     model_config: Mapping[str, Any] | None = None,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+    dtype: str = "fp32",
     file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Write the model of a checkpoint to the folder `to`.
@@ -49,13 +49,15 @@ def export(
         to: is made; a former export there is replaced.
         model_config: of `transformers`; default: the one that the run stored. Without any (a model
             from a factory) there is no `config.json`.
-        dtype: of all floating tensors.
+        dtype: of all floating tensors: fp32 or bf16.
         file_bytes: a file of weights holds at most so much, or one tensor.
 
     Raises:
-        InputError: no checkpoint, a damaged one, or `to` holds something else.
+        InputError: no checkpoint, a damaged one, another dtype, or `to` holds something else.
         MachineError: the files cannot be written; what was in `to` is still there.
     """
+    if dtype not in _DTYPES:
+        raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
     path, manifest, index = opened(source)
     to = to.absolute()
     _check_replaceable(to)
@@ -66,9 +68,9 @@ def export(
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _write_weights(part, path, index, TORCH_DTYPE[dtype], file_bytes)
+        _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
         if config is not None:
-            _write_json(part / "config.json", _configuration(config, dtype))
+            _write_json(part / "config.json", _configuration(config, _DTYPES[dtype]))
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -170,10 +172,10 @@ def _read(
     return tensors
 
 
-def _configuration(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _configuration(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The configuration, with the dtype that the weights have now."""
     kept = {key: value for key, value in config.items() if key != "torch_dtype"}
-    return kept | {"dtype": _HF_DTYPE[dtype]}
+    return kept | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def _record(part: Path, checkpoint: Path, manifest: Manifest) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpumix.cost.memory import usable_bytes
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
-from gpumix.spec.units import show_seconds
+from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
 
@@ -135,5 +136,17 @@ class Pipeline:
             if planned != wanted:
                 raise InputError(
                     f"the plan is for {what} {planned}, the job has {wanted}",
+                    fix="make a plan for this job: gpumix plan JOB.yaml",
+                )
+        predicted = plan.prediction.workers if plan.prediction is not None else ()
+        for worker, expected in zip(plan.workers, predicted):
+            if not any(c.name == worker.device_class for c in self.cluster.classes):
+                continue  # the plan is for other devices, which the ranks find and name
+            usable = usable_bytes(self.cluster.class_named(worker.device_class))
+            if expected.peak_bytes > usable:
+                raise NoFeasiblePlanError(
+                    f"the plan needs {show_bytes(expected.peak_bytes)} where "
+                    f"{show_bytes(usable)} may be used",
+                    where=f"device '{worker.device}' of class '{worker.device_class}'",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )

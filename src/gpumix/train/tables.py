@@ -18,7 +18,9 @@ EMULATED = "emulated devices: times are of the emulation, not of any real card"
 
 def stderr() -> Console:
     """Where gpumix talks; stdout is for data."""
-    return Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
+    # In a file or a pipe there is no width to fit into.
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
 
 
 def devices_table(cluster: Cluster) -> RenderableType:

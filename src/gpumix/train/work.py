@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from gpumix.profiler.cache import MeasurementCache, Shape
-from gpumix.profiler.cluster import ClusterProfiler, Subject
+from gpumix.profiler.cache import MeasurementCache
+from gpumix.profiler.cluster import ClusterProfiler
+from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -25,7 +26,7 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             build=lambda: model_of(job.model, folder=task.folder, seed=job.seed),
             make_batch=context.batch,
             optimizer_of=partial(trial_optimizer, job.optimizer),
-            shape=Shape.of(job),
+            shape=Shape(job.sequence_length, job.global_batch, job.precision),
             budget_s=job.profile.budget,
             units=job.model.units,
         )
