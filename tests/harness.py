@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = (world, store.port, group_timeout_s, timeout_s)
     ranks: dict[Connection, int] = {}
-    processes: list[BaseProcess] = []
+    processes: list[ForkServerProcess] = []
     try:
         for rank in range(world):
             here, there = _CONTEXT.Pipe(duplex=False)
@@ -98,7 +98,7 @@ def run_ranks(
 
 def _results(
     ranks: dict[Connection, int],
-    processes: list[BaseProcess],
+    processes: list[ForkServerProcess],
     deadline: float,
     mortal: frozenset[int],
 ) -> list[Any]:
@@ -110,6 +110,7 @@ def _results(
         if not ready:
             break
         for connection in ready:
+            assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
                 failed, payload = _received(connection)

@@ -110,7 +110,7 @@ def vectors(n: int, generator: torch.Generator) -> Batch:
 # -- transformers ----------------------------------------------------------------------------------
 
 
-def _of(auto_class: str, config_class: str, **settings: Any) -> Callable[[], nn.Module]:
+def model_of(auto_class: str, config_class: str, **settings: Any) -> Callable[[], nn.Module]:
     def factory() -> nn.Module:
         import transformers
 
@@ -120,7 +120,7 @@ def _of(auto_class: str, config_class: str, **settings: Any) -> Callable[[], nn.
     return factory
 
 
-def _causal(config_class: str, **settings: Any) -> Callable[[], nn.Module]:
+def causal_model(config_class: str, **settings: Any) -> Callable[[], nn.Module]:
     common = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -131,16 +131,16 @@ def _causal(config_class: str, **settings: Any) -> Callable[[], nn.Module]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return _of("AutoModelForCausalLM", config_class, **(common | settings))
+    return model_of("AutoModelForCausalLM", config_class, **(common | settings))
 
 
 def gpt2(dropout: float = 0.0, **settings: Any) -> Callable[[], nn.Module]:
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return _causal("GPT2Config", **(dropouts | settings))
+    return causal_model("GPT2Config", **(dropouts | settings))
 
 
 def bert(dropout: float = 0.0) -> Callable[[], nn.Module]:
-    return _of(
+    return model_of(
         "AutoModelForMaskedLM",
         "BertConfig",
         vocab_size=VOCABULARY,
@@ -155,7 +155,7 @@ def bert(dropout: float = 0.0) -> Callable[[], nn.Module]:
 
 
 def t5(dropout: float = 0.0) -> Callable[[], nn.Module]:
-    return _of(
+    return model_of(
         "AutoModelForSeq2SeqLM",
         "T5Config",
         vocab_size=VOCABULARY,
@@ -170,7 +170,7 @@ def t5(dropout: float = 0.0) -> Callable[[], nn.Module]:
 
 
 def bart(dropout: float = 0.0) -> Callable[[], nn.Module]:
-    return _of(
+    return model_of(
         "AutoModelForSeq2SeqLM",
         "BartConfig",
         vocab_size=VOCABULARY,
@@ -191,7 +191,7 @@ def bart(dropout: float = 0.0) -> Callable[[], nn.Module]:
 
 
 def whisper() -> Callable[[], nn.Module]:
-    return _of(
+    return model_of(
         "AutoModelForSpeechSeq2Seq",
         "WhisperConfig",
         vocab_size=VOCABULARY,
@@ -214,7 +214,7 @@ def whisper() -> Callable[[], nn.Module]:
 
 
 def vit() -> Callable[[], nn.Module]:
-    return _of(
+    return model_of(
         "AutoModelForImageClassification",
         "ViTConfig",
         hidden_size=WIDTH,
@@ -288,40 +288,50 @@ ARCHITECTURES: dict[str, Architecture] = {
     a.name: a
     for a in (
         Architecture("gpt2", gpt2(), causal_lm),
-        Architecture("llama", _causal("LlamaConfig", num_key_value_heads=2, **_GLU), causal_lm),
-        Architecture("qwen2", _causal("Qwen2Config", num_key_value_heads=2, **_GLU), causal_lm),
         Architecture(
-            "qwen3", _causal("Qwen3Config", num_key_value_heads=2, head_dim=8, **_GLU), causal_lm
+            "llama", causal_model("LlamaConfig", num_key_value_heads=2, **_GLU), causal_lm
+        ),
+        Architecture(
+            "qwen2", causal_model("Qwen2Config", num_key_value_heads=2, **_GLU), causal_lm
+        ),
+        Architecture(
+            "qwen3",
+            causal_model("Qwen3Config", num_key_value_heads=2, head_dim=8, **_GLU),
+            causal_lm,
         ),
         Architecture(
             "mistral",
-            _causal("MistralConfig", num_key_value_heads=2, sliding_window=8, **_GLU),
+            causal_model("MistralConfig", num_key_value_heads=2, sliding_window=8, **_GLU),
             packed_lm,
         ),
         Architecture(
             "gemma2",
-            _causal("Gemma2Config", num_key_value_heads=2, head_dim=8, sliding_window=8, **_GLU),
+            causal_model(
+                "Gemma2Config", num_key_value_heads=2, head_dim=8, sliding_window=8, **_GLU
+            ),
             causal_lm,
         ),
-        Architecture("phi3", _causal("Phi3Config", num_key_value_heads=2, **_GLU), causal_lm),
+        Architecture("phi3", causal_model("Phi3Config", num_key_value_heads=2, **_GLU), causal_lm),
         Architecture(
             "opt",
-            _causal("OPTConfig", ffn_dim=48, word_embed_proj_dim=WIDTH, dropout=0.0),
+            causal_model("OPTConfig", ffn_dim=48, word_embed_proj_dim=WIDTH, dropout=0.0),
             causal_lm,
         ),
         Architecture(
             "bloom",
-            _causal("BloomConfig", n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+            causal_model(
+                "BloomConfig", n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+            ),
             causal_lm,
         ),
         Architecture(
             "gpt-neox",
-            _causal("GPTNeoXConfig", hidden_dropout=0.0, attention_dropout=0.0, **_GLU),
+            causal_model("GPTNeoXConfig", hidden_dropout=0.0, attention_dropout=0.0, **_GLU),
             packed_lm,
         ),
         Architecture(
             "mixtral",
-            _causal(
+            causal_model(
                 "MixtralConfig",
                 num_key_value_heads=2,
                 num_local_experts=4,

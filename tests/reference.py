@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import run_ranks
-from models import ARCHITECTURES, Architecture, Batch, mean_loss
 from torch import nn
 
 from gpumix.engine.deferred import build
@@ -27,6 +25,8 @@ from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.profile import ROOT
+from harness import run_ranks
+from models import ARCHITECTURES, Architecture, Batch, mean_loss
 
 Array = np.ndarray
 SEED = 7
@@ -144,8 +144,9 @@ def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
             model.named_parameters(), deferred.parameters(), strict=True
         ):
             parameter.copy_(value(name, recipe, 0, recipe.numel()).view(recipe.shape))
-    if hasattr(model, "config"):
-        model.config.use_cache = False
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
     return model
 
 

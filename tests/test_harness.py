@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankDied, RankTraceback, run_ranks
 
 from gpumix.spec.errors import InputError
+from harness import RankDied, RankTraceback, run_ranks
 
 
 def _sum_of_ranks(factor):

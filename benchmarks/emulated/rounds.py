@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
 
@@ -21,11 +21,25 @@ import torch.distributed as dist
 import gpumix
 from emulated import systems
 from emulated.setting import Setting
-from emulated.systems import System
+from emulated.systems import Recompute, System
 from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.train.launch import Seat
+
+GPUMIX = "gpumix"
+ALONE = "alone"
+DDP_EVEN = "DDP even"
+FSDP_EVEN = "FSDP2 even"
+FSDP_PROPORTIONAL = "FSDP2 proportional"
+FSDP_EVEN_NEEDED = "FSDP2 even, torch's recompute"
+FSDP_EVEN_NONE = "FSDP2 even, no recompute"
+FSDP_RECOMPUTE: dict[str, Recompute] = {
+    FSDP_EVEN: "all",
+    FSDP_PROPORTIONAL: "all",
+    FSDP_EVEN_NEEDED: "needed",
+    FSDP_EVEN_NONE: "none",
+}
 
 WARM_UP_STEPS = 1
 TRIES = 4
@@ -41,8 +55,8 @@ class Run:
         step_s: seconds of each step, those of the warm-up left out.
         losses: of all steps.
         overruns: in the measured steps, over all ranks.
-        spoiled: runs before this one that were thrown away.
         cpu_share: this process's CPU time over wall-clock time in the measured steps.
+        spoiled: other runs that were thrown away.
     """
 
     system: str
@@ -50,9 +64,9 @@ class Run:
     step_s: tuple[float, ...]
     losses: tuple[float, ...]
     overruns: int
-    spoiled: int
     peak_bytes: int | None
     cpu_share: float
+    spoiled: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,17 +78,15 @@ class Study:
     rounds: int
     steps: int
     alone: bool = False
-    early_stop: bool = True
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank brings home; `alone_step_s` is of its own device by itself."""
+    """What one rank brings home."""
 
     runs: tuple[Run, ...]
     profile: Profile
     plan: Plan
-    alone: Run | None
 
 
 def work(seat: Seat, study: Study) -> Outcome:
@@ -83,13 +95,12 @@ def work(seat: Seat, study: Study) -> Outcome:
         profile = profile_of(study.setting)
         plan = gpumix.plan(profile, study.setting.global_batch)
         bench = _Bench(seat.rank, study, plan)
-        alone = bench.repeated("alone", 0) if study.alone else None
-        runs = []
+        runs = [bench.repeated(ALONE, 0)] if study.alone else []
         for number in range(study.rounds):
             shift = number % len(study.systems)
             for name in (*study.systems[shift:], *study.systems[:shift]):
                 runs.append(bench.repeated(name, number))
-        return Outcome(tuple(runs), profile, plan, alone)
+        return Outcome(tuple(runs), profile, plan)
 
 
 @contextmanager
@@ -132,30 +143,25 @@ class _Bench:
         self.plan = plan
 
     def repeated(self, name: str, number: int) -> Run:
-        """The first run without overruns; the last one if all had some."""
-        for spoiled in range(TRIES):
-            run = self._run(name, number, spoiled)
-            self._tell(run)
-            if run.overruns == 0:
-                break
-        return run
+        """The first run without overruns; where all had some, the one with the fewest."""
+        tried: list[Run] = []
+        while not tried or (tried[-1].overruns and len(tried) < TRIES):
+            tried.append(self._run(name, number))
+            self._tell(tried[-1])
+        best = min(tried, key=lambda run: run.overruns)
+        return replace(best, spoiled=len(tried) - 1)
 
-    def _run(self, name: str, number: int, spoiled: int) -> Run:
-        setting, steps = self.study.setting, self.study.steps
+    def _run(self, name: str, number: int) -> Run:
+        device_class = self.study.setting.class_of(self.rank)
         gc.collect()
-        with open_device(setting.class_of(self.rank), 0) as runtime:
+        with open_device(device_class, 0) as runtime:
             runtime.reset_peak()
             system = self._system(name, runtime)
-            barrier = (lambda: None) if name == "alone" else dist.barrier
-            timed = [
-                _timed_step(system, setting.batch(step, system.samples, self.rank), runtime, barrier)
-                for step in range(WARM_UP_STEPS)
-            ]
+            barrier = _nothing if name == ALONE else dist.barrier
+            warm = [self._step(system, s, runtime, barrier) for s in range(WARM_UP_STEPS)]
             before, cpu, wall = runtime.overruns, time.process_time(), time.perf_counter()
-            timed += [
-                _timed_step(system, setting.batch(step, system.samples, self.rank), runtime, barrier)
-                for step in range(WARM_UP_STEPS, WARM_UP_STEPS + steps)
-            ]
+            last = WARM_UP_STEPS + self.study.steps
+            timed = [self._step(system, s, runtime, barrier) for s in range(WARM_UP_STEPS, last)]
             cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
             overruns, peak = runtime.overruns - before, runtime.peak_bytes()
             del system
@@ -163,29 +169,36 @@ class _Bench:
         return Run(
             system=name,
             round=number,
-            step_s=tuple(seconds for seconds, _ in timed[WARM_UP_STEPS:]),
-            losses=tuple(_summed([loss for _, loss in timed])),
+            step_s=tuple(seconds for seconds, _ in timed),
+            losses=tuple(_summed([loss for _, loss in (*warm, *timed)])),
             overruns=int(_summed([overruns])[0]),
-            spoiled=spoiled,
             peak_bytes=peak,
             cpu_share=cpu_share,
         )
 
+    def _step(
+        self, system: System, step: int, runtime: DeviceRuntime, barrier: Callable[[], object]
+    ) -> tuple[float, float]:
+        """Seconds until every device is done, and this rank's part of the loss."""
+        batch = self.study.setting.batch(step, system.samples, self.rank)
+        barrier()
+        runtime.idle()
+        begun = time.perf_counter()
+        loss = system.step(batch).item()
+        runtime.synchronize()
+        barrier()
+        return time.perf_counter() - begun, loss
+
     def _system(self, name: str, runtime: DeviceRuntime) -> System:
-        setting, early_stop = self.study.setting, self.study.early_stop
-        if name == "ddp even":
-            return systems.ddp(setting, runtime, early_stop=early_stop)
-        if name == "fsdp2 even":
-            model = setting.build()
-            return systems.fsdp(model, setting, setting.even(), early_stop=early_stop)
-        if name == "fsdp2 proportional":
-            model = setting.build()
-            return systems.fsdp(model, setting, setting.proportional(), early_stop=early_stop)
-        if name == "gpumix":
+        setting = self.study.setting
+        if name == GPUMIX:
             return systems.Gpumix(setting.build(), self.plan)
-        if name == "alone":
-            return systems.alone(setting, self.rank, early_stop=early_stop)
-        raise ValueError(f"there is no system '{name}'")
+        if name == ALONE:
+            return systems.alone(setting, "all")
+        if name == DDP_EVEN:
+            return systems.ddp(setting, runtime, "all")
+        samples = setting.proportional() if name == FSDP_PROPORTIONAL else setting.even()
+        return systems.fsdp(setting.build(), setting, samples, FSDP_RECOMPUTE[name])
 
     def _tell(self, run: Run) -> None:
         if self.rank == 0:
@@ -195,20 +208,8 @@ class _Bench:
             print(line, file=sys.stderr, flush=True)
 
 
-def _timed_step(
-    system: System,
-    batch: systems.Batch,
-    runtime: DeviceRuntime,
-    barrier: Callable[[], object],
-) -> tuple[float, float]:
-    """Seconds from a standing start until every device is done, and this rank's part of the loss."""
-    barrier()
-    runtime.idle()
-    begun = time.perf_counter()
-    loss = system.step(batch).item()
-    runtime.synchronize()
-    barrier()
-    return time.perf_counter() - begun, loss
+def _nothing() -> None:
+    return None
 
 
 def _summed(values: Sequence[float]) -> list[float]:

@@ -60,7 +60,8 @@ class Setting:
 
     def proportional(self) -> tuple[int, ...]:
         """Samples by rank in proportion to the devices' speed, which must divide the batch."""
-        rates = [self.class_of(rank).emulate_flops_per_s or 0.0 for rank in range(len(self.devices))]
+        ranks = range(len(self.devices))
+        rates = [self.class_of(rank).emulate_flops_per_s or 0.0 for rank in ranks]
         samples = [self.global_batch * rate / sum(rates) for rate in rates]
         if any(n != int(n) for n in samples):
             raise ValueError(f"speeds {rates} do not divide {self.global_batch} samples")
@@ -68,8 +69,9 @@ class Setting:
 
     def build(self) -> nn.Module:
         """The model; its initial weights are the same wherever it is built."""
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel, logging
 
+        logging.set_verbosity_error()
         config = GPT2Config(
             n_embd=self.width,
             n_layer=self.layers,

@@ -1,19 +1,22 @@
 """The systems that are compared: DDP, FSDP2, gpumix, and a device by itself.
 
-All run the same model from the same weights with activation recompute and fused AdamW in fp32.
-A system is made on every rank, inside the open emulated device; `step` does all of one step.
+All train the same model from the same weights with fused AdamW in fp32. A system is made on every
+rank, inside the open emulated device; `step` does all of one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gpumix
 from emulated.setting import Setting
@@ -23,6 +26,10 @@ from gpumix.spec.plan import Plan, split_micro_batches
 LEARNING_RATE = 1e-3
 
 Batch = dict[str, torch.Tensor]
+
+# What a block recomputes in its backward: all of it, as gpumix does, so that FLOPs are equal; all
+# but what no gradient needs (its last product), as torch does by default; nothing.
+Recompute = Literal["all", "needed", "none"]
 
 
 class System(Protocol):
@@ -37,41 +44,42 @@ class Plain:
     """An ordinary training loop around a model that may be wrapped.
 
     Args:
-        labels: what summed losses are divided by: the labels of the global batch where gradients
-            are summed over ranks, those of one rank where they are averaged.
+        averaged: whether gradients are averaged over ranks (and losses so), not summed.
         micro_batch: the most samples at once; default: all in one pass.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        setting: Setting,
         samples: tuple[int, ...],
         *,
-        labels: int,
+        averaged: bool,
         micro_batch: int | None = None,
         after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self.samples = samples
-        self.model = model
-        self.labels = labels
-        self.micro_batch = micro_batch
-        self.after_backward = after_backward
-        self.optimizer = optimizer_of(list(model.parameters()))
+        self._model = model
+        self._part = 1 / len(samples) if averaged else 1.0
+        self._labels = setting.labels(setting.global_batch) * self._part
+        self._micro_batch = micro_batch
+        self._after_backward = after_backward
+        self._optimizer = optimizer_of(list(model.parameters()))
 
     def step(self, batch: Batch) -> torch.Tensor:
         samples = len(batch["input_ids"])
         total = torch.zeros(())
         begin = 0
-        for size in split_micro_batches(samples, self.micro_batch or samples):
+        for size in split_micro_batches(samples, self._micro_batch or samples):
             part = {name: rows[begin : begin + size] for name, rows in batch.items()}
-            loss = self.model(**part, num_items_in_batch=self.labels).loss
+            loss = self._model(**part, num_items_in_batch=self._labels).loss
             loss.backward()
-            self.after_backward()
+            self._after_backward()
             total += loss.detach()
             begin += size
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total * self._part
 
 
 class Gpumix:
@@ -79,68 +87,79 @@ class Gpumix:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.samples = tuple(worker.samples for worker in plan.workers)
-        self.engine = gpumix.prepare(model, plan)
-        self.optimizer = optimizer_of(list(self.engine.parameters()))
+        self._engine = gpumix.prepare(model, plan)
+        self._optimizer = optimizer_of(list(self._engine.parameters()))
 
     def step(self, batch: Batch) -> torch.Tensor:
-        loss = self.engine.step(batch)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss / self.engine.comm.world
+        loss = self._engine.step(batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss / len(self.samples)
 
 
 def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def alone(setting: Setting, rank: int, *, early_stop: bool = True) -> Plain:
-    """This rank's device by itself, on its share of the batch: no other rank takes part."""
-    samples = setting.proportional()
-    model = _recomputing(setting.build(), early_stop=early_stop)
-    return Plain(model, samples, labels=setting.labels(samples[rank]))
+def alone(setting: Setting, recompute: Recompute) -> Plain:
+    """A device by itself on its part of the batch: no other rank takes part."""
+    model = recomputing(setting.build(), recompute)
+    return Plain(model, setting, setting.proportional(), averaged=False)
 
 
-def ddp(setting: Setting, runtime: DeviceRuntime, *, early_stop: bool = True) -> Plain:
-    """DDP with equal batches; what ends its backward waits in C++, where pacing cannot see it."""
-    samples = setting.even()
-    model = _recomputing(setting.build(), early_stop=early_stop)
+def ddp(setting: Setting, runtime: DeviceRuntime, recompute: Recompute) -> Plain:
+    """DDP with equal batches. What ends its backward waits in C++, where pacing cannot see it."""
+    model = recomputing(setting.build(), recompute)
     return Plain(
         DistributedDataParallel(model, gradient_as_bucket_view=True),
-        samples,
-        labels=setting.labels(samples[0]),
+        setting,
+        setting.even(),
+        averaged=True,
         after_backward=runtime.idle,
     )
 
 
 def fsdp(
-    model: nn.Module,
+    model: Any,
     setting: Setting,
     samples: tuple[int, ...],
+    recompute: Recompute,
     *,
     micro_batch: int | None = None,
-    early_stop: bool = True,
+    prefetch: bool = True,
 ) -> Plain:
     """FSDP2: every block a unit, and the rest.
 
-    Equal batches: a mean loss and averaged gradients, as everybody uses it. Unequal ones: summed
-    losses over the global number of labels, and summed gradients, the only right way.
+    Equal batches: mean losses and averaged gradients, as everybody uses it. Unequal ones: summed
+    losses over the global number of labels and summed gradients, which alone is right. `prefetch`
+    is faster and takes more memory; CPUs have no streams, so FSDP2 must be told.
     """
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    _recomputing(model, early_stop=early_stop)
+    recomputing(model, recompute)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if len(set(samples)) == 1:
-        labels = setting.labels(samples[0])
-        return Plain(model, samples, labels=labels, micro_batch=micro_batch)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    labels = setting.labels(setting.global_batch)
-    return Plain(model, samples, labels=labels, micro_batch=micro_batch)
+    if prefetch:
+        model._set_unshard_async_op(True)
+        for module, following in pairwise([model, *model.transformer.h]):
+            module.set_modules_to_forward_prefetch([following])
+    averaged = len(set(samples)) == 1
+    if not averaged:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return Plain(model, setting, samples, averaged=averaged, micro_batch=micro_batch)
 
 
-def _recomputing(model: nn.Module, *, early_stop: bool) -> nn.Module:
-    model.gradient_checkpointing_enable({"use_reentrant": False, "early_stop": early_stop})
+def recomputing(model: Any, recompute: Recompute) -> Any:
+    """Make each block keep only its input, and compute itself again in backward."""
+    if recompute != "none":
+        for block in model.transformer.h:
+            block.forward = partial(
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                early_stop=recompute == "needed",
+            )
     return model.train()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpumix.engine.engine import Engine
     from gpumix.engine.prepare import prepare
     from gpumix.planner.explain import plan
-    from gpumix.profiler.library import profile
+    from gpumix.profiler.library import open_device, profile
     from gpumix.spec.cluster import Cluster, Device, DeviceClass
     from gpumix.spec.errors import GpumixError
     from gpumix.spec.plan import Plan
@@ -34,6 +34,7 @@ _HOME = {
     "Engine": "gpumix.engine.engine",
     "prepare": "gpumix.engine.prepare",
     "plan": "gpumix.planner.explain",
+    "open_device": "gpumix.profiler.library",
     "profile": "gpumix.profiler.library",
     "Cluster": "gpumix.spec.cluster",
     "Device": "gpumix.spec.cluster",
@@ -54,6 +55,7 @@ __all__ = [
     "Profile",
     "build",
     "evaluation_batches",
+    "open_device",
     "plan",
     "prepare",
     "profile",

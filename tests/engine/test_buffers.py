@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from models import WIDTH, Regression, vectors
 from reference import assert_step_is_plain, engine_alone, initialised
-from torch import nn
 
 
 class Normed(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models import _causal, packed_lm
+
+from models import causal_model, packed_lm
 from reference import (
     assert_gradients_equal,
     assert_step_is_plain,
@@ -17,7 +18,7 @@ from reference import (
 
 
 def mixtral(**settings):
-    return _causal(
+    return causal_model(
         "MixtralConfig",
         intermediate_size=48,
         num_local_experts=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, own_rows

@@ -6,11 +6,11 @@ import os
 import time
 
 import pytest
+
+from gpumix.engine.comm import CommunicationError
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
-
-from gpumix.engine.comm import CommunicationError
 
 GPT2 = ARCHITECTURES["gpt2"]
 SHARES = [Share(2, 1, 1), Share(2, 1, 2), Share(1, 1, 1)]
@@ -34,9 +34,7 @@ def _step_without(dead, how):
 
 @pytest.mark.parametrize("how, within_s", [("exit", 2.5), ("sleep", 4.5)])
 def test_the_others_are_told(how, within_s):
-    results = run_ranks(
-        _step_without, 3, 1, how, timeout_s=8, group_timeout_s=3, mortal=[1]
-    )
+    results = run_ranks(_step_without, 3, 1, how, timeout_s=8, group_timeout_s=3, mortal=[1])
     for rank in (0, 2):
         message, seconds = results[rank]
         assert "failed" in message

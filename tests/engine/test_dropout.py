@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.randomness import Randomness
 from harness import run_ranks
 from models import Block, Regression, gpt2, packed_lm, vectors
 from reference import (
@@ -16,9 +19,6 @@ from reference import (
     own_rows,
     pieces_of,
 )
-
-from gpumix.engine.engine import Engine
-from gpumix.engine.randomness import Randomness
 
 SEED = 0
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
+from gpumix.spec.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (
@@ -18,9 +21,6 @@ from reference import (
     pieces_of,
     plain_step,
 )
-from torch import nn
-
-from gpumix.spec.errors import InputError
 
 GPT2 = ARCHITECTURES["gpt2"]
 

@@ -6,9 +6,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch import nn
+
 from models import WIDTH, Block, Regression, vectors
 from reference import assert_step_is_plain, engine_alone
-from torch import nn
 
 Pair = namedtuple("Pair", "x y")
 
@@ -139,7 +140,7 @@ class Structures(Regression):
         x = self.enter(x)
         state = {"x": x, "pair": Pair(None, torch.zeros(len(x), dtype=torch.long)), "n": [0]}
         for block in self.blocks:
-            state, unused, _ = block(state)
+            state, _unused, _ = block(state)
         assert state["n"] == [3, None, "word"]
         assert (state["pair"].y == 3).all()
         return self.error(state["x"] + state["pair"].x, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from models import ARCHITECTURES
 from reference import batches, engine_alone, initialised, mean_loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (

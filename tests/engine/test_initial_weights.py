@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness import run_ranks
-from models import ARCHITECTURES, Regression, own_blocks
-from reference import Share, engine_alone, engine_for, joined, pieces_of
 from safetensors.torch import save_file
 from torch import nn
 
 from gpumix.spec.errors import InputError
+from harness import run_ranks
+from models import ARCHITECTURES, Regression, own_blocks
+from reference import Share, engine_alone, engine_for, joined, pieces_of
 
 
 def pretrained(name="gpt2"):
@@ -130,7 +130,7 @@ def test_a_wrong_shape_is_told(tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(InputError, match="found no .safetensors file"):
+    with pytest.raises(InputError, match=r"found no \.safetensors file"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 

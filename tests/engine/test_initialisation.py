@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from harness import run_ranks
-from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
-from reference import SEED, Share, engine_alone, engine_for, joined, pieces_of
 from torch import nn
 from transformers.initialization import orthogonal_
 
 from gpumix.engine.deferred import build, log_of
+from harness import run_ranks
+from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
+from reference import SEED, Share, engine_alone, engine_for, joined, pieces_of
 
 LARGE = 100  # WIDTH x LARGE x 4 elements are more than are made at once
 

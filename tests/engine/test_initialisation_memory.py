@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from harness import run_ranks
-from models import VOCABULARY, _causal
-from reference import SEED, Share, plan_for
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
+from harness import run_ranks
+from models import VOCABULARY, causal_model
+from reference import SEED, Share, plan_for
 
 # 5 blocks of 0.2 M parameters and embeddings of 0.4 M
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5, "vocab_size": 3200}
@@ -43,7 +43,7 @@ def _bytes(ref: StorageWeakRef) -> int:
 
 def _peak_of_preparing(shares):
     with PeakBytes() as tracker:
-        model = build(_causal("LlamaConfig", **WIDE), SEED)
+        model = build(causal_model("LlamaConfig", **WIDE), SEED)
         engine = prepare(model, plan_for(model, shares))
     state = sum(2 * g.master.nbytes for g in engine.groups() if g.trainable)
     unit = max(2 * 4 * g.numel for g in engine.groups())

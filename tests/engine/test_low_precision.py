@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import Share, batches, engine_alone, engine_for, initialised, own_rows

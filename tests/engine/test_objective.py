@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import ARCHITECTURES, mean_loss
-from reference import batches, initialised
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.objective import mean_over_labels, objective_of, summed_by_model
+from models import ARCHITECTURES, mean_loss
+from reference import batches, initialised
 
 WITH_LABELS = [n for n in ARCHITECTURES if not n.startswith("plain")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from models import ARCHITECTURES
 from reference import (
     batches,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from hypothesis import given, settings
+
 from models import ARCHITECTURES
 from reference import Share, random_shares, train_alone, train_by_plan, worst_error
 from strategies import share_lists

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
-from models import ARCHITECTURES, own_blocks, vectors
-from reference import SEED, Share, engine_alone, engine_for, plan_for
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import GpumixError, InputError
+from harness import run_ranks
+from models import ARCHITECTURES, own_blocks, vectors
+from reference import SEED, Share, engine_alone, engine_for, plan_for
 
 
 @pytest.mark.parametrize("samples", [0, 1, 3])

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
-from reference import batches, engine_alone
 from torch import Tensor, nn
 
 from gpumix.engine.coroutine import ModelError
+from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
+from reference import batches, engine_alone
 
 
 def step(factory, samples=4, micro_batch=2, **settings):
@@ -111,7 +111,9 @@ class Boxes(Regression):
         return self.error(x, target)
 
 
-@pytest.mark.parametrize("takes, gives, verb", [(True, False, "is given"), (False, True, "returns")])
+@pytest.mark.parametrize(
+    "takes, gives, verb", [(True, False, "is given"), (False, True, "returns")]
+)
 def test_tensors_hidden_in_objects(takes, gives, verb):
     with pytest.raises(ModelError, match=rf"unit 'blocks\.0' {verb} tensors inside of a State"):
         step(lambda: Boxes([Boxed(takes, gives) for _ in range(2)]))

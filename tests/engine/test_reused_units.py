@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from harness import run_ranks
-from models import VOCABULARY, WIDTH, Block, Regression, _of, masked_lm, vectors
+from models import VOCABULARY, WIDTH, Block, Regression, masked_lm, model_of, vectors
 from reference import (
     Share,
     assert_gradients_equal,
@@ -19,7 +20,7 @@ from reference import (
     plain_step,
 )
 
-albert = _of(
+albert = model_of(
     "AutoModelForMaskedLM",
     "AlbertConfig",
     vocab_size=VOCABULARY,

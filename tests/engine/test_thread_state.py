@@ -1,11 +1,14 @@
-"""Context managers that a model opens around its units: gradient mode, autocast, context variables."""
+"""What a model switches on around its units: gradient mode, autocast, context variables."""
 
 from __future__ import annotations
 
 import contextvars
+import weakref
 
 import pytest
 import torch
+from torch import nn
+
 from models import Block, Regression, vectors
 from reference import (
     assert_gradients_equal,
@@ -15,7 +18,6 @@ from reference import (
     joined,
     pieces_of,
 )
-from torch import nn
 
 
 class FrozenBottom(Regression):
@@ -51,6 +53,25 @@ class Sandwich(Regression):
 def test_units_without_gradients(model):
     batch = vectors(5, torch.Generator().manual_seed(0))
     assert_step_is_plain(engine_alone(model, 5, 2), model, batch)
+
+
+def test_units_without_gradients_keep_no_inputs():
+    seen = []
+
+    class Watched(FrozenBottom):
+        def error(self, x, target):
+            seen.append([alive() is None for alive in self.inputs])
+            return super().error(x, target)
+
+    def watch(module, args):
+        engine.model.inputs.append(weakref.ref(args[0]))
+
+    engine = engine_alone(Watched, 2, 2)
+    engine.model.inputs = []
+    for block in engine.model.blocks:
+        block.register_forward_pre_hook(watch)
+    engine.step(vectors(2, torch.Generator().manual_seed(0)))
+    assert seen == [[True, True, False, False]]
 
 
 class HalfInside(Regression):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from models import ARCHITECTURES, Block, Regression, vectors
-from reference import assert_step_is_plain, batches, engine_alone
 
 from gpumix.engine.units import ROOT, dissect
+from models import ARCHITECTURES, Block, Regression, vectors
+from reference import assert_step_is_plain, batches, engine_alone
 
 GPT2 = ARCHITECTURES["gpt2"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import ARCHITECTURES, WIDTH, Block, Regression, own_blocks, vectors
-from reference import assert_step_is_plain, engine_alone
 from torch import nn
 
 from gpumix.engine.units import ROOT, buffer_bytes, dissect
 from gpumix.spec.errors import InputError
+from models import ARCHITECTURES, WIDTH, Block, Regression, own_blocks, vectors
+from reference import assert_step_is_plain, engine_alone
 
 
 def names(model, wanted=()):
@@ -99,7 +99,12 @@ def test_equal_blocks_are_of_one_kind():
 
 
 def test_parameters_make_a_kind():
-    assert kinds(ARCHITECTURES["t5"].factory()) == ["T5Block", "T5Block#2", "T5Block#3", "T5Block#4"]
+    assert kinds(ARCHITECTURES["t5"].factory()) == [
+        "T5Block",
+        "T5Block#2",
+        "T5Block#3",
+        "T5Block#4",
+    ]
 
 
 def test_settings_make_a_kind():

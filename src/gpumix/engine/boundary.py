@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, UnitCall
-from gpumix.engine.glue import Handed
+from gpumix.engine.glue import hand
 from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
@@ -77,8 +77,9 @@ class Cut:
                 kind = type(value).__name__
                 raise ModelError(
                     f"unit '{self.unit.name}' {verb} tensors inside of a {kind}",
-                    why="gradients cross a unit's boundary only in tensors, tuples, lists and dicts",
-                    fix=f"make it one of those, or call torch.utils._pytree.register_dataclass({kind})",
+                    why="gradients cross the boundary in tensors, tuples, lists and dicts only",
+                    fix=f"make it one of those, or register it: "
+                    f"torch.utils._pytree.register_dataclass({kind})",
                 )
 
     @property
@@ -98,9 +99,9 @@ class Cut:
         return self._state.gradients and (self.unit.trainable or bool(self.inputs))
 
     def forward(self) -> Any:
-        """Run the unit without a graph; its outputs are leaves."""
+        """Run the unit without a graph; its outputs are leaves, handed to the model."""
         if self.differentiable:
-            self._buffers = BufferCopies(self.unit.module)
+            self._buffers = BufferCopies(self.unit.with_buffers)
         self._seed()
         with self._state.applied(), torch.no_grad():
             outputs, structure = self._run(self._detached(False))
@@ -111,7 +112,7 @@ class Cut:
             self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
             self._leaves = [_as_leaf(output) for output in outputs]
             outputs = [
-                output if leaf is None else Handed.apply(leaf)
+                output if leaf is None else hand(leaf)
                 for output, leaf in zip(outputs, self._leaves)
             ]
         result, collected = tree_unflatten(outputs, structure)
@@ -146,7 +147,7 @@ class Cut:
         return [source.grad for source in sources]
 
     def _run(self, inputs: list[Any]) -> tuple[list[Any], TreeSpec]:
-        """Run the unit: all that it gives, by its result or otherwise, and the structure of that."""
+        """Run the unit: all that it gives, by its result or otherwise, and its structure."""
         args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
         return tree_flatten(self._captured.run(lambda: self._forward(*args, **kwargs)))
 

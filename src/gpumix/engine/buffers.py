@@ -7,7 +7,7 @@ pass started from, and change nothing: it runs on copies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +35,13 @@ class _Owner:
 
 
 class BufferCopies:
-    """Copies of the buffers that one call of `module` changes, made before it."""
+    """Copies of the buffers that one call of a unit changes, made before it.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        owners: the unit's modules with buffers.
+    """
+
+    def __init__(self, owners: Iterable[nn.Module]) -> None:
         self._owners = [
             _Owner(
                 owner,
@@ -45,8 +49,7 @@ class BufferCopies:
                 {n: b._version for n, b in owner._buffers.items() if b is not None},
                 {n: None if b is None else b.clone() for n, b in owner._buffers.items()},
             )
-            for owner in module.modules()
-            if owner._buffers
+            for owner in owners
         ]
 
     def keep_changed(self) -> None:

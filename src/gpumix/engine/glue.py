@@ -1,7 +1,7 @@
 """Backward through the code between units.
 
 That code (embedding, masks, norms, head, loss) is ordinary autograd, cut at unit outputs, which are
-leaves, `Handed` to the model. What it hands to units are the *roots* of small graphs. A root may be used by several units
+leaves. What it hands to units are the *roots* of small graphs. A root may be used by several units
 (an encoder's output): its gradients are summed until the first of its users is done, and passed on
 once. Two roots may share a part of their graphs: the first backward then keeps its buffers.
 """
@@ -16,9 +16,13 @@ import torch
 from torch.autograd.graph import Node
 
 
-class Handed(torch.autograd.Function):
-    """A leaf as the model sees it: an ordinary tensor, which it may write into."""
+def hand(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf` for the model: an ordinary tensor, which it may write into."""
+    with torch.enable_grad():
+        return _Handed.apply(leaf)
 
+
+class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach()
@@ -100,7 +104,7 @@ def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _hands(node: Node) -> bool:
-    return getattr(node, "_forward_cls", None) is Handed
+    return getattr(node, "_forward_cls", None) is _Handed
 
 
 def _nodes(tensors: Iterable[torch.Tensor]) -> set[Node]:

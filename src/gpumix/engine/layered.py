@@ -80,7 +80,7 @@ class MicroBatch:
         self._at = None
         self._outputs = cut.forward()
         if keep:
-            self._cuts.append(cut)
+            self._cuts.append(cut if cut.differentiable else None)
             self._glue.used(number, cut.inputs)
 
     def resume(self, number: int) -> None:
@@ -109,7 +109,7 @@ class MicroBatch:
     def backward(self, number: int) -> None:
         """Backward through unit call `number` and the code before it."""
         cut, self._cuts[number] = self._cuts[number], None
-        if cut is not None and cut.differentiable:
+        if cut is not None:
             inputs = cut.inputs
             self._glue.backward(number, inputs, cut.backward())
 

@@ -84,18 +84,16 @@ def _shard_all(
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for prefix, owner in model.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            if buffer.is_meta:
-                raise InputError(
-                    f"buffer '{prefix}.{name}' is on the meta device, without values".replace(
-                        "'.", "'"
-                    ),
-                    fix="build the model with gpumix.build(function, seed)",
-                )
-            owner._buffers[name] = buffer.to(device)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise InputError(
+                f"buffer '{name}' is on the meta device and nothing says what its values are",
+                fix="build the model with gpumix.build(function, seed)",
+            )
+    for owner in model.modules():
+        for name, held in owner._buffers.items():
+            if held is not None:
+                owner._buffers[name] = held.to(device)
 
 
 def _bound(plan: Plan, comm: Communicator) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -25,6 +26,8 @@ BEAT_S = 0.5
 SILENCE_S = 3.0
 # Within this time all that wait for the same thing have noticed that it failed.
 NOTICE_S = 1.0
+# What torch raises when the process that has the store is gone.
+STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # How long a rank that lost a peer waits for somebody's own account of what happened.
 ACCOUNT_S = 5.0
 
@@ -110,7 +113,8 @@ class Ranks:
             and self._store is not None
             and not isinstance(error, CommunicationError)
         ):
-            report_failure(self._store, self.rank, error)
+            with suppress(*STORE_ERRORS):  # nobody is left to be told
+                report_failure(self._store, self.rank, error)
         if self._heart is not None:
             self._heart.stop()
         if self._owns_groups and error is None:
@@ -194,9 +198,17 @@ class Ranks:
 
     # -- who is missing ----------------------------------------------------------------------------
 
-    def explain(self, error: CommunicationError) -> GpumixError:
-        """Why a collective failed: another rank's own account, else who is silent, else who is
-        late."""
+    def explain(self, error: Exception) -> GpumixError:
+        """Why a collective failed (`CommunicationError`): another rank's own account, else who is
+        silent, else who is late; or why the store did (`STORE_ERRORS`)."""
+        try:
+            if isinstance(error, CommunicationError):
+                return self._explained(error)
+            return self._alone(error)
+        except STORE_ERRORS as gone:
+            return self._alone(gone)
+
+    def _explained(self, error: CommunicationError) -> GpumixError:
         assert self._store is not None
         self._store.set(f"waiting/{self.rank}", error.what)
         time.sleep(NOTICE_S)
@@ -221,18 +233,18 @@ class Ranks:
 
     def _account_of_failure(self) -> GpumixError | None:
         assert self._store is not None
-        try:
-            for rank in range(self.world):
-                if rank != self.rank and self._store.check([f"failed/{rank}"]):
-                    return _retold(self._store.get(f"failed/{rank}").decode(), self.names[rank])
-        except RuntimeError as error:
-            return TrainingError(
-                "the process that holds the ranks together is gone",
-                where=self.names[self.rank],
-                why=str(error).splitlines()[0],
-                fix="look at the launcher's host, then run the same command with --resume",
-            )
+        for rank in range(self.world):
+            if rank != self.rank and self._store.check([f"failed/{rank}"]):
+                return _retold(self._store.get(f"failed/{rank}").decode(), self.names[rank])
         return None
+
+    def _alone(self, error: Exception) -> GpumixError:
+        return TrainingError(
+            "the process that holds the ranks together is gone",
+            where=self.names[self.rank],
+            why=str(error).splitlines()[0],
+            fix="look at the launcher's host, then run the same command with --resume",
+        )
 
     def _silent(self) -> list[int]:
         """Ranks whose heartbeat does not move."""

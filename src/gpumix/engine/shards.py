@@ -180,6 +180,7 @@ class ShardedUnit:
         self.module = unit.module
         self.forward = unit.module.forward
         self.groups = groups
+        self.with_buffers = [module for module in unit.module.modules() if module._buffers]
         # Also where the unit's parameters are the root's, because it shares them with other units.
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
         self._gathering: list[Pending] | None = None

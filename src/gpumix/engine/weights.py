@@ -39,7 +39,7 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
             transient = key in module._non_persistent_buffers_set
             if buffer is not None and not transient and name in files.holding:
                 with files.opened(name, buffer.shape) as tensor:
-                    buffer.copy_(tensor[...])
+                    module._buffers[key] = tensor[...].to(buffer.dtype)
 
 
 def _own_values(model: nn.Module) -> Source:

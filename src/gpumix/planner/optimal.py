@@ -14,6 +14,7 @@ import numpy as np
 
 from gpumix.cost.curves import IntArray
 from gpumix.cost.network import native_pays
+from gpumix.cost.time import exposed_seconds
 from gpumix.planner.balance import parts
 from gpumix.planner.base import PlanRequest, Setting, assemble, predicted, ranked_devices
 from gpumix.planner.options import TOLERANCE, ClassOptions, samples_bound, tabulate
@@ -45,32 +46,43 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
-    devices = ranked_devices(profile, request)
-    plans = []
-    for equal_shares in (True, False) if native_pays(profile) else (False,):
-        setting = Setting.of(profile, devices, equal_shares=equal_shares)
-        solution = _solve(setting, request.global_batch)
-        if solution is not None:
-            plans.append(_plan(solution, request.global_batch))
-    if not plans:
-        raise no_room(setting, request.global_batch)
-    return min(plans, key=lambda plan: predicted(plan).step_s)
+    devices, batch = ranked_devices(profile, request), request.global_batch
+    free = Setting.of(profile, devices, equal_shares=False)
+    best = _fastest_plan(free, batch, float("inf"))
+    if native_pays(profile):
+        equal = Setting.of(profile, devices, equal_shares=True)
+        below = float("inf") if best is None else predicted(best).step_s
+        best = _fastest_plan(equal, batch, below) or best
+    if best is None:
+        raise no_room(free, batch)
+    return best
 
 
-def _solve(setting: Setting, batch: int) -> Solution | None:
-    within = float("inf")
+def _fastest_plan(setting: Setting, batch: int, below_s: float) -> Plan | None:
+    """The fastest plan in this setting; None if none fits or all take longer than `below_s`."""
+    solution = _solve(setting, batch, below_s - exposed_seconds(setting.profile, setting.links))
+    if solution is None:
+        return None
+    plan = _plan(solution, batch)
+    return plan if predicted(plan).step_s <= below_s else None
+
+
+def _solve(setting: Setting, batch: int, within_s: float) -> Solution | None:
+    """The fastest choice of those whose passes take at most `within_s`."""
     if batch > FEW_SAMPLES:
         few = np.unique(np.geomspace(1, batch, FEW_SIZES).astype(np.int64))
-        rough = _search(setting, batch, few, within)
-        if rough is None and setting.memory.ones_are_least(batch):
+        rough = _search(setting, batch, few, within_s)
+        if rough is None and within_s == float("inf") and setting.memory.ones_are_least(batch):
             return None
         if rough is not None:
-            within = rough.choice.limits.total_s * (1.0 + TOLERANCE)
-    return _search(setting, batch, np.arange(1, batch + 1), within)
+            within_s = min(within_s, rough.choice.limits.total_s * (1.0 + TOLERANCE))
+    return _search(setting, batch, np.arange(1, batch + 1), within_s)
 
 
 def _search(setting: Setting, batch: int, sizes: IntArray, within_s: float) -> Solution | None:
     """The fastest choice among micro-batches of `sizes` whose passes take at most `within_s`."""
+    if within_s < 0:
+        return None
     options = []
     for name in setting.classes:
         most = samples_bound(setting, name, batch, within_s)

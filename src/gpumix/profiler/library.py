@@ -76,6 +76,7 @@ def profile(
         )
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
+            ranks.device = runtime.torch_device
             profiler = ClusterProfiler(
                 subject, found, ranks=ranks, devices=devices, runtime=runtime
             )
@@ -100,9 +101,8 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
     if cluster is None:
         device_class, device = _own_device()
     else:
-        grouped = dist.is_initialized()
-        chosen = _by_rank(cluster, dist.get_world_size() if grouped else 1)
-        device = chosen[dist.get_rank() if grouped else 0]
+        rank, world = _place()
+        device = _by_rank(cluster, world)[rank]
         device_class = cluster.class_named(device.device_class)
     return open_runtime(device_class, device.ordinal, device_id=device.id)
 
@@ -110,18 +110,18 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
 def _ranks(timeout_s: float) -> Ranks:
     """The ranks of the default process group, with words of their own: what an earlier profile of
     the same program said there must not be heard again."""
-    if not dist.is_initialized():
-        return Ranks.of_default_group(timeout_s)
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"gpumix/profiles/{dist.get_rank()}", 1)
-    cuda = torch.cuda.is_available()
-    return Ranks(
-        dist.PrefixStore(f"gpumix/profile{number}", store),
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-        timeout_s=timeout_s,
-    )
+    store, (rank, world) = None, _place()
+    if dist.is_initialized():
+        default = dist.distributed_c10d._get_default_store()
+        number = default.add(f"gpumix/profiles/{rank}", 1)
+        store = dist.PrefixStore(f"gpumix/profile{number}", default)
+    # The device is told when it is open.
+    return Ranks(store, rank=rank, world=world, device=torch.device("cpu"), timeout_s=timeout_s)
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _devices(ranks: Ranks, cluster: Cluster | None) -> tuple[Cluster, tuple[Device, ...]]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
-from gpumix.engine.ranks import Ranks
+from gpumix.engine.ranks import STORE_ERRORS, Ranks
 from gpumix.hardware.environment import cache_folder
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, open_device
@@ -26,7 +27,9 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
+from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
+from gpumix.train.models import check_fits
 
 MEETING_S = 120.0  # how long ranks wait for each other's devices
 
@@ -86,14 +89,16 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
         )
         with ranks:
             try:
+                _same_job(task.job, ranks)
+                check_fits(task.job, task.folder)
                 train_data, held_out = _same_data(task, ranks)
                 yield Context(task, seat.device, runtime, ranks, train_data, held_out)
-            except CommunicationError as error:
+            except (CommunicationError, *STORE_ERRORS) as error:
                 raise ranks.explain(error) from error
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise _out_of_memory(error, runtime, ranks) from error
+                if is_out_of_memory(error):
+                    raise _out_of_memory(error, runtime, ranks) from error
+                raise in_words(error, ranks.names[ranks.rank]) from error
 
 
 def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[Device, ...]]:
@@ -127,6 +132,28 @@ def _store(seat: Seat, timeout_s: float) -> dist.Store:
         multi_tenant=True,
     )
     return dist.PrefixStore(seat.run, store)
+
+
+def _same_job(job: Job, ranks: Ranks) -> None:
+    """Hosts may have been started with different job files; only paths may differ."""
+    told = ranks.gather("job", json.dumps(_without_paths(job.model_dump())))
+    first = json.loads(told[0])
+    for rank, other in enumerate(map(json.loads, told)):
+        for key in first:
+            if other[key] != first[key]:
+                raise InputError(
+                    f"ranks disagree about the job: '{key}' is {first[key]} on {ranks.names[0]}, "
+                    f"{other[key]} on {ranks.names[rank]}",
+                    fix="start every host with the same job and the same --set",
+                )
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_paths(item) for item in value]
+    return "a path" if isinstance(value, Path) else value
 
 
 def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:

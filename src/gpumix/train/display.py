@@ -83,10 +83,9 @@ class Display:
         for column in ("step", "loss", "lr", "gradient norm", "step time", "tokens/s"):
             steps.add_column(column, justify="right", min_width=9)
         for r in self._rows:
-            norm = "" if r.gradient_norm is None else f"{r.gradient_norm:.3f}"
             steps.add_row(
-                f"{r.step}/{self._log.steps}", f"{r.loss:.4f}", f"{r.learning_rate:.2e}", norm,
-                show_seconds(r.step_s), f"{r.tokens_per_s:.0f}",
+                f"{r.step}/{self._log.steps}", f"{r.loss:.4f}", f"{r.learning_rate:.2e}",
+                f"{r.gradient_norm:.3f}", show_seconds(r.step_s), f"{r.tokens_per_s:.0f}",
             )  # fmt: skip
         done = self._rows[-1].step if self._rows else 0
         parts: list[RenderableType] = [steps, ProgressBar(self._log.steps, done, width=60)]

@@ -11,20 +11,26 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any
 
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, Interrupted, TrainingError
+from gpumix.train.failures import in_words
+from gpumix.train.stop import SIGNALS
 
 LOOPBACK = "127.0.0.1"
 PRELOAD = ["torch", "torch.distributed", "gpumix.train.preload"]
+STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so.
 GRACE_S = 15.0
 
@@ -48,25 +54,36 @@ class Seat:
 Work = Callable[..., Any]
 
 
-def launch(work: Work, devices: Sequence[Device], *args: Any, debug: bool = False) -> list[Any]:
+def launch(
+    work: Work,
+    devices: Sequence[Device],
+    *args: Any,
+    debug: bool = False,
+    saves_when_stopped: bool = False,
+) -> list[Any]:
     """Run `work(seat, *args)` in one process per device; the results in rank order.
 
     Args:
         work: a module-level function; it, its arguments and its result are pickled between this
             process and its own children.
         debug: print the traceback of every error.
+        saves_when_stopped: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`);
+            only a second one ends them.
 
     Raises:
         GpumixError: a rank's own error; of several the one that caused the others.
         TrainingError: a rank died without a word.
+        KeyboardInterrupt: the ranks were ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    with _interrupts_ignored():
+        forkserver.ensure_running()
     with _store() as (store, port):
-        seats = [Seat(r, len(devices), device, port) for r, device in enumerate(devices)]
-        children = []
-        with _interrupts_ignored_by_children():
-            for seat in seats:
+        children: list[_Child] = []
+        try:
+            for rank, device in enumerate(devices):
+                seat = Seat(rank, len(devices), device, port)
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_child, args=(work, seat, args, theirs, debug), daemon=False
@@ -74,8 +91,8 @@ def launch(work: Work, devices: Sequence[Device], *args: Any, debug: bool = Fals
                 process.start()
                 theirs.close()
                 children.append(_Child(seat, process, mine))
-        try:
-            return _watch(children, store)
+            with _stops_taken(children if saves_when_stopped else []):
+                return _watch(children, store)
         finally:
             for child in children:
                 child.kill()
@@ -100,22 +117,40 @@ def _store() -> Iterator[tuple[Any, int]]:
 
 
 @contextmanager
-def _interrupts_ignored_by_children() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group; ranks take it only once they are ready for it."""
-    before = signal.getsignal(signal.SIGINT)
-    in_main = before is not None and _in_main_thread()
-    if in_main:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches the whole process group. Processes that are started in here, and what they
+    fork, ignore it; ranks take it once they are ready for it."""
+    if not _in_main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _stops_taken(children: list[_Child]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM is passed on to `children`, the next raises KeyboardInterrupt;
+    the first one too if there are no children to answer it."""
+
+    def take(number: int, frame: FrameType | None) -> None:
+        if not children or any(child.asked_to_stop for child in children):
+            raise KeyboardInterrupt
+        os.write(2, STOPPING)  # a handler may interrupt a print
+        for child in children:
+            child.ask_to_stop()
+
+    before = {s: signal.signal(s, take) for s in SIGNALS} if _in_main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_main_thread() -> bool:
-    import threading
-
     return threading.current_thread() is threading.main_thread()
 
 
@@ -125,9 +160,9 @@ class _Child:
     process: Any
     pipe: Connection
     ended: bool = False
+    asked_to_stop: bool = False
     result: Any = None
     error: GpumixError | None = None
-    unexpected: str = ""
 
     def name(self) -> str:
         return f"rank {self.seat.rank} (device '{self.seat.device.id}', pid {self.process.pid})"
@@ -143,10 +178,18 @@ class _Child:
             return
         if kind == "result":
             self.result = value
-        elif kind == "error":
-            self.error = value
         else:
-            self.unexpected = value
+            self.error = value
+
+    def ask_to_stop(self) -> None:
+        self.asked_to_stop = True
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGTERM)
+
+    @property
+    def died_of_stop(self) -> bool:
+        """It was not ready to answer: there was nothing to save yet."""
+        return self.asked_to_stop and self.process.exitcode == -signal.SIGTERM
 
     def kill(self) -> None:
         if self.process.is_alive():
@@ -178,22 +221,14 @@ def _watch(children: list[_Child], store: Any) -> list[Any]:
 
     run_store = dist.PrefixStore(children[0].seat.run, store)
     deadline: float | None = None
-    interrupts = 0
     while waiting := [c for c in children if not c.ended]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            ready = wait([c.pipe for c in waiting], timeout)
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 1:
-                raise
-            continue  # the ranks have it too; they save and leave
+        ready = wait([c.pipe for c in waiting], timeout)
         for child in waiting:
             if child.pipe in ready:
                 child.collect()
                 if child.error is not None:
                     report_failure(run_store, child.seat.rank, child.error)
-                if child.error is not None or child.unexpected:
                     deadline = deadline or time.monotonic() + GRACE_S
         if not ready and deadline is not None and time.monotonic() >= deadline:
             break
@@ -203,11 +238,10 @@ def _watch(children: list[_Child], store: Any) -> list[Any]:
 
 def _raise_cause(children: list[_Child]) -> None:
     """Raise the error that explains the others."""
-    for child in children:
-        if child.unexpected:
-            raise RuntimeError(f"{child.name()} failed:\n{child.unexpected}")
+    if any(child.died_of_stop for child in children):
+        raise KeyboardInterrupt
     errors = [c.error for c in children if c.error is not None]
-    deaths = [c.error for c in children if c.error is not None and "killed by" in c.error.what]
+    deaths = [e for e in errors if "killed by" in e.what]
     own = [e for e in errors if type(e).__name__ != "CommunicationError"]
     if errors:
         raise (deaths or own or errors)[0]
@@ -215,16 +249,23 @@ def _raise_cause(children: list[_Child]) -> None:
 
 def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debug: bool) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
+    threading.Thread(target=_end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))
-    except GpumixError as error:
+    except BaseException as error:
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
-        pipe.send(("error", error))
-    except BaseException:
-        pipe.send(("unexpected", traceback.format_exc()))
+        pipe.send(("error", in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")))
     finally:
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group may hang in their destructors; the parent knows all.
         os._exit(0)
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed cannot end its ranks."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)

@@ -28,10 +28,11 @@ WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. `prediction_error` is predicted over measured step time, less 1."""
+    """What a run came to. `prediction_error` is predicted over measured step time, less 1; there is
+    no loss where no step was left to do."""
 
     steps: int
-    loss: float
+    loss: float | None
     tokens_per_s: float
     step_s: float
     predicted_step_s: float | None
@@ -91,7 +92,7 @@ class Trainer:
         if resume:
             self._resume()
         context.runtime.reset_peak()
-        self._log = RunLog(job.output, plan, job.steps)
+        self._log = RunLog(job.output, plan, job.steps, done=self.step)
         self._display: Display | None = None
         self._waited_s = 0.0
         self._since = time.perf_counter()
@@ -110,20 +111,17 @@ class Trainer:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
             self._open(stack)
-            record = None
             while self.step < self.job.steps:
-                record = self.train_step(stop)
-                self._tell(record)
+                self._tell(self.train_step(stop))
                 if self._due(self.job.evaluation.every_steps):
                     self._evaluate()
+                if self.step == self.job.steps:
+                    break
                 if any(self.engine.notices_by_rank()):
-                    self._stop(record)
-                if self._due(self.job.checkpoint.every_steps) and self.step < self.job.steps:
+                    self._stop()
+                if self._due(self.job.checkpoint.every_steps):
                     self.save()
-            path = self.save()
-            if self.context.first:
-                self._log.progress("finished", record)
-            return self._summary(path)
+            return self._summary(self.save())
 
     def try_out(self, steps: int) -> Trial:
         """Train `steps` steps after those of the warm-up; nothing is written."""
@@ -160,11 +158,10 @@ class Trainer:
             group["lr"] = rate
         self.engine.notice = STOP if stop is not None and stop.requested else 0.0
         loss = self.engine.step(batch).item()
-        if not math.isfinite(loss):
-            self._not_finite(loss, cursor)
-        norm = None
-        if self.job.optimizer.clip_norm is not None:
-            norm = self.engine.clip_grad_norm_(self.job.optimizer.clip_norm)
+        norm = self.engine.clip_grad_norm_(self.job.optimizer.clip_norm or math.inf).item()
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                self._not_finite(what, value, cursor)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.context.runtime.synchronize()
@@ -177,7 +174,7 @@ class Trainer:
             step=self.step,
             loss=loss,
             learning_rate=rate,
-            gradient_norm=None if norm is None else norm.item(),
+            gradient_norm=norm,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
             tokens=tokens * self.step,
@@ -188,9 +185,7 @@ class Trainer:
     def _open(self, stack: ExitStack) -> None:
         if not self.context.first:
             return
-        self._log.open()
-        stack.callback(self._log.close)
-        self._log.progress("training", None)
+        stack.enter_context(self._log)
         self._display = stack.enter_context(Display(self._log, self.job.log_every_steps))
 
     def _tell(self, record: StepRecord) -> None:
@@ -198,7 +193,6 @@ class Trainer:
             self._exchange_records()
         if self.context.first and self._display is not None:
             self._log.step(record)
-            self._log.progress("training", record)
             self._display.step(record)
 
     def _exchange_records(self) -> None:
@@ -259,24 +253,22 @@ class Trainer:
         self.loader.load_state_dict(state.cursor)
         self.step = state.step
 
-    def _stop(self, record: StepRecord) -> None:
+    def _stop(self) -> None:
         path = self.save()
-        if self.context.first:
-            self._log.progress("interrupted", record)
         raise Interrupted(
             f"stopped after step {self.step} of {self.job.steps}",
             where=str(path),
             fix="go on with the same command and --resume",
         )
 
-    def _not_finite(self, loss: float, cursor: dict[str, Any]) -> None:
+    def _not_finite(self, what: str, value: float, cursor: dict[str, Any]) -> None:
         """The weights are still those of before the step; so is what is saved."""
         self.engine.steps -= 1
         path = self.save(cursor)
         ranks = self.context.ranks
         who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())
         raise TrainingError(
-            f"the loss of step {self.step + 1} is {loss}",
+            f"the {what} of step {self.step + 1} is {value}",
             where=who,
             why="a rate too high, fp16 out of its range, or bad samples in that rank's share",
             fix=f"the state before that step is in {path}: go on from there with --resume and a "
@@ -290,7 +282,7 @@ class Trainer:
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
             steps=self.step,
-            loss=self._losses[-1] if self._losses else math.nan,
+            loss=self._losses[-1] if self._losses else None,
             tokens_per_s=tokens / step_s if step_s else 0.0,
             step_s=step_s,
             predicted_step_s=predicted,

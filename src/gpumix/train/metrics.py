@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
+from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
 
 # Steps whose times make up the speed that is shown.
@@ -22,7 +26,7 @@ class StepRecord:
     step: int
     loss: float
     learning_rate: float
-    gradient_norm: float | None
+    gradient_norm: float
     step_s: float
     tokens_per_s: float
     tokens: int
@@ -85,25 +89,47 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 @dataclass
 class RunLog:
-    """Writes a run's files. Only the first rank has one."""
+    """Writes a run's files while its `with` block runs. Only the first rank has one.
+
+    `done` is the last step: at first the one that the run goes on from. Records of later steps,
+    which a run wrote that died without saving them, are dropped, so that no step is there twice.
+    """
 
     folder: Path
     plan: Plan
     steps: int
+    done: int = 0
+    loss: float | None = None
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _file: TextIO | None = None
 
-    def open(self) -> None:
+    def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        path = self.folder / "metrics.jsonl"
+        _replace(path, "".join(_until(path, self.done)) if self.done else "")
+        self._file = path.open("a", encoding="utf-8")
+        self.progress("training")
+        return self
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._file is not None
+        if error is None:
+            self.progress("finished")
+        else:
+            with suppress(OSError):  # a full disk must not hide the error
+                self.progress("interrupted" if isinstance(error, Interrupted) else "failed")
+        self._file.close()
 
     def step(self, record: StepRecord) -> None:
+        self.done, self.loss = record.step, record.loss
         self.recent_s.append(record.step_s)
         self._write("step", asdict(record))
+        self.progress("training")
 
     def classes(self, step: int, records: list[ClassRecord]) -> None:
         self._write("classes", {"step": step, "classes": [asdict(r) for r in records]})
@@ -111,21 +137,18 @@ class RunLog:
     def evaluation(self, step: int, loss: float) -> None:
         self._write("evaluation", {"step": step, "loss": loss})
 
-    def progress(self, state: str, record: StepRecord | None) -> None:
+    def progress(self, state: str) -> None:
         """Replace `progress.json`, for whoever watches the run."""
-        done = record.step if record is not None else 0
         value = {
             "state": state,
-            "step": done,
+            "step": self.done,
             "steps": self.steps,
-            "loss": record.loss if record is not None else None,
+            "loss": self.loss,
             "tokens_per_s": self.tokens_per_s(),
-            "remaining_s": (self.steps - done) * self.step_s(),
+            "remaining_s": (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
-        part = self.folder / ".progress.json.part"
-        part.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        part.replace(self.folder / "progress.json")
+        _replace(self.folder / "progress.json", json.dumps(value) + "\n")
 
     def step_s(self) -> float:
         """Median seconds of the recent steps, 0 before the first."""
@@ -140,3 +163,19 @@ class RunLog:
         assert self._file is not None
         self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
         self._file.flush()
+
+
+def _until(path: Path, step: int) -> Iterator[str]:
+    """The lines of a former run up to a step; the last one may have been cut short."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with suppress(ValueError, KeyError):
+                if json.loads(line)["step"] <= step:
+                    yield line
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step, so that no reader finds half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gpumix.data.factory import call_factory
+from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.job import ModelSpec
+from gpumix.spec.job import Job, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,6 +68,36 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
             where=f"model.config of type '{model_type}'",
             why=str(error).splitlines()[0],
         ) from error
+
+
+def check_fits(job: Job, folder: Path) -> None:
+    """A model of `transformers` has a place for every position and every token of the job's data;
+    one that has not fails somewhere inside, in the middle of the run, on a GPU without a word.
+
+    Raises:
+        InputError: it has not.
+    """
+    if job.model.config is None:
+        return
+    config = config_of(job.model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < job.sequence_length:
+        raise InputError(
+            f"the model has {positions} positions, sequence_length is {job.sequence_length}",
+            where="model.config",
+            fix="raise max_position_embeddings (n_positions in GPT-2) or lower sequence_length",
+        )
+    if job.data.factory is not None:
+        return
+    named = job.tokenizer
+    tokenizer = open_tokenizer(folder / named if isinstance(named, Path) else named)
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}",
+            where="model.config",
+            fix=f"set vocab_size to {tokenizer.vocab_size} or more",
+        )
 
 
 def _values(spec: ModelSpec) -> dict[str, Any]:

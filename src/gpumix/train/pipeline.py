@@ -19,6 +19,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
 from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.train.checkpoint_folder import CHECKPOINTS, latest
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
 
@@ -53,10 +54,11 @@ class Pipeline:
             self._console.print(thing)
 
     def profile(self, *, fresh: bool = False) -> Profile:
-        """From the cache, or measured."""
-        cached = None if fresh else MeasurementCache(self.job, self.cluster, self.folder).load()
-        if cached is not None:
-            return cached
+        """From the cache, or measured. Under torchrun the ranks go by the first host's cache."""
+        if self._runs.decides_alone and not fresh:
+            cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+            if cached is not None:
+                return cached
         from gpumix.train import work
 
         devices = self._runs.devices(self.cluster)
@@ -84,7 +86,7 @@ class Pipeline:
 
         devices = self._runs.devices(self.cluster)
         summary: Summary = self._runs.run(
-            work.train, self.cluster, self._task(), plan, devices, resume
+            work.train, self.cluster, self._task(), plan, devices, resume, saves=True
         )
         return summary
 
@@ -100,6 +102,9 @@ class Pipeline:
 
     def show_summary(self, summary: Summary) -> None:
         """One line: how fast, and how far off the prediction was."""
+        if summary.loss is None:
+            self.show(f"nothing was left to do: the run has all of its {summary.steps} steps")
+            return
         line = (
             f"{summary.tokens_per_s:.0f} tokens/s, {show_seconds(summary.step_s)} a step, loss "
             f"{summary.loss:.4f} after {summary.steps} steps"
@@ -119,15 +124,29 @@ class Pipeline:
         return Task(self.job, self.cluster, self.folder, self._debug)
 
     def _check_output(self, resume: bool) -> None:
-        there = self.job.output / "checkpoints"
-        if not resume and there.is_dir() and any(there.iterdir()):
+        output = self.job.output
+        if output.exists() and not output.is_dir():
+            raise InputError(
+                "the output is a file, it must be a folder",
+                where=str(output),
+                fix="write elsewhere: --set output=runs/another",
+            )
+        saved = latest(output / CHECKPOINTS)
+        if resume and saved is None:
+            raise InputError(
+                "there is no checkpoint to go on from",
+                where=str(output),
+                fix="start the run without --resume",
+            )
+        if not resume and saved is not None:
             raise InputError(
                 "the output folder holds the checkpoints of an earlier run",
-                where=str(self.job.output),
+                where=str(output),
                 fix="go on with --resume, or write elsewhere: --set output=runs/another",
             )
 
     def _check_plan(self, plan: Plan) -> None:
+        plan.for_devices([device.id for device in self._runs.devices(self.cluster)])
         for what, planned, wanted in (
             ("global_batch", plan.global_batch, self.job.global_batch),
             ("sequence_length", plan.sequence_length, self.job.sequence_length),
@@ -138,15 +157,13 @@ class Pipeline:
                     f"the plan is for {what} {planned}, the job has {wanted}",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )
-        predicted = plan.prediction.workers if plan.prediction is not None else ()
-        for worker, expected in zip(plan.workers, predicted):
-            if not any(c.name == worker.device_class for c in self.cluster.classes):
-                continue  # the plan is for other devices, which the ranks find and name
-            usable = usable_bytes(self.cluster.class_named(worker.device_class))
+        for expected in plan.prediction.workers if plan.prediction is not None else ():
+            name = self.cluster.device(expected.device).device_class
+            usable = usable_bytes(self.cluster.class_named(name))
             if expected.peak_bytes > usable:
                 raise NoFeasiblePlanError(
                     f"the plan needs {show_bytes(expected.peak_bytes)} where "
                     f"{show_bytes(usable)} may be used",
-                    where=f"device '{worker.device}' of class '{worker.device_class}'",
+                    where=f"device '{expected.device}' of class '{name}'",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )

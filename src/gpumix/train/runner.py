@@ -15,9 +15,14 @@ from gpumix.train.launch import Seat, launch
 
 
 class Runner(Protocol):
-    """`speaks`: whether this process shows things; under torchrun only one does."""
+    """Runs work on every rank.
+
+    `speaks`: whether this process shows things; under torchrun only one does. `decides_alone`: no
+    other process has to come to the same decision, from files that may differ from host to host.
+    """
 
     speaks: bool
+    decides_alone: bool
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         """The devices: those that are wanted, or those that are found."""
@@ -27,8 +32,14 @@ class Runner(Protocol):
         """The device of each rank."""
         ...
 
-    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
-        """The result of `work(seat, *args)` on every rank, which must be the same on all."""
+    def run(
+        self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
+    ) -> Any:
+        """The result of `work(seat, *args)` on every rank, which must be the same on all.
+
+        Args:
+            saves: the work answers Ctrl-C itself, by saving; other work is ended by it.
+        """
         ...
 
 
@@ -44,6 +55,7 @@ class LocalRunner:
 
     debug: bool = False
     speaks: bool = True
+    decides_alone: bool = True
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         return wanted or discover()
@@ -59,12 +71,17 @@ class LocalRunner:
             )
         return cluster.in_rank_order()
 
-    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
-        return launch(work, self.devices(cluster), *args, debug=self.debug)[0]
+    def run(
+        self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
+    ) -> Any:
+        devices = self.devices(cluster)
+        return launch(work, devices, *args, debug=self.debug, saves_when_stopped=saves)[0]
 
 
 class TorchrunRunner:
     """This process is one rank of a run that torchrun started."""
+
+    decides_alone = False
 
     def __init__(self, place: TorchrunPlace) -> None:
         self.speaks = place.rank == 0
@@ -85,7 +102,9 @@ class TorchrunRunner:
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
         return self._met or cluster.in_rank_order()
 
-    def run(self, work: Callable[..., Any], cluster: Cluster, *args: Any) -> Any:
+    def run(
+        self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
+    ) -> Any:
         self._runs += 1
         device = self.devices(cluster)[self._place.rank]
         return work(replace(self._seat(device), run=f"run{self._runs}"), *args)

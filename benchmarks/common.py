@@ -1,0 +1,23 @@
+"""What benchmarks share: the tests' models and launcher of ranks, and how figures are printed.
+
+The benchmarks of the engine measure with the very models and ranks that its tests use; importing
+this module makes those importable.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+
+Figures = dict[str, int | float | str | bool]
+
+
+def print_figures(figures: Figures, *, as_json: bool) -> None:
+    """The result, as the last line of stdout: one flat JSON object, or words."""
+    words = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in figures.items())
+    print(json.dumps(figures) if as_json else words)

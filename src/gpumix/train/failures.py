@@ -1,0 +1,63 @@
+"""Any error as one that a reader can act on: whose it is, where it happened, and the exit code.
+
+A rank's own edge: below it errors are what Python and torch raise, above it they are
+`GpumixError`s that cross to other processes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import gpumix
+from gpumix.spec.errors import GpumixError, MachineError, TrainingError
+
+_PACKAGE = Path(gpumix.__file__).parent
+# Here gpumix calls code that the job brought along: a model, a factory, a dataset.
+_CALLS_JOB = {"engine/objective.py", "engine/boundary.py", "data/factory.py", "data/samples.py"}
+
+
+def in_words(error: BaseException, where: str) -> GpumixError:
+    """`error` as a `GpumixError`; one that is none already happened at `where`.
+
+    Without the traceback: that is for `--debug`.
+    """
+    if isinstance(error, GpumixError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [number for number, frame in enumerate(frames) if _place(frame) is not None]
+    last = own[-1] if own else -1
+    jobs = [f for f in frames[last + 1 :] if not _of_torch(f)]
+    of_job = bool(own and jobs) and _place(frames[last]) in _CALLS_JOB
+    at = [_line(jobs[-1] if of_job else frames[last])] if frames else []
+    where = ", ".join([where, *at])
+    if isinstance(error, OSError):
+        file = f" ({error.filename})" if error.filename else ""
+        return MachineError(f"{error.strerror or error}{file}", where=where)
+    first = (str(error).strip().splitlines() or [""])[0]
+    what = f"{type(error).__name__}: {first}"
+    if of_job:
+        return TrainingError(
+            f"the job's own code failed: {what}",
+            where=where,
+            fix="run it again with --debug, which shows the whole way there",
+        )
+    return GpumixError(
+        f"a bug in gpumix: {what}",
+        where=where,
+        fix="run it again with --debug and report what that shows",
+    )
+
+
+def _place(frame: traceback.FrameSummary) -> str | None:
+    """The file of a frame inside of the package; None if it is elsewhere."""
+    path = Path(frame.filename)
+    return path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else None
+
+
+def _of_torch(frame: traceback.FrameSummary) -> bool:
+    return "/torch/" in Path(frame.filename).as_posix()
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"

@@ -1,0 +1,211 @@
+"""Tiny jobs for tests of the train loop, the profiler and the command line, and ways to run them.
+
+In the test's own process (`train`), where ranks start in a tenth of a second; or as a user does, in
+a process of its own (`gpumix`), where exit codes, stderr and signals matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import toys
+import yaml
+
+from gpumix.engine.deferred import build
+from gpumix.engine.units import dissect
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.read import read_job
+from gpumix.train.loop import Summary
+from gpumix.train.pipeline import Pipeline
+
+HERE = Path(__file__).parent
+LENGTH = 8
+BATCH = 8
+
+# A real CPU class is not slowed down; memory is counted and capped as on any device.
+CLUSTER = [
+    {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
+    {"class": "small", "accelerator": "cpu", "memory": "32 MiB", "count": 2},
+]
+EMULATED = [
+    {"class": "fast", "emulate": "50 GFLOP/s", "memory": "64 MiB"},
+    {"class": "slow", "emulate": "25 GFLOP/s", "memory": "32 MiB", "count": 2},
+]
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    """A job file in `folder`; `changes` replace top-level keys, None removes one."""
+    job: dict[str, Any] = {
+        "model": {"factory": "toys:model"},
+        "data": {"factory": "toys:tokens", "held_out": 0.1},
+        "sequence_length": LENGTH,
+        "global_batch": BATCH,
+        "steps": 6,
+        "optimizer": {"lr": 1e-2},
+        "cluster": CLUSTER,
+        "output": "run",
+        "log_every_steps": 2,
+        "profile": {"cache": "profiles", "budget": 20},
+        "timeout": 30,
+    }
+    job = {key: value for key, value in (job | changes).items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def toy(**arguments: Any) -> dict[str, Any]:
+    """The `model` key of a job whose toy model takes these arguments."""
+    return {"factory": "toys:model", "arguments": arguments}
+
+
+def plan_for(
+    job_file: Path, samples: Sequence[int] = (4, 2, 2), shares: Sequence[float] = (0.5, 0.25, 0.25)
+) -> Plan:
+    """A plan by hand for the toy model of a job, its devices in rank order; one micro-batch each.
+
+    It holds no prediction, so nothing is profiled and nothing refused before it runs.
+    """
+    job = read_job(job_file)
+    assert isinstance(job.cluster, Cluster)
+    anatomy = dissect(build(lambda: toys.model(**job.model.arguments), seed=0))
+    workers = tuple(
+        Worker(
+            device=device.id,
+            device_class=device.device_class,
+            samples=count,
+            micro_batch=count,
+            state_share=share,
+        )
+        for device, count, share in zip(job.cluster.in_rank_order(), samples, shares, strict=True)
+    )
+    return Plan(
+        strategy="by hand",
+        model=anatomy.fingerprint(),
+        sequence_length=job.sequence_length,
+        global_batch=sum(samples),
+        stages=(Stage(units=tuple(u.name for u in anatomy.units), workers=workers),),
+    )
+
+
+# -- in this process -------------------------------------------------------------------------------
+
+
+def train(
+    job_file: Path, *overrides: str, plan: Plan | None = None, resume: bool = False
+) -> Summary:
+    """`gpumix train` by `plan`, or by one that is made."""
+    return Pipeline.of_file(job_file, overrides, debug=False).train(plan, resume=resume)
+
+
+# -- as a user -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """The one document on stdout."""
+        return json.loads(self.out)
+
+
+def gpumix(
+    *arguments: str | Path,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 90,
+) -> Done:
+    """Run the command line in `folder`; no process of it is left afterwards."""
+    return run([sys.executable, "-m", "gpumix", *arguments], folder, env or {}, timeout_s)
+
+
+def run(
+    command: Sequence[str | Path], folder: Path, env: Mapping[str, str], timeout_s: float
+) -> Done:
+    """Run a command in a session of its own, so that signals to its group reach nobody else."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment(folder) | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+        assert not _remain(process.pid), "processes are left behind"
+    finally:
+        _end(process)
+    return Done(process.returncode, out, err)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The toys can be imported, caches of tokens are the test's own, hosts talk on loopback."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    return kept | {
+        "PYTHONPATH": str(HERE),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _remain(group: int, patience_s: float = 5.0) -> bool:
+    """Whether processes of the group live on: the server of ranks needs a moment to notice."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.communicate()
+
+
+# -- what a run leaves -----------------------------------------------------------------------------
+
+
+def metrics(run_folder: Path, event: str = "step") -> list[dict[str, Any]]:
+    """The records of one kind in a run's metrics.jsonl; every line is JSON as others read it."""
+    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line, parse_constant=_no_json) for line in lines]
+    return [record for record in records if record["event"] == event]
+
+
+def progress(run_folder: Path) -> dict[str, Any]:
+    text = (run_folder / "progress.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text, parse_constant=_no_json)
+    return found
+
+
+def checkpoints(run_folder: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder / "checkpoints").iterdir())
+
+
+def _no_json(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")

@@ -1,0 +1,137 @@
+"""What tiny jobs train: a small model and its data, found by name as a user's own factory is.
+
+The model can misbehave in one of its forward passes on one rank, in all the ways that a process
+can come to harm.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 32
+FOREVER_S = 60
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.into = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(F.gelu(self.into(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Guesses each token from itself; returns (summed loss, count).
+
+    Args:
+        fault: a name in `FAULTS`, or none.
+        rank, at: where it happens, and in which training forward pass, counted from 1.
+    """
+
+    def __init__(self, width: int, blocks: int, fault: str, rank: int, at: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, VOCABULARY)
+        self.fault, self.rank, self.at = fault, rank, at
+        self.passes = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        self.passes += self.training
+        strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).flatten(0, 1).float()
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        if strike:
+            loss = loss * FAULTS[self.fault]()
+        return loss, torch.tensor(labels.numel())
+
+
+def model(
+    width: int = 16, blocks: int = 2, fault: str = "", rank: int = 0, at: int = 3
+) -> nn.Module:
+    return Toy(width, blocks, fault, rank, at)
+
+
+def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[str, Tensor]]:
+    """Random samples, always the same; with `per_rank`, so many more on each next rank."""
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for _ in range(samples + per_rank * _rank()):
+        ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        made.append({"input_ids": ids, "labels": ids.clone()})
+    return made
+
+
+def no_module() -> str:
+    return "a model"
+
+
+def broken() -> nn.Module:
+    raise ValueError("this factory is broken")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# -- faults; each returns what the loss is multiplied with -----------------------------------------
+
+
+def _signal(number: signal.Signals) -> Callable[[], float]:
+    def send() -> float:
+        os.kill(os.getpid(), number)
+        return 1.0
+
+    return send
+
+
+def _raise() -> float:
+    raise ValueError("no such token\nin any vocabulary")
+
+
+def _ctrl_c() -> float:
+    """As the terminal does: to all processes of the group, launcher and ranks alike."""
+    os.killpg(0, signal.SIGINT)
+    return 1.0
+
+
+def _ctrl_c_twice() -> float:
+    os.killpg(0, signal.SIGINT)
+    time.sleep(1)  # two signals at once would be one
+    os.killpg(0, signal.SIGINT)
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _small_disk() -> float:
+    """No file may grow beyond this: what a full disk comes to."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    return 1.0
+
+
+FAULTS: dict[str, Callable[[], float]] = {
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "raise": _raise,
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "terminate": _signal(signal.SIGTERM),
+    "ctrl-c": _ctrl_c,
+    "ctrl-c-twice": _ctrl_c_twice,
+    "small-disk": _small_disk,
+}
