@@ -1,9 +1,10 @@
 """A model that an even split cannot hold, trained by gpumix on the same devices.
 
 Four emulated devices of unequal memory; a GPT-2 of 12.1 M parameters, whose training state divided
-by four is more than the smallest device has. gpumix trains it by its own plan; its own `even` plan must be refused before anything is allocated; FSDP2 is started all the same, as sparing
-as it can be (micro-batches of one sample, recompute, no prefetch, the whole model in host memory
-that nobody counts). Limits are those of a real allocator, to the byte.
+by four is more than the smallest device has. gpumix trains it by its own plan; its own `even` plan
+must be refused before anything is allocated; FSDP2 is started all the same, as sparing as it can be
+(micro-batches of one sample, recompute, no prefetch, the whole model in host memory that nobody
+counts). Limits are those of a real allocator, to the byte.
 
     python benchmarks/bigger.py [--json] [--steps 4]
 

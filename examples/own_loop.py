@@ -56,7 +56,7 @@ class Text(torch.utils.data.Dataset):
 
 
 def build() -> torch.nn.Module:
-    """Any function that returns a model; blocks of `transformers` models are found by themselves."""
+    """Any function that returns a model; blocks of `transformers` models are found as such."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=96,
@@ -89,7 +89,9 @@ def main() -> None:
     plan = gpumix.plan(profile, global_batch=GLOBAL_BATCH)
     if rank == 0:
         for worker in plan.workers:
-            print(f"{worker.device}: {worker.samples} samples, {worker.state_share:.0%} of the state")
+            print(
+                f"{worker.device}: {worker.samples} samples, {worker.state_share:.0%} of the state"
+            )
 
     with gpumix.open_device(cluster):
         train(plan, rank)

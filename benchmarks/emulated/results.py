@@ -33,9 +33,14 @@ class Results:
         by_rank = ([run for run in o.runs if run.system == name] for o in self.outcomes)
         return list(zip(*by_rank))
 
+    def counted(self, name: str) -> list[Run]:
+        """The runs that count, as rank 0 saw them: those without overruns, all if there is none."""
+        runs = [ranks[0] for ranks in self.of_system(name)]
+        return [run for run in runs if not run.overruns] or runs
+
     def tokens_per_s(self, name: str) -> float:
         """Median over rounds of the global batch over the median step."""
-        steps = [median(ranks[0].step_s) for ranks in self.of_system(name)]
+        steps = [median(run.step_s) for run in self.counted(name)]
         return self.study.setting.tokens / median(steps)
 
     def alone_tokens_per_s(self) -> list[float]:
@@ -49,13 +54,14 @@ class Results:
 
     @property
     def overruns(self) -> int:
-        """In the runs that count; other than 0 only where every repetition had some."""
-        return sum(run.overruns for run in self.outcomes[0].runs)
+        """In the runs that count; not 0 only where a system had some in all rounds and tries."""
+        names = {run.system for run in self.outcomes[0].runs}
+        return sum(run.overruns for name in names for run in self.counted(name))
 
     @property
     def spoiled(self) -> int:
-        """Runs that were thrown away for their overruns."""
-        return sum(run.spoiled for run in self.outcomes[0].runs)
+        """Runs with overruns, in all tries."""
+        return sum(run.spoiled + (run.overruns > 0) for run in self.outcomes[0].runs)
 
     @property
     def worst_loss_difference(self) -> float:
@@ -80,17 +86,22 @@ class Results:
         return f"{max(peaks)[0]:.0%} ({show_bytes(max(peaks)[1])})" if peaks else "unknown"
 
     def table(self, ours: str) -> str:
-        """One row per system: tokens/s, how much faster `ours` is, the rounds, memory."""
+        """One row per system: tokens/s, how much faster `ours` is, the rounds (* with overruns),
+        the highest peak of memory."""
         rows = [("system", "tokens/s", f"{ours} is", "by round, tokens/s", "memory")]
         for name in self.study.systems:
             speed = self.tokens_per_s(name)
-            rounds = [self.study.setting.tokens / median(r[0].step_s) for r in self.of_system(name)]
+            runs = [ranks[0] for ranks in self.of_system(name)]
+            rounds = [
+                f"{self.study.setting.tokens / median(run.step_s):.1f}{'*' if run.overruns else ''}"
+                for run in runs
+            ]
             rows.append(
                 (
                     name,
                     f"{speed:.1f}",
                     f"{self.tokens_per_s(ours) / speed:.3f} x",
-                    " ".join(f"{r:.1f}" for r in rounds),
+                    " ".join(rounds),
                     self.worst_memory(name),
                 )
             )

@@ -42,7 +42,7 @@ FSDP_RECOMPUTE: dict[str, Recompute] = {
 }
 
 WARM_UP_STEPS = 1
-TRIES = 4
+TRIES = 3
 TIMEOUT_S = 300.0
 PROFILE_BUDGET_S = 30.0
 

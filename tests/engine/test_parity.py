@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +28,7 @@ def assert_parity(name: str, shares: list[Share]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "plain-own-blocks"])
 @given(shares=share_lists())
-@settings(max_examples=5)
+@settings(max_examples=8)
 def test_any_plan_trains_like_one_process(name, shares):
     assert_parity(name, shares)
 
@@ -49,3 +53,15 @@ def test_all_architectures_train_like_one_process():
     for name in ARCHITECTURES:
         for world in (1, 3):
             assert_parity(name, random_shares(world, rng))
+
+
+@pytest.mark.slow
+def test_the_benchmark_tells_its_figures():
+    script = Path(__file__).parents[2] / "benchmarks" / "parity.py"
+    command = [sys.executable, str(script), "--json", "--only", "gpt2", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["architectures"] == 1
+    assert figures["plans"] == 7
+    assert figures["worst_relative_error"] < TOLERANCE
+    assert figures["wrong_collectives"] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import yaml
 
 from gpumix.engine.deferred import build
 from gpumix.engine.units import dissect
+from gpumix.hardware.memory.build import capped_allocator_library
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.read import read_job
@@ -158,13 +160,23 @@ def run(
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The toys can be imported, caches of tokens are the test's own, hosts talk on loopback."""
+    """The toys can be imported, caches are the test's own, ranks talk on loopback."""
+    cache = folder / "cache"
+    _share_compiled(cache / "gpumix")
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     return kept | {
         "PYTHONPATH": str(HERE),
-        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_CACHE_HOME": str(cache),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def _share_compiled(cache: Path) -> None:
+    """What takes long to make: the compiler needs ten seconds for the counting allocator."""
+    built = capped_allocator_library()
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / built.name).exists():
+        shutil.copy(built, cache)
 
 
 def _remain(group: int, patience_s: float = 5.0) -> bool:

@@ -6,6 +6,7 @@ can come to harm.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -36,7 +37,7 @@ class Toy(nn.Module):
     """Guesses each token from itself; returns (summed loss, count).
 
     Args:
-        fault: a name in `FAULTS`, or none.
+        fault: a name in `FAULTS`, "nan-gradient", or none.
         rank, at: where it happens, and in which training forward pass, counted from 1.
     """
 
@@ -52,13 +53,25 @@ class Toy(nn.Module):
         self.passes += self.training
         strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
         x = self.embedding(input_ids)
+        if strike and self.fault == "nan-gradient":
+            x = _NanGradient.apply(x)
         for block in self.blocks:
             x = block(x)
         logits = self.head(x).flatten(0, 1).float()
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-        if strike:
+        if strike and self.fault in FAULTS:
             loss = loss * FAULTS[self.fault]()
         return loss, torch.tensor(labels.numel())
+
+
+class _NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
 
 
 def model(
@@ -104,16 +117,27 @@ def _raise() -> float:
     raise ValueError("no such token\nin any vocabulary")
 
 
+def _to_launcher(number: signal.Signals) -> Callable[[], float]:
+    def send() -> float:
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
+        os.kill(launcher.pid, number)
+        return 1.0
+
+    return send
+
+
 def _ctrl_c() -> float:
     """As the terminal does: to all processes of the group, launcher and ranks alike."""
     os.killpg(0, signal.SIGINT)
     return 1.0
 
 
-def _ctrl_c_twice() -> float:
-    os.killpg(0, signal.SIGINT)
-    time.sleep(1)  # two signals at once would be one
-    os.killpg(0, signal.SIGINT)
+def _interrupt_launcher_twice() -> float:
+    interrupt = _to_launcher(signal.SIGINT)
+    interrupt()
+    time.sleep(0.5)  # two signals at once would be one
+    interrupt()
     time.sleep(FOREVER_S)
     return 1.0
 
@@ -131,7 +155,10 @@ FAULTS: dict[str, Callable[[], float]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "terminate": _signal(signal.SIGTERM),
+    "terminate-launcher": _to_launcher(signal.SIGTERM),
+    "kill-launcher": _to_launcher(signal.SIGKILL),
+    "interrupt-launcher": _to_launcher(signal.SIGINT),
+    "interrupt-launcher-twice": _interrupt_launcher_twice,
     "ctrl-c": _ctrl_c,
-    "ctrl-c-twice": _ctrl_c_twice,
     "small-disk": _small_disk,
 }

@@ -6,14 +6,13 @@ import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from gpumix.spec.errors import EXIT_BUG, EXIT_INTERRUPTED, GpumixError
+from gpumix.spec.errors import GpumixError, Interrupted
 
 P = ParamSpec("P")
 
@@ -36,40 +35,28 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
         debug, as_json = bool(kwargs.get("debug")), bool(kwargs.get("as_json"))
         try:
             command(*args, **kwargs)
-        except GpumixError as error:
-            _say(str(error), error, debug)
-            if as_json:
-                print_json(error.as_dict())
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt as error:
-            _say("interrupted", error, debug)
-            raise typer.Exit(EXIT_INTERRUPTED) from error
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:
-            _say(f"a bug in gpumix: {error}", error, debug)
-            raise typer.Exit(EXIT_BUG) from error
+        except (Exception, KeyboardInterrupt) as caught:
+            error = _in_words(caught)
+            if debug:
+                traceback.print_exception(caught, file=sys.stderr)
+            sys.stderr.write(f"gpumix: {error}\n")
+            if as_json:
+                print_json(error.as_dict())
+            raise typer.Exit(error.exit_code) from caught
 
     return run
 
 
-def _say(message: str, error: BaseException, debug: bool) -> None:
-    if debug:
-        traceback.print_exception(error, file=sys.stderr)
-    elif not isinstance(error, GpumixError | KeyboardInterrupt):
-        message += "\n  fix: run it again with --debug and report what that shows"
-    sys.stderr.write(f"gpumix: {message}\n")
+def _in_words(error: BaseException) -> GpumixError:
+    from gpumix.train.failures import in_words
+
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("ended at once, without saving anything more")
+    return in_words(error, "")
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     sys.stdout.write(json.dumps(value) + "\n")
-
-
-@contextmanager
-def quiet_unless(speaks: bool) -> Iterator[Callable[[Any], None]]:
-    """A function that shows something on stderr, or does nothing in a process that is not to."""
-    from gpumix.train.tables import stderr
-
-    console = stderr()
-    yield console.print if speaks else lambda thing: None

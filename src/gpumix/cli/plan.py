@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
     from gpumix.spec.cluster import Cluster
@@ -46,7 +47,11 @@ def plan(
     from gpumix.train.tables import plan_table, stderr
 
     read = read_job(job, overrides)
-    measured = Profile.load(profile) if profile is not None else _measured(job, read, overrides)
+    if profile is not None:
+        measured = Profile.load(profile)
+        _check_profile(measured, read, profile)
+    else:
+        measured = _measured(job, read, overrides, as_json=as_json)
     made = make_plan(measured, read.global_batch, strategy or read.strategy)
     if output is not None:
         made.save(output)
@@ -56,14 +61,30 @@ def plan(
         stderr().print(plan_table(made))
 
 
-def _measured(path: Path, job: Job, overrides: list[str]) -> Profile:
+def _check_profile(profile: Profile, job: Job, path: Path) -> None:
+    """What is planned must be what is trained; the model itself is compared when it is built."""
+    for what, measured, wanted in (
+        ("sequence_length", profile.sequence_length, job.sequence_length),
+        ("precision", profile.compute_dtype, job.precision),
+    ):
+        if measured != wanted:
+            raise InputError(
+                f"the profile is of {what} {measured}, the job has {wanted}",
+                where=str(path),
+                fix="measure this job: gpumix profile JOB.yaml --output PROFILE.json",
+            )
+
+
+def _measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> Profile:
     """The profile from the cache; another process measures what is missing there."""
     found = _cached(path, job)
     if found is None:
         sets = [part for override in overrides for part in ("--set", override)]
-        command = [sys.executable, "-m", "gpumix", "profile", str(path), *sets]
-        done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "gpumix", "profile", str(path), "--json", *sets]
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode:
+            if as_json:  # its error
+                sys.stdout.write(done.stdout)
             raise typer.Exit(done.returncode)
         found = _cached(path, job)
     assert found is not None, "the profiler saves what it measures"

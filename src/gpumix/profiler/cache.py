@@ -142,7 +142,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
         "model": model,
-        "code": _code_of(job.model.factory, folder),
+        "code": [_code_of(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": job.data.model_dump(mode="json") if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
@@ -153,7 +153,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
 
 
 def _code_of(factory: str | None, folder: Path) -> str:
-    """A hash of the source file of a model factory: it may change while its name stays."""
+    """A hash of the source file of a factory: it may change while its name stays."""
     if factory is None:
         return ""
     module = factory.partition(":")[0]

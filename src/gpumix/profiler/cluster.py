@@ -104,12 +104,14 @@ class ClusterProfiler:
         with torch.no_grad():
             return measure_links(
                 self._ranks.communicator(),
-                largest_bytes=_largest_buffer_bytes(model, self._subject.shape),
+                largest_bytes=_largest_buffer_bytes(model, self._subject.shape, self._cluster),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
             )
 
 
-def _largest_buffer_bytes(model: ModelProfile, shape: Shape) -> int:
-    """The largest buffer that a collective moves: a unit's parameters, or its fp32 gradient."""
+def _largest_buffer_bytes(model: ModelProfile, shape: Shape, cluster: Cluster) -> int:
+    """The largest buffer that a collective moves: a unit's parameters, or its fp32 gradient; where
+    that is too much for the smallest device, what it bears."""
     largest = max(model.root.trainable, *(k.trainable for k in model.kinds))
-    return largest * max(4, DTYPE_BYTES[shape.precision])
+    smallest = min(c.memory_bytes for c in cluster.classes)
+    return min(largest * max(4, DTYPE_BYTES[shape.precision]), smallest // 8)

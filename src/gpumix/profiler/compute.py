@@ -262,8 +262,9 @@ class OptimizerCost:
 def time_optimizer(
     runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
 ) -> OptimizerCost:
-    """Run the optimizer on a shard of its own."""
-    parameter = torch.nn.Parameter(torch.zeros(OPTIMIZER_NUMEL, device=runtime.torch_device))
+    """Run the optimizer on a shard of its own, a small part of the device's memory."""
+    numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
+    parameter = torch.nn.Parameter(torch.zeros(numel, device=runtime.torch_device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_of([parameter])
     seconds = []
@@ -274,5 +275,5 @@ def time_optimizer(
         runtime.synchronize()
         seconds.append(time.perf_counter() - begun)
     # What does not grow with the parameter (a step counter) is nothing per element.
-    state = tensor_bytes(optimizer.state[parameter]) // OPTIMIZER_NUMEL
-    return OptimizerCost(_median(seconds[1:]) / OPTIMIZER_NUMEL, state)
+    state = tensor_bytes(optimizer.state[parameter]) // numel
+    return OptimizerCost(_median(seconds[1:]) / numel, state)

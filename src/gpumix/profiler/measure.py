@@ -78,31 +78,37 @@ def measure_class(
     Raises:
         NoFeasiblePlanError: the device cannot hold one unit with one sample.
     """
+    try:
+        return _measured(subject, runtime, device_class, progress)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(error, runtime, device_class) from error
+
+
+def _measured(
+    subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
+) -> ClassMeasurement:
     begun = time.perf_counter()
     framework = runtime.framework_bytes()
     model = subject.build()
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
     dtype = subject.shape.precision
-    try:
-        found = sweep(
-            Specimens(
-                model,
-                anatomy,
-                device=runtime.torch_device,
-                compute_dtype=TORCH_DTYPE[dtype],
-                objective=subject.loss or objective_of(model),
-            ),
-            runtime,
-            subject.make_batch,
-            largest=subject.shape.global_batch,
-            budget_s=subject.budget_s,
-            progress=lambda line: progress(f"{device_class}: {line}"),
-        )
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise _too_large(error, runtime, device_class) from error
+    found = sweep(
+        Specimens(
+            model,
+            anatomy,
+            device=runtime.torch_device,
+            compute_dtype=TORCH_DTYPE[dtype],
+            objective=subject.loss or objective_of(model),
+        ),
+        runtime,
+        subject.make_batch,
+        largest=subject.shape.global_batch,
+        budget_s=subject.budget_s,
+        progress=lambda line: progress(f"{device_class}: {line}"),
+    )
     optimizer = time_optimizer(runtime, subject.optimizer_of)
     return ClassMeasurement(
         device_class=ClassProfile(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gpumix.engine.comm import Communicator
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm, cut
 from gpumix.spec.profile import CollectiveTimes, Curve, LinkMeasurement
+from gpumix.spec.units import show_bytes
 
 REPEATS = 5
 SMALLEST_BYTES = 64 * 1024
@@ -64,7 +65,7 @@ def measure_links(
 def _sizes(largest_bytes: int) -> list[int]:
     sizes = [SMALLEST_BYTES]
     while sizes[-1] < largest_bytes:
-        sizes.append(sizes[-1] * 8)
+        sizes.append(min(sizes[-1] * 8, largest_bytes))
     return sizes
 
 
@@ -139,4 +140,4 @@ def _times(
 
 
 def _rate(size: int, seconds: float) -> str:
-    return f"{size / seconds / 1e9:.2f} GB/s at {size / 2**20:.0f} MiB"
+    return f"{size / seconds / 1e9:.2f} GB/s at {show_bytes(size)}"

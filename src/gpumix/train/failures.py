@@ -30,7 +30,7 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     jobs = [f for f in frames[last + 1 :] if not _of_torch(f)]
     of_job = bool(own and jobs) and _place(frames[last]) in _CALLS_JOB
     at = [_line(jobs[-1] if of_job else frames[last])] if frames else []
-    where = ", ".join([where, *at])
+    where = ", ".join(filter(None, [where, *at]))
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return MachineError(f"{error.strerror or error}{file}", where=where)

@@ -29,7 +29,8 @@ from gpumix.train.failures import in_words
 from gpumix.train.stop import SIGNALS
 
 LOOPBACK = "127.0.0.1"
-PRELOAD = ["torch", "torch.distributed", "gpumix.train.preload"]
+# torch imports its compiler in every rank, with the first optimizer.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"]
 STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so.
 GRACE_S = 15.0
@@ -54,6 +55,13 @@ class Seat:
 Work = Callable[..., Any]
 
 
+def warm_up() -> None:
+    """Start the server of ranks, which imports torch while this process does something else."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with _interrupts_ignored():
+        forkserver.ensure_running()
+
+
 def launch(
     work: Work,
     devices: Sequence[Device],
@@ -75,10 +83,8 @@ def launch(
         TrainingError: a rank died without a word.
         KeyboardInterrupt: the ranks were ended.
     """
+    warm_up()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with _interrupts_ignored():
-        forkserver.ensure_running()
     with _store() as (store, port):
         children: list[_Child] = []
         try:

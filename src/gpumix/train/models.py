@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +34,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         MachineError: transformers is not installed.
     """
     if spec.factory is not None:
-        factory = spec.factory
-        model = build(lambda: call_factory(factory, spec.arguments, folder), seed)
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
-                where=factory,
-            )
-        return model
+        return build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
     config = config_of(spec)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[spec.task])
     try:
@@ -50,6 +45,16 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
             where=f"model.config of type '{config.model_type}'",
             why=str(error).splitlines()[0],
         ) from error
+
+
+def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.Module:
+    model = call_factory(factory, arguments, folder)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
+            where=factory,
+        )
+    return model
 
 
 def config_of(spec: ModelSpec) -> PretrainedConfig:

@@ -59,6 +59,7 @@ class Pipeline:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
                 return cached
+        self._runs.warm_up()
         from gpumix.train import work
 
         devices = self._runs.devices(self.cluster)
@@ -71,6 +72,7 @@ class Pipeline:
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:
         """Train by `plan`, or by one that is made first."""
         self._check_output(resume)
+        self._runs.warm_up()
         self.show(devices_table(self.cluster))
         if plan is None:
             profile = self.profile()

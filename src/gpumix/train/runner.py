@@ -11,7 +11,7 @@ from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
-from gpumix.train.launch import Seat, launch
+from gpumix.train.launch import Seat, launch, warm_up
 
 
 class Runner(Protocol):
@@ -30,6 +30,10 @@ class Runner(Protocol):
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
         """The device of each rank."""
+        ...
+
+    def warm_up(self) -> None:
+        """Something will run soon."""
         ...
 
     def run(
@@ -71,6 +75,9 @@ class LocalRunner:
             )
         return cluster.in_rank_order()
 
+    def warm_up(self) -> None:
+        warm_up()
+
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
@@ -101,6 +108,9 @@ class TorchrunRunner:
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
         return self._met or cluster.in_rank_order()
+
+    def warm_up(self) -> None:
+        return
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False

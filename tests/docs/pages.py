@@ -1,0 +1,70 @@
+"""The pages for readers, and what is in them: code blocks, commands, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("gpumix", "make", "python", "torchrun")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block: fenced, or indented by four spaces; `line` is where it starts."""
+
+    page: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The code blocks of `page`."""
+    lines = [*page.read_text(encoding="utf-8").splitlines(), ""]
+    fenced = False
+    begun, found = 0, []
+    for number, line in enumerate(lines, start=1):
+        fence = line.startswith("```")
+        inside = not fence and (fenced or line.startswith("    ") or (found and not line))
+        if inside:
+            begun = begun if found else number
+            found.append(line if fenced else line[4:])
+        elif found:
+            yield Block(page, begun, "\n".join(found).rstrip() + "\n")
+            found = []
+        fenced ^= fence
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command of this project in a block; comments are left out."""
+    for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
+        if line.startswith(tuple(f"{program} " for program in PROGRAMS)):
+            yield shlex.split(line, comments=True)
+
+
+def inline_commands(page: Path) -> Iterator[list[str]]:
+    """The same in the running text: `gpumix plan job.yaml`, often without its arguments."""
+    prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    for code in re.findall(r"`(gpumix [^`]+)`", " ".join(prose.split())):
+        for command in code.split("&&"):
+            yield shlex.split(command)
+
+
+def links(page: Path) -> list[str]:
+    """Where the links of `page` lead, those to other sites left out."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that the headings of `page` get."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}

@@ -1,0 +1,96 @@
+"""Every command that the pages show exists, with the options that they show."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import typer
+from pages import PAGES, ROOT, blocks, commands, inline_commands
+from typer.testing import CliRunner
+
+from gpumix.cli import app
+
+GROUP = typer.main.get_command(app)
+SHOWN = [(block, words) for page in PAGES for block in blocks(page) for words in commands(block)]
+INLINE = [(page, words) for page in PAGES for words in inline_commands(page)]
+PLACEHOLDER = re.compile(r"\[.*\]|\.\.\.")
+
+
+@cache
+def help_of(*words: str) -> str:
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0, f"there is no `gpumix {' '.join(words)}`"
+    return done.output
+
+
+def options(words):
+    return [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+
+
+def check_gpumix(words):
+    """`words` after `gpumix` can be run: the verb exists and takes these arguments and options."""
+    verb, *rest = (word for word in words if not PLACEHOLDER.fullmatch(word))
+    for option in options(rest):
+        assert re.search(rf"(?<!\S){option}\b", help_of(verb)), f"{verb} has no {option}"
+    GROUP.commands[verb].make_context(verb, rest)
+
+
+def check_python(words):
+    """A script that exists, or this package."""
+    if words[:2] == ["-m", "gpumix"]:
+        check_gpumix(words[2:])
+    else:
+        assert (ROOT / words[0]).is_file(), f"there is no {words[0]}"
+
+
+def check_torchrun(words):
+    """The options are torchrun's own affair."""
+    start = next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    check_python(words[start:])
+
+
+def check_make(words):
+    targets = re.findall(r"(?m)^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert set(words) <= set(targets)
+
+
+CHECKS = {
+    "gpumix": check_gpumix,
+    "make": check_make,
+    "python": check_python,
+    "torchrun": check_torchrun,
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), SHOWN, ids=[f"{block}-{' '.join(words)}" for block, words in SHOWN]
+)
+def test_a_command_in_a_block_can_be_run(block, words):
+    CHECKS[words[0]](words[1:])
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), INLINE, ids=[f"{page.name}-{' '.join(words)}" for page, words in INLINE]
+)
+def test_a_command_in_the_text_has_a_verb_and_options_that_exist(page, words):
+    verbs = [word for word in words[1:2] if not word.startswith("-")]
+    for option in options(words[1:]):
+        assert option in help_of(*verbs)
+    assert help_of(*verbs)
+
+
+def test_the_readme_shows_each_verb_that_one_needs():
+    shown = {words[1] for block, words in SHOWN if block.page.name == "README.md"}
+    assert {"devices", "plan", "train", "export"} <= shown
+
+
+def test_a_wrong_option_is_noticed():
+    with pytest.raises(AssertionError, match="train has no --faster"):
+        check_gpumix(["train", "job.yaml", "--faster"])
+
+
+def test_a_missing_argument_is_noticed():
+    with pytest.raises(Exception, match=r"[Mm]issing"):
+        check_gpumix(["export", "runs/first"])

@@ -1,0 +1,107 @@
+"""Every example runs as its first lines say, and shows what they promise."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+import pytest
+from example_runs import EXAMPLES, TORCHRUN, python
+
+from gpumix.spec.read import read_job
+
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+JOBS = sorted(EXAMPLES.glob("*.yaml"))
+
+
+def losses(out: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", out)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_a_script_opens_with_how_to_run_it(script):
+    about = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+    assert about is not None
+    assert f"    python examples/{script.name}" in about
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda p: p.stem)
+def test_a_job_opens_with_how_to_run_it(job):
+    text = job.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert f"gpumix train examples/{job.name}" in text
+    assert read_job(job).data.text[0].is_dir()
+
+
+@pytest.mark.slow
+def test_own_loop_has_the_same_losses_on_one_device_and_on_three(cache):
+    alone = python("examples/own_loop.py", cache=cache)
+    three = python(*TORCHRUN, "3", "examples/own_loop.py", cache=cache)
+    assert "slow-1: " in three and "slow-1: " not in alone
+    assert len(losses(alone)) == 3
+    assert losses(three) == pytest.approx(losses(alone), abs=2e-3)
+    assert losses(alone)[1] < losses(alone)[0]
+
+
+@pytest.mark.slow
+def test_own_model_learns(cache):
+    out = python("examples/own_model.py", cache=cache)
+    errors = [float(found) for found in re.findall(r"error (\d+\.\d+)", out)]
+    assert len(errors) == 3
+    assert errors[-1] < errors[0] / 2
+
+
+@pytest.mark.slow
+def test_compare_plans_shows_both_strategies_for_each_batch(cache):
+    out = python("examples/compare_plans.py", cache=cache)
+    found = re.findall(r"batch (\d+), (\w+): (\d+) ms a step", out)
+    by_batch = {batch: {} for batch, _, _ in found}
+    for batch, strategy, milliseconds in found:
+        by_batch[batch][strategy] = float(milliseconds)
+    assert list(by_batch) == ["8", "16", "32"]
+    assert all(times["optimal"] < times["even"] for times in by_batch.values())
+
+
+@pytest.mark.slow
+def test_resume_elsewhere_goes_on_with_the_losses(cache):
+    out = python("examples/resume_elsewhere.py", cache=cache)
+    three, two = (
+        [float(loss) for loss in re.findall(r"\d\.\d{4}", line)] for line in out.splitlines()
+    )
+    assert len(three) == len(two) == 3
+    assert two[0] < three[-1]
+
+
+@pytest.mark.slow
+def test_gpt2_text_trains(cache, tmp_path):
+    out = train("gpt2-text", "steps=2", f"output={tmp_path}", cache=cache)
+    assert len(out["losses"]) == 2
+
+
+@pytest.mark.slow
+def test_two_hosts_trains_under_torchrun(cache, tmp_path):
+    """On one host, a smaller model on emulated devices: what it shows is the way to start it."""
+    smaller = ("hidden_size=64", "intermediate_size=64", "num_hidden_layers=2")
+    out = train(
+        "two-hosts",
+        *(f"model.config.{setting}" for setting in smaller),
+        "model.config.num_attention_heads=2",
+        "model.config.max_position_embeddings=64",
+        "sequence_length=64",
+        "global_batch=4",
+        "precision=fp32",
+        "cluster=[{class: any, emulate: 4 GFLOP/s, memory: 48 MiB, count: 2}]",
+        "steps=2",
+        f"output={tmp_path}",
+        cache=cache,
+        launcher=(*TORCHRUN, "2"),
+    )
+    assert len(out["losses"]) == 2
+
+
+def train(job, *settings, cache, launcher=()):
+    """The summary that `gpumix train` prints as JSON; under torchrun one rank prints it."""
+    sets = [part for setting in settings for part in ("--set", setting)]
+    command = ("-m", "gpumix", "train", f"examples/{job}.yaml", "--json", *sets)
+    return json.loads(python(*launcher, *command, cache=cache))

@@ -1,0 +1,142 @@
+"""When a rank comes to harm the others stop, and the message says which one and why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
+
+from gpumix.spec.errors import GpumixError, MachineError, TrainingError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path, checkpoint={"every_steps": 2})
+
+
+def failure(job, kind: type[GpumixError] = TrainingError, **options) -> GpumixError:
+    with pytest.raises(kind) as caught:
+        train(job, plan=plan_for(job, **options))
+    assert type(caught.value) is kind
+    assert "Traceback" not in str(caught.value)
+    return caught.value
+
+
+def harmed(tmp_path, fault: str, **changes):
+    """A job whose rank 1 comes to harm in its third step."""
+    return write_job(
+        tmp_path,
+        model=toy(fault=fault, rank=1, at=3),
+        checkpoint={"every_steps": 2},
+        **changes,
+    )
+
+
+def undisturbed(tmp_path) -> list[float]:
+    """The losses of the same job without the harm."""
+    job = write_job(tmp_path / "undisturbed")
+    return train(job, plan=plan_for(job)).losses
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path):
+    error = failure(harmed(tmp_path, "kill"))
+    assert error.exit_code == 5
+    told = r"rank 1 \(device 'small-0', pid \d+\) was killed by signal 9 \(SIGKILL\)"
+    assert re.fullmatch(told, error.what)
+    assert "--resume" in error.fix
+    assert progress(tmp_path / "run")["state"] == "failed"
+    assert checkpoints(tmp_path / "run") == ["step-00000002"]
+
+
+def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path):
+    failure(harmed(tmp_path, "kill"))
+    job = write_job(tmp_path, checkpoint={"every_steps": 2})
+    losses = undisturbed(tmp_path)
+    assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow  # it is waited for until the timeout, and then for its heartbeat
+def test_a_stopped_rank_is_named_and_ended(tmp_path):
+    error = failure(harmed(tmp_path, "stop", timeout=5))
+    assert error.exit_code == 5
+    assert "rank 1 (device 'small-0' on localhost) stopped answering" in error.what
+
+
+def test_what_a_rank_raises_is_told_with_its_place(tmp_path):
+    error = failure(harmed(tmp_path, "raise"))
+    assert error.exit_code == 5
+    assert error.what == "the job's own code failed: ValueError: no such token"
+    assert "rank 1 (device 'small-0' on localhost)" in error.where
+    assert re.search(r"toys\.py:\d+ in _raise", error.where)
+    assert "--debug" in error.fix
+
+
+@pytest.mark.parametrize(("fault", "value"), [("nan", "nan"), ("inf", "inf")])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, fault, value):
+    error = failure(harmed(tmp_path, fault))
+    assert error.exit_code == 5
+    assert error.what == f"the loss of step 3 is {value}"
+    assert error.where == "rank 1 (device 'small-0' on localhost)"
+    assert "step-00000002" in error.fix
+    assert "--resume" in error.fix
+    run = tmp_path / "run"
+    assert [record["step"] for record in metrics(run)] == [1, 2]
+    assert progress(run) | {"time": 0, "tokens_per_s": 0, "remaining_s": 0} == {
+        "state": "failed",
+        "step": 2,
+        "steps": 6,
+        "loss": metrics(run)[-1]["loss"],
+        "tokens_per_s": 0,
+        "remaining_s": 0,
+        "time": 0,
+    }
+
+
+def test_a_run_goes_on_from_before_a_loss_that_was_not_finite(tmp_path):
+    failure(write_job(tmp_path, model=toy(fault="nan", rank=1, at=3)))  # nothing saved before
+    job = write_job(tmp_path)
+    losses = undisturbed(tmp_path)
+    assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(tmp_path):
+    """The loss may be finite and its gradient not: the step would spoil every weight."""
+    error = failure(harmed(tmp_path, "nan-gradient"))
+    assert error.what == "the gradient norm of step 3 is nan"
+    job = write_job(tmp_path)
+    losses = undisturbed(tmp_path)
+    assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+
+
+def test_a_gradient_that_is_not_finite_is_seen_without_clipping_too(tmp_path):
+    job = harmed(tmp_path, "nan-gradient", optimizer={"clip_norm": None})
+    assert failure(job).what == "the gradient norm of step 3 is nan"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+    error = failure(harmed(tmp_path, "small-disk"), MachineError)
+    assert error.exit_code == 3
+    assert "rank 1 could not" in error.what
+    assert "File too large" in error.why
+    assert checkpoints(tmp_path / "run") == ["step-00000002"]
+    job = write_job(tmp_path)
+    losses = undisturbed(tmp_path)
+    assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+
+
+def test_a_rank_out_of_memory_is_named_with_its_limit(tmp_path):
+    cluster = [
+        {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
+        {"class": "small", "accelerator": "cpu", "memory": "2 MiB", "count": 2},
+    ]
+    job = write_job(tmp_path, model=toy(width=256), cluster=cluster)
+    error = failure(job, shares=(0.2, 0.6, 0.2))
+    assert error.exit_code == 5
+    assert error.what == "out of memory"
+    assert "rank 1 (device 'small-0' on localhost)" in error.where
+    assert "limit 2.0 MiB" in error.where
+    assert "bytes in use of a cap of 2097152 bytes" in error.why

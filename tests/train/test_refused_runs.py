@@ -1,0 +1,248 @@
+"""What is wrong with a job, its plan or its folders is said before anything is trained."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import toys
+from jobs import BATCH, CLUSTER, plan_for, toy, train, write_job
+
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, TrainingError
+from gpumix.spec.plan import Plan
+from gpumix.train import work
+from gpumix.train.context import Task
+from gpumix.train.launch import launch
+from gpumix.train.pipeline import Pipeline
+
+GIB = 2**30
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path)
+
+
+def refused(kind: type[GpumixError], *arguments, **options) -> GpumixError:
+    with pytest.raises(kind) as caught:
+        train(*arguments, **options)
+    assert type(caught.value) is kind
+    return caught.value
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def test_an_even_split_needs_a_sample_for_every_device(job):
+    error = refused(InputError, job, "global_batch=2", "strategy=even")
+    assert "a global batch of 2 cannot be split evenly over 3 devices" in error.what
+    assert "optimal" in error.fix
+
+
+def test_the_optimal_plan_may_leave_devices_without_samples(job):
+    summary = train(job, "global_batch=2", "steps=2")
+    plan = Plan.load(job.parent / "run" / "plan.json")
+    assert sum(w.samples for w in plan.workers) == 2
+    assert 0 in {w.samples for w in plan.workers}
+    assert len(summary.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "told"),
+    [
+        ("4 MiB", "no plan fits a global batch of 8"),
+        ("200 KiB", "one unit with one sample does not fit"),
+    ],
+)
+def test_a_model_that_fits_nowhere_is_refused_in_bytes(tmp_path, memory, told):
+    small = [{"class": "tiny", "accelerator": "cpu", "memory": memory, "count": 2}]
+    job = write_job(tmp_path, cluster=small, model=toy(width=256, blocks=4))
+    error = refused(NoFeasiblePlanError, job)
+    assert error.exit_code == 4
+    assert told in error.what
+    assert "tiny" in error.where
+    assert re.search(r"\d+ bytes", str(error))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("global_batch=16", "the plan is for global_batch 8, the job has 16"),
+        ("sequence_length=4", "the plan is for sequence_length 8, the job has 4"),
+        ("precision=bf16", "the plan is for precision fp32, the job has bf16"),
+    ],
+)
+def test_a_plan_for_other_work_is_refused(job, change, told):
+    error = refused(InputError, job, change, plan=plan_for(job))
+    assert told in error.what
+    assert "gpumix plan" in error.fix
+
+
+def test_a_plan_for_other_devices_is_refused_before_anything_is_written(job):
+    plan = plan_for(job)
+    write_job(job.parent, cluster=[{**CLUSTER[0], "count": 3}])
+    error = refused(InputError, job, plan=plan)
+    assert "made for other devices" in error.what
+    assert "small-0" in error.why
+    assert not (job.parent / "run").exists()
+
+
+def test_a_plan_for_another_model_is_refused(job):
+    plan = plan_for(job)
+    write_job(job.parent, model=toy(width=24))
+    error = refused(InputError, job, plan=plan)
+    assert "the plan was made for another model" in error.what
+
+
+def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
+    train(job, "steps=1")
+    plan = Plan.load(job.parent / "run" / "plan.json")
+    assert plan.prediction is not None
+    swollen = tuple(
+        w.model_copy(update={"memory_bytes": {**w.memory_bytes, "more": GIB}})
+        for w in plan.prediction.workers
+    )
+    prediction = plan.prediction.model_copy(update={"workers": swollen})
+    too_large = plan.model_copy(update={"prediction": prediction})
+    error = refused(NoFeasiblePlanError, job, "output=other", plan=too_large)
+    assert "the plan needs 1.0 GiB" in error.what
+
+
+# -- the run's folder ------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_overwritten(job):
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    error = refused(InputError, job, plan=plan)
+    assert "checkpoints of an earlier run" in error.what
+    assert "--resume" in error.fix
+
+
+def test_what_died_while_it_saved_first_may_start_again(job):
+    """It has no checkpoint to go on from, so nothing stands in the way."""
+    (job.parent / "run" / "checkpoints" / "step-00000002.part").mkdir(parents=True)
+    train(job, "steps=1", plan=plan_for(job))
+
+
+def test_there_must_be_something_to_resume(job):
+    error = refused(InputError, job, plan=plan_for(job), resume=True)
+    assert "no checkpoint to go on from" in error.what
+    assert "without --resume" in error.fix
+    assert not (job.parent / "run").exists()
+
+
+def test_the_output_must_be_a_folder(job):
+    (job.parent / "run").write_text("mine")
+    error = refused(InputError, job, plan=plan_for(job))
+    assert "the output is a file" in error.what
+
+
+def test_a_checkpoint_of_another_model_is_refused(job):
+    train(job, "steps=1", plan=plan_for(job))
+    write_job(job.parent, model=toy(width=24))
+    error = refused(InputError, job, plan=plan_for(job), resume=True)
+    assert "model" in error.what
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused(job):
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    [file, *_] = sorted((job.parent / "run" / "checkpoints").glob("*/__0_*"))
+    file.write_bytes(file.read_bytes()[:-100])
+    error = refused(InputError, job, plan=plan, resume=True)
+    assert file.name in str(error)
+
+
+# -- the job's own code ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        ("toyz:model", "there is no module 'toyz'"),
+        ("toys:modle", "module 'toys' has no function 'modle'"),
+        ("toys:no_module", "the factory returned a str, not a torch.nn.Module"),
+    ],
+)
+def test_a_factory_must_give_a_model(tmp_path, factory, told):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    write_job(tmp_path, model={"factory": factory})
+    error = refused(InputError, job, plan=plan)
+    assert told in str(error)
+
+
+def test_a_factory_must_take_its_arguments(tmp_path):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    write_job(tmp_path, model=toy(depth=3))
+    assert "depth" in str(refused(InputError, job, plan=plan))
+
+
+def test_what_a_factory_raises_is_told_as_the_jobs_own(tmp_path):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    write_job(tmp_path, model={"factory": "toys:broken"})
+    error = refused(TrainingError, job, plan=plan)
+    assert "the job's own code failed: ValueError: this factory is broken" in error.what
+    assert "toys.py" in error.where
+    assert "Traceback" not in str(error)
+
+
+# -- ranks that disagree ---------------------------------------------------------------------------
+
+
+def _train_own(seat, tasks, plans, devices):
+    """A rank of a run whose hosts were given different things."""
+    return work.train(seat, tasks[seat.rank], plans[seat.rank], devices, False)
+
+
+def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:
+    pipelines = [Pipeline.of_file(job, [o] if o else [], debug=False) for o in overrides]
+    tasks = [Task(p.job, p.cluster, p.folder) for p in pipelines]
+    devices = pipelines[0].cluster.in_rank_order()
+    with pytest.raises(InputError) as caught:
+        launch(_train_own, devices, tasks, plans or [plan_for(job)] * 3, devices)
+    return caught.value
+
+
+def test_ranks_with_different_jobs_are_told_apart(job):
+    error = disagreement(job, overrides=("", "steps=7", ""))
+    assert "ranks disagree about the job: 'steps' is 6 on rank 0" in error.what
+    assert "7 on rank 1 (device 'small-0'" in error.what
+
+
+def test_hosts_may_keep_their_files_in_different_places(job, tmp_path):
+    pipeline = Pipeline.of_file(job, [], debug=False)
+    tasks = [
+        Task(pipeline.job.model_copy(update={"profile": profile}), pipeline.cluster, tmp_path)
+        for profile in (
+            pipeline.job.profile.model_copy(update={"cache": tmp_path / str(rank)})
+            for rank in range(3)
+        )
+    ]
+    devices = pipeline.cluster.in_rank_order()
+    summaries = launch(_train_own, devices, tasks, [plan_for(job)] * 3, devices)
+    assert [s.steps for s in summaries] == [6, 6, 6]
+
+
+def test_ranks_with_different_plans_are_told_apart(job):
+    plans = [plan_for(job), plan_for(job), plan_for(job, samples=(2, 4, 2))]
+    error = disagreement(job, plans=plans)
+    assert "ranks disagree about the plan" in error.what
+
+
+def test_ranks_that_see_different_data_are_told_apart(tmp_path):
+    data = {"factory": "toys:tokens", "arguments": {"per_rank": 10}, "held_out": 0}
+    job = write_job(tmp_path, data=data)
+    error = disagreement(job)
+    assert "ranks see different data: rank 0 (device 'big-0'" in error.what
+    assert "64 samples" in error.what
+    assert "74 samples" in error.what
+
+
+def test_toys_are_as_the_jobs_say():
+    sample = toys.tokens()[0]
+    assert set(sample) == {"input_ids", "labels"}
+    assert BATCH == 8

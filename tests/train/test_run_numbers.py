@@ -1,0 +1,163 @@
+"""The numbers that a run shows: per class, over recent steps; and how they look."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from jobs import metrics, progress
+from rich.console import Console
+
+from gpumix.spec.errors import Interrupted
+from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.train.display import Display
+from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
+
+MIB = 2**20
+
+
+def worker(device: str, device_class: str, samples: int) -> Worker:
+    return Worker(
+        device=device, device_class=device_class, samples=samples, micro_batch=samples,
+        state_share=0.25,
+    )  # fmt: skip
+
+
+WORKERS = (
+    worker("a", "fast", 5),
+    worker("b", "slow", 2),
+    worker("c", "slow", 1),
+    worker("d", "idle", 0),
+)
+
+
+def plan(*peaks: int) -> Plan:
+    """Four workers of three classes; `peaks` are their predicted peaks."""
+    predicted = tuple(
+        WorkerPrediction(
+            device=w.device, forward_s=1, backward_s=1, optimizer_s=0,
+            memory_bytes={"all": peak}, memory_limit_bytes=10 * MIB,
+        )
+        for w, peak in zip(WORKERS, peaks)
+    )  # fmt: skip
+    prediction = Prediction(step_s=2, tokens_per_s=1, exposed_communication_s=0, workers=predicted)
+    return Plan(
+        strategy="test",
+        model="m",
+        sequence_length=4,
+        global_batch=8,
+        stages=(Stage(units=("u",), workers=WORKERS),),
+        prediction=prediction if peaks else None,
+        emulated=True,
+    )
+
+
+def told(busy: float, peak: int | None, overruns: int = 0) -> RankRecord:
+    return RankRecord("", "", busy, peak, overruns)
+
+
+RECORDS = [told(1.0, 5 * MIB), told(0.4, 2 * MIB, 1), told(0.6, 3 * MIB, 2), told(0.1, None)]
+
+
+def test_ranks_are_put_together_by_class():
+    found = by_class(plan(6 * MIB, 3 * MIB, 4 * MIB, MIB), RECORDS)
+    assert found == [
+        ClassRecord("fast", 1, 5, 1.0, 5 * MIB, 6 * MIB, 0),
+        ClassRecord("slow", 2, 3, 0.5, 3 * MIB, 4 * MIB, 3),
+        ClassRecord("idle", 1, 0, 0.1, None, MIB, 0),
+    ]
+
+
+def test_a_plan_by_hand_foretells_nothing():
+    assert [c.planned_peak_bytes for c in by_class(plan(), RECORDS)] == [None, None, None]
+
+
+def test_what_a_rank_tells_arrives_as_it_was():
+    assert RankRecord.from_json(RECORDS[1].to_json()) == RECORDS[1]
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def step(number: int, step_s: float = 0.5) -> StepRecord:
+    return StepRecord(
+        step=number, loss=2.0 / number, learning_rate=1e-3, gradient_norm=0.7, step_s=step_s,
+        tokens_per_s=32 / step_s, tokens=32 * number,
+    )  # fmt: skip
+
+
+def test_speed_is_that_of_a_median_step(tmp_path):
+    with RunLog(tmp_path, plan(), 10) as log:
+        assert log.tokens_per_s() == 0.0
+        for number, seconds in enumerate((9.0, 0.5, 0.5), 1):
+            log.step(step(number, seconds))
+        assert log.tokens_per_s() == 8 * 4 / 0.5
+        found = progress(tmp_path)
+    assert found["state"] == "training"
+    assert (found["step"], found["remaining_s"]) == (3, 7 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(Interrupted("stop"), "interrupted"), (ValueError("oh"), "failed")]
+)
+def test_progress_says_how_a_run_ended(tmp_path, error, state):
+    with pytest.raises(type(error)), RunLog(tmp_path, plan(), 10) as log:
+        log.step(step(1))
+        raise error
+    assert progress(tmp_path)["state"] == state
+    assert progress(tmp_path)["step"] == 1
+
+
+def test_the_files_are_whole_after_every_record(tmp_path):
+    with RunLog(tmp_path, plan(), 10) as log:
+        log.step(step(1))
+        log.classes(1, by_class(plan(), RECORDS))
+        log.evaluation(1, 1.5)
+        assert [r["step"] for r in metrics(tmp_path)] == [1]
+        assert metrics(tmp_path, "evaluation")[0]["loss"] == 1.5
+        assert len(metrics(tmp_path, "classes")[0]["classes"]) == 3
+
+
+# -- the screen ------------------------------------------------------------------------------------
+
+
+def console(*, terminal: bool, width: int = 80) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None
+    )
+
+
+def shown(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_every_few_steps(tmp_path):
+    screen = console(terminal=False, width=120)
+    with RunLog(tmp_path, plan(), 5) as log, Display(log, 2, screen) as display:
+        for number in range(1, 6):
+            log.step(step(number))
+            display.step(step(number))
+            display.classes(by_class(plan(), RECORDS))
+    lines = shown(screen).splitlines()
+    assert [line.split()[1] for line in lines] == ["1/5", "2/5", "4/5", "5/5"]
+    assert lines[-1] == (
+        "step 5/5  loss 0.4000  lr 1.00e-03  64 tokens/s  busy: fast 100%, slow 50%, idle 10%"
+    )
+
+
+def test_on_a_terminal_there_is_a_table(tmp_path):
+    screen = console(terminal=True)
+    planned = plan(6 * MIB, 3 * MIB, 4 * MIB, MIB)
+    with RunLog(tmp_path, planned, 5) as log, Display(log, 1, screen) as display:
+        display.step(step(1))
+        display.classes(by_class(planned, RECORDS))
+        display.evaluation(1, 1.25)
+        display.step(step(2))
+    text = shown(screen)
+    assert "held-out loss 1.2500 at step 1" in text
+    last = text[text.rindex("training") :]
+    assert "2/5" in last
+    assert "4.0 MiB" in last
+    assert "unknown" in last
+    assert "times are of the emulation" in last

@@ -1,0 +1,228 @@
+"""Jobs on text, on saved datasets and on tensors, in several precisions and with both optimizers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from jobs import metrics, plan_for, train, write_job
+
+from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.read import read_job
+from gpumix.train.models import check_fits, config_of, model_of
+
+PAIR = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
+WORDS = "the cat sat on the mat and the dog lay by the door".split()
+
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 8,
+    "vocab_size": 264,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(4):
+        lines = (" ".join(WORDS[k % 5 :]) for k in range(number, number + 12))
+        (folder / f"{number}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def gpt_job(folder, data: dict, **changes):
+    config = GPT | changes.pop("config", {})
+    return write_job(
+        folder,
+        model={"config": config},
+        data=data,
+        cluster=PAIR,
+        steps=3,
+        global_batch=4,
+        **changes,
+    )
+
+
+def assert_learns(summary) -> None:
+    assert all(math.isfinite(loss) for loss in summary.losses)
+    assert summary.losses[-1] < summary.losses[0]
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_text_with_a_tokenizer_trained_on_it(tmp_path, text):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train([str(file) for file in text.iterdir()], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = tokenizer.get_vocab_size()
+    job = gpt_job(
+        tmp_path,
+        {"text": ["text"]},
+        tokenizer="tokenizer.json",
+        config={"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0},
+    )
+    assert_learns(train(job))
+
+
+def test_a_folder_of_datasets(tmp_path):
+    import datasets
+
+    rows = [" ".join(WORDS[k % 7 :]) for k in range(40)]
+    datasets.Dataset.from_dict({"story": rows}).save_to_disk(tmp_path / "saved")
+    job = gpt_job(tmp_path, {"dataset": "saved", "column": "story"}, evaluation={"every_steps": 3})
+    assert_learns(train(job))
+    assert metrics(tmp_path / "run", "evaluation")[0]["loss"] > 0
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_data_that_is_not_there_or_empty_is_refused(tmp_path, text, content):
+    job = gpt_job(tmp_path, {"text": ["text", "more.txt"]})
+    for file in text.iterdir():
+        file.unlink()
+    if content is not None:
+        (tmp_path / "more.txt").write_text(content)
+    with pytest.raises(InputError) as caught:
+        train(job)
+    assert re.search("more.txt|text", str(caught.value))
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, text):
+    job = gpt_job(tmp_path, {"text": ["text"]}, tokenizer="tokenizer.json")
+    with pytest.raises(InputError, match="cannot read the tokenizer") as caught:
+        check_fits(read_job(job), tmp_path)
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def test_bf16_stays_close_to_fp32(tmp_path):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    exact = train(job, f"output={tmp_path / 'exact'}", plan=plan)
+    coarse = train(job, "precision=bf16", plan=plan.model_copy(update={"compute_dtype": "bf16"}))
+    assert coarse.losses == pytest.approx(exact.losses, rel=0.02)
+    assert coarse.losses != exact.losses
+
+
+def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
+    job = write_job(
+        tmp_path,
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        schedule={"kind": "constant"},
+    )
+    plan = plan_for(job)
+    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    assert_learns(whole)
+    train(job, "steps=3", plan=plan)
+    assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
+
+
+def test_another_optimizer_cannot_go_on(tmp_path):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    with pytest.raises(InputError, match="the checkpoint has the state of AdamW"):
+        train(job, "optimizer.name=sgd", plan=plan, resume=True)
+
+
+def test_other_data_cannot_go_on(tmp_path):
+    job = write_job(tmp_path)
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    with pytest.raises(InputError, match="data"):
+        train(job, "data.arguments={samples: 80}", plan=plan, resume=True)
+
+
+@pytest.mark.parametrize("held_out", [0.02, 0.06])
+def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
+    """One or three of 64 samples: some ranks get no row."""
+    job = write_job(
+        tmp_path,
+        data={"factory": "toys:tokens", "held_out": held_out},
+        evaluation={"every_steps": 1, "batches": 3},
+    )
+    train(job, "steps=2", plan=plan_for(job))
+    losses = [record["loss"] for record in metrics(tmp_path / "run", "evaluation")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_an_evaluation_needs_samples(tmp_path):
+    job = write_job(
+        tmp_path,
+        data={"factory": "toys:tokens", "held_out": 0},
+        evaluation={"every_steps": 1},
+    )
+    with pytest.raises(InputError, match="no held-out samples"):
+        train(job, "steps=2", plan=plan_for(job))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# -- models of transformers ------------------------------------------------------------------------
+
+
+def check(tmp_path, **config):
+    job = read_job(gpt_job(tmp_path, {"text": ["text"]}, config=config))
+    check_fits(job, tmp_path)
+    return model_of(job.model, folder=tmp_path, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"n_positions": 4}, "the model has 4 positions, sequence_length is 8"),
+        ({"vocab_size": 200}, "the tokenizer has 257 tokens, the model 200"),
+        ({"model_type": "gpt99"}, "no valid transformers configuration"),
+        ({"n_head": 3}, "transformers cannot build a causal-lm model"),
+    ],
+)
+def test_a_model_that_cannot_learn_the_data_is_refused(tmp_path, config, told):
+    with pytest.raises(InputError) as caught:
+        check(tmp_path, **config)
+    assert told in caught.value.what
+    assert caught.value.exit_code == 2
+
+
+def test_a_model_may_have_more_of_everything(tmp_path):
+    check(tmp_path, n_positions=16, vocab_size=300)
+
+
+def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):
+    job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
+    wrong = job.model.model_copy(update={"task": "seq2seq-lm"})
+    with pytest.raises(InputError, match="cannot build a seq2seq-lm model"):
+        model_of(wrong, folder=tmp_path, seed=0)
+
+
+def test_a_configuration_may_lie_in_a_file(tmp_path):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(GPT))
+    job = read_job(write_job(tmp_path, model={"config": "config.json"}, data={"text": ["text"]}))
+    assert config_of(job.model).n_embd == 16
+
+
+def test_transformers_may_be_missing(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
+    with pytest.raises(MachineError, match="needs the package transformers") as caught:
+        check_fits(job, tmp_path)
+    assert "pip install 'gpumix[transformers]'" in caught.value.fix
+    assert caught.value.exit_code == 3
