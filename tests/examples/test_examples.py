@@ -11,6 +11,7 @@ from example_runs import EXAMPLES, TORCHRUN, python
 
 from gpumix.spec.read import read_job
 
+pytestmark = pytest.mark.timeout(600)  # above the limits of the two runs that a test may start
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 JOBS = sorted(EXAMPLES.glob("*.yaml"))
 

@@ -1,4 +1,4 @@
-"""Jobs on text, on saved datasets and on tensors, in several precisions and with both optimizers."""
+"""Jobs on text, on saved datasets and on tensors, in two precisions and with both optimizers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.read import read_job
 from gpumix.train.models import check_fits, config_of, model_of
 
-PAIR = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
-WORDS = "the cat sat on the mat and the dog lay by the door".split()
+ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "door"]
 
 GPT = {
     "model_type": "gpt2",
@@ -43,7 +43,7 @@ def gpt_job(folder, data: dict, **changes):
         folder,
         model={"config": config},
         data=data,
-        cluster=PAIR,
+        cluster=ALONE,
         steps=3,
         global_batch=4,
         **changes,

@@ -159,6 +159,11 @@ def _without_paths(value: Any) -> Any:
 def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
     """Open the data; hosts may hold different files, which would train on a mixture of both."""
     train, held_out = open_data(task.job, task.folder, cache_folder() / "tokens")
+    if task.job.evaluation.every_steps and not len(held_out):
+        raise InputError(
+            "there are no held-out samples to evaluate on",
+            fix="set data.held_out above 0, or evaluation.every_steps to 0",
+        )
     told = ranks.gather("data", f"{len(train)} samples, fingerprint {train.fingerprint}")
     others = [rank for rank, text in enumerate(told) if text != told[0]]
     if others:

@@ -55,9 +55,10 @@ class Seat:
 Work = Callable[..., Any]
 
 
-def warm_up() -> None:
-    """Start the server of ranks, which imports torch while this process does something else."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+def warm_up(imports: Sequence[str] = ()) -> None:
+    """Start the server of ranks, which imports torch, and `imports`, while this process does
+    something else. One that runs already is left as it is."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *imports])
     with _interrupts_ignored():
         forkserver.ensure_running()
 

@@ -46,7 +46,9 @@ class Pipeline:
     @classmethod
     def of_file(cls, path: Path, overrides: Sequence[str], *, debug: bool) -> Pipeline:
         job = read_job(path, overrides)
-        return cls(job, path.absolute().parent, runner(debug=debug), debug=debug)
+        imports = ("transformers.models.auto.modeling_auto",) if job.model.config else ()
+        runs = runner(debug=debug, imports=imports)
+        return cls(job, path.absolute().parent, runs, debug=debug)
 
     def show(self, thing: Any) -> None:
         """Print for people, where this process is the one that speaks."""

@@ -47,10 +47,14 @@ class Runner(Protocol):
         ...
 
 
-def runner(*, debug: bool = False) -> Runner:
-    """The one for this process."""
+def runner(*, debug: bool = False, imports: tuple[str, ...] = ()) -> Runner:
+    """The one for this process.
+
+    Args:
+        imports: what all ranks will import, so that it may be done once.
+    """
     place = torchrun_place()
-    return LocalRunner(debug) if place is None else TorchrunRunner(place)
+    return LocalRunner(debug, imports) if place is None else TorchrunRunner(place)
 
 
 @dataclass
@@ -58,6 +62,7 @@ class LocalRunner:
     """Starts one process per device on this host."""
 
     debug: bool = False
+    imports: tuple[str, ...] = ()
     speaks: bool = True
     decides_alone: bool = True
 
@@ -76,7 +81,7 @@ class LocalRunner:
         return cluster.in_rank_order()
 
     def warm_up(self) -> None:
-        warm_up()
+        warm_up(self.imports)
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
