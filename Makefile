@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format docs bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      write the reference pages that come from the code"
 	@echo "make bench     run all benchmarks"
 
 install: $(STAMP)
@@ -29,13 +30,16 @@ test: $(STAMP)
 	$(BIN)/pytest
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix src tests benchmarks examples
-	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples docs
+	$(BIN)/ruff format src tests benchmarks examples docs
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 bench: $(STAMP)
 	for script in benchmarks/[a-z]*.py; do \

@@ -168,7 +168,7 @@ class Loader(Iterator[Batch]):
 
 
 def evaluation_batches(
-    held_out: Source,
+    held_out: Source | Any,
     worker_samples: Sequence[int],
     rank: int,
     *,
@@ -185,7 +185,8 @@ def evaluation_batches(
         InputError: the shares are unfit, or nothing is held out.
     """
     shares = check_shares(worker_samples, rank)
-    total, n = sum(shares), len(held_out)
+    source = as_source(held_out)
+    total, n = sum(shares), len(source)
     if not n:
         raise InputError(
             "there are no held-out samples to evaluate on",
@@ -194,7 +195,7 @@ def evaluation_batches(
     start, stop = share(shares, rank) if n >= total else short_share(shares, rank, n)
     pin = pin_device(device)
     firsts = range(0, min(batches, n // total) * total, total) if n >= total else range(1)
-    return (_fetch(held_out, np.arange(k + start, k + stop), pin)[0] for k in firsts)
+    return (_fetch(source, np.arange(k + start, k + stop), pin)[0] for k in firsts)
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:

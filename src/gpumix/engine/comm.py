@@ -135,7 +135,7 @@ class Communicator:
     @classmethod
     def of_default_group(cls, plan: Plan) -> Communicator:
         """All ranks of the default process group, on this process's current device."""
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.is_available() and not plan.emulated
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if not dist.is_initialized():
             return cls(None, rank=0, world=1, forms=plan.collectives, device=device)

@@ -72,22 +72,6 @@ class Ranks:
                 for r, told in enumerate(self.gather("names", name))
             ]
 
-    @classmethod
-    def of_default_group(cls, timeout_s: float) -> Ranks:
-        """The ranks of the process group that the caller has made; a single process if none."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        if not dist.is_initialized():
-            return cls(None, rank=0, world=1, device=device, timeout_s=timeout_s)
-        store = dist.PrefixStore("gpumix", dist.distributed_c10d._get_default_store())
-        return cls(
-            store,
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-            device=device,
-            timeout_s=timeout_s,
-        )
-
     def _connect(self, store: dist.Store) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(

@@ -112,9 +112,10 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
     store.set(str(seat.rank), mine)
     told = [json.loads(store.get(str(rank)).decode()) for rank in range(seat.world)]
     devices = tuple(Device(**device) for _, device in told)
-    classes = {found["name"]: DeviceClass(**found) for found, _ in told}
+    # A class that is not the same everywhere (another driver, say) is there twice, and refused.
+    classes = dict.fromkeys(DeviceClass(**found) for found, _ in told)
     try:
-        return Cluster(classes=tuple(classes.values()), devices=devices), devices
+        return Cluster(classes=tuple(classes), devices=devices), devices
     except ValidationError as error:
         raise InputError(
             f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",

@@ -26,6 +26,9 @@ from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
 if TYPE_CHECKING:
     from gpumix.train.loop import Summary, Trial
 
+# What every model of transformers imports.
+TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+
 
 class Pipeline:
     """A job on its way from the file to the run.
@@ -46,7 +49,7 @@ class Pipeline:
     @classmethod
     def of_file(cls, path: Path, overrides: Sequence[str], *, debug: bool) -> Pipeline:
         job = read_job(path, overrides)
-        imports = ("transformers.models.auto.modeling_auto",) if job.model.config else ()
+        imports = TRANSFORMERS if job.model.config is not None else ()
         runs = runner(debug=debug, imports=imports)
         return cls(job, path.absolute().parent, runs, debug=debug)
 

@@ -1,0 +1,203 @@
+"""Every error is one clear message on stderr, the right exit code, and JSON for who asked for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from jobs import CLUSTER, Done, gpumix, plan_for, toy, train, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+# A process without torch is quick to end; with it, it takes seconds.
+QUICK_S = 30
+
+
+def refused(folder: Path, code: int, *arguments: str | Path, **options) -> Done:
+    done = gpumix(*arguments, folder=folder, **options)
+    assert done.code == code, done.err
+    assert "Traceback" not in done.err
+    assert re.search(r"^gpumix: .+", done.err, re.MULTILINE), done.err
+    return done
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A folder with a job, its profile and its plan."""
+    folder = tmp_path_factory.mktemp("planned")
+    train(write_job(folder), "steps=1")
+    Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
+    Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
+    return folder
+
+
+# -- 2: bad input ----------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_told_with_its_line(tmp_path):
+    job = write_job(tmp_path, global_batsh=8)
+    line = next(k for k, text in enumerate(job.read_text().splitlines(), 1) if "batsh" in text)
+    done = refused(tmp_path, 2, "train", "job.yaml")
+    assert f"job.yaml:{line}" in done.err
+    assert "global_batch" in done.err.replace("global_batsh", "")
+
+
+def test_an_unknown_key_of_an_argument_is_told_with_the_argument(job):
+    done = refused(job.parent, 2, "train", "job.yaml", "--set", "optimizer.lrr=1")
+    assert "--set optimizer.lrr=1" in done.err
+    assert "lrr" in done.err
+
+
+def test_a_device_named_twice_is_told(tmp_path):
+    twice = [{**CLUSTER[0], "id": "one"}, {**CLUSTER[0], "id": "one"}]
+    write_job(tmp_path, cluster=twice)
+    done = refused(tmp_path, 2, "train", "job.yaml")
+    assert "device id 'one' is given twice" in done.err
+
+
+@pytest.mark.parametrize("verb", ["train", "profile", "plan", "devices"])
+def test_a_job_that_is_not_there_is_told(tmp_path, verb):
+    done = refused(tmp_path, 2, verb, "nothing.yaml", "--json")
+    assert "nothing.yaml" in done.err
+    assert done.json()["exit_code"] == 2
+    assert done.json()["error"] == "InputError"
+
+
+def test_a_profile_is_no_plan(planned):
+    done = refused(planned, 2, "train", "job.yaml", "--plan", "profile.json")
+    assert "a plan of schema 1 is wanted, this is a profile of schema 1" in done.err
+    assert "gpumix plan" in done.err
+
+
+def test_a_plan_for_other_devices_is_told_before_torch_is_needed(planned, tmp_path):
+    write_job(tmp_path, cluster=[{**CLUSTER[0], "count": 3}])
+    plan = planned / "plan.json"
+    done = refused(tmp_path, 2, "train", "job.yaml", "--plan", plan, timeout_s=QUICK_S)
+    assert "the plan was made for other devices" in done.err
+
+
+def test_a_plan_for_another_batch_is_told(planned):
+    done = refused(
+        planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch=9",
+        "--set", "output=other",
+    )  # fmt: skip
+    assert "the plan is for global_batch 8, the job has 9" in done.err
+
+
+def test_there_must_be_something_to_resume(job):
+    done = refused(job.parent, 2, "train", "job.yaml", "--resume", "--json")
+    assert "there is no checkpoint to go on from" in done.err
+    assert done.json()["fix"] == "start the run without --resume"
+
+
+def test_a_run_is_not_overwritten(planned):
+    done = refused(planned, 2, "train", "job.yaml")
+    assert "checkpoints of an earlier run" in done.err
+
+
+@pytest.mark.parametrize("change", ["sequence_length=4", "precision=bf16"])
+def test_a_profile_of_other_work_is_told(planned, change):
+    done = refused(planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--set", change)
+    assert f"the profile is of {change.split('=')[0]}" in done.err
+
+
+def test_a_strategy_must_be_known(planned):
+    done = refused(
+        planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--strategy", "best"
+    )
+    assert "there is no strategy 'best'" in done.err
+
+
+def test_an_even_split_needs_a_sample_for_every_device(planned):
+    done = refused(
+        planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--strategy", "even",
+        "--set", "global_batch=2",
+    )  # fmt: skip
+    assert "cannot be split evenly over 3 devices" in done.err
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("train", "job.yaml", "--fast"), ("trane",)])
+def test_a_wrong_call_is_told(job, arguments):
+    done = gpumix(*arguments, folder=job.parent)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert done.err
+
+
+# -- 3: the machine --------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_written_is_told(planned):
+    done = refused(
+        planned, 3, "plan", "job.yaml", "--profile", "profile.json", "--output", "/proc/plan.json"
+    )
+    assert "/proc" in done.err
+
+
+@pytest.mark.slow
+def test_a_missing_package_is_told(tmp_path):
+    """One that cannot be imported, although it is there."""
+    (tmp_path / "absent" / "transformers").mkdir(parents=True)
+    (tmp_path / "absent" / "transformers" / "__init__.py").write_text("raise ImportError('gone')")
+    write_job(
+        tmp_path,
+        model={"config": {"model_type": "gpt2", "n_positions": 8}},
+        cluster=CLUSTER[:1],
+    )
+    done = refused(tmp_path, 3, "train", "job.yaml", env={"PYTHONPATH": str(tmp_path / "absent")})
+    assert "needs the package transformers" in done.err
+    assert "pip install 'gpumix[transformers]'" in done.err
+
+
+# -- 4: no plan ------------------------------------------------------------------------------------
+
+
+def test_a_model_that_fits_nowhere_is_told_in_bytes(planned, tmp_path):
+    profile = json.loads((planned / "profile.json").read_text())
+    for device_class in profile["cluster"]["classes"]:
+        device_class["memory_bytes"] = 20_000
+    (tmp_path / "small.json").write_text(json.dumps(profile))
+    done = refused(planned, 4, "plan", "job.yaml", "--profile", tmp_path / "small.json", "--json")
+    assert re.search(r"short of \d+ bytes", done.err)
+    assert done.json()["exit_code"] == 4
+
+
+# -- 5: training -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path):
+    job = write_job(tmp_path, model=toy(fault="raise", rank=1, at=1), cluster=CLUSTER[1:])
+    plan_for(job, samples=(4, 4), shares=(0.5, 0.5)).save(tmp_path / "plan.json")
+    return job
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_told_in_few_lines(broken):
+    done = refused(broken.parent, 5, "train", "job.yaml", "--plan", "plan.json", "--json")
+    last = done.err[done.err.index("gpumix: ") :]
+    assert "the job's own code failed: ValueError: no such token" in last
+    assert "rank 1 (device 'small-1' on localhost)" in last
+    assert len(last.splitlines()) < 5
+    assert done.json()["error"] == "TrainingError"
+
+
+@pytest.mark.slow
+def test_debug_shows_the_way_to_the_error(broken):
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", "--debug", folder=broken.parent)
+    assert done.code == 5
+    assert "Traceback" in done.err
+    assert "in _raise" in done.err
+
+
+def test_toy_jobs_can_be_read_as_they_are_written(job):
+    assert yaml.safe_load(job.read_text())["global_batch"] == 8
