@@ -5,11 +5,9 @@ One job goes the whole way: plan (which measures), profile, train, and again fro
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
-from jobs import EMULATED, Done, gpumix, metrics, toy, write_job
+from jobs import EMULATED, Done, gpumix, metrics, write_job
 
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan
@@ -95,7 +93,3 @@ def test_plan_hands_on_the_error_of_its_measurement(tmp_path):
     assert done.code == 2
     assert done.json()["what"] == "module 'toys' has no function 'modle'"
     assert done.err.count("gpumix: ") == 1
-
-
-def test_a_toy_has_arguments():
-    assert json.dumps(toy(width=3)) == '{"factory": "toys:model", "arguments": {"width": 3}}'

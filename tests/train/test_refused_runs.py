@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-import toys
-from jobs import BATCH, CLUSTER, plan_for, toy, train, write_job
+from jobs import CLUSTER, plan_for, toy, train, write_job
 
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, TrainingError
 from gpumix.spec.plan import Plan
@@ -240,9 +239,3 @@ def test_ranks_that_see_different_data_are_told_apart(tmp_path):
     assert "ranks see different data: rank 0 (device 'big-0'" in error.what
     assert "64 samples" in error.what
     assert "74 samples" in error.what
-
-
-def test_toys_are_as_the_jobs_say():
-    sample = toys.tokens()[0]
-    assert set(sample) == {"input_ids", "labels"}
-    assert BATCH == 8

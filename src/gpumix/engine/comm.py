@@ -12,15 +12,17 @@ rank order, hence bit-repeatable), `list` (NCCL).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.spec.errors import TrainingError
 from gpumix.spec.plan import Collectives, Plan
 
 
@@ -51,12 +53,9 @@ class Pending:
 
     def settle(self) -> None:
         """Wait until nothing is under way any more; the result is not wanted."""
-        try:
-            with self._clock:
-                for work in self._works:
-                    work.wait()
-        except RuntimeError as error:
-            raise failed(self._label, error) from error
+        with reported(self._label), self._clock:
+            for work in self._works:
+                work.wait()
         self._works = ()
 
 
@@ -96,10 +95,16 @@ class WaitClock:
         return self._seconds
 
 
-def failed(label: str, error: BaseException) -> GpumixError:
-    """The error to raise when the collective `label` failed with `error`."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CommunicationError(f"the {label} failed", why=first)
+@contextlib.contextmanager
+def reported(label: str) -> Iterator[None]:
+    """What fails inside is the collective `label`; memory that runs out stays what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CommunicationError(f"the {label} failed", why=lines[0]) from error
 
 
 class Communicator:
@@ -164,10 +169,8 @@ class Communicator:
         mine.copy_(shard)
         if self.world == 1:
             return Pending((), label, self.clock)
-        try:
+        with reported(label):
             return Pending(self._start_gather(full, parts), label, self.clock)
-        except RuntimeError as error:
-            raise failed(label, error) from error
 
     def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
         form = "native" if _equal(parts) else self.forms.gather
@@ -201,10 +204,8 @@ class Communicator:
         self._count("reduce", full)
         if self.world == 1:
             return Pending((), label, self.clock, lambda: deliver(full[None]))
-        try:
+        with reported(label):
             return self._start_reduce(full, parts, label, deliver)
-        except RuntimeError as error:
-            raise failed(label, error) from error
 
     def _start_reduce(
         self,
@@ -240,11 +241,8 @@ class Communicator:
         """`value` summed over ranks, in place."""
         self._count("all_reduce", value)
         if self.world > 1:
-            try:
-                with self.clock:
-                    dist.all_reduce(value, group=self.group)
-            except RuntimeError as error:
-                raise failed(label, error) from error
+            with reported(label), self.clock:
+                dist.all_reduce(value, group=self.group)
         return value
 
     def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
@@ -255,10 +253,8 @@ class Communicator:
         if self.world == 1:
             table[0] = row
             return table, Pending((), label, self.clock)
-        try:
+        with reported(label):
             work = _all_gather_single(table.view(-1), row, self.group)
-        except RuntimeError as error:
-            raise failed(label, error) from error
         return table, Pending([work], label, self.clock)
 
     def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gpumix.engine.comm import failed
+from gpumix.engine.comm import reported
 from gpumix.spec.base import Value
 from gpumix.train.boxes import boxes
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
@@ -200,12 +200,11 @@ def _agreed(doing: str, folder: Path) -> Iterator[None]:
     with warnings.catch_warnings():
         # A single process is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            raise explained(error, f"a rank could not {doing}", folder) from error
-        except RuntimeError as error:
-            raise failed(f"exchange of who could {doing}", error) from error
+        with reported(f"exchange of who could {doing}"):
+            try:
+                yield
+            except CheckpointException as error:
+                raise explained(error, f"a rank could not {doing}", folder) from error
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gpumix.engine.comm import failed
+from gpumix.engine.comm import reported
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError
 
 T = TypeVar("T")
@@ -65,10 +65,8 @@ class Together:
         if self.world == 1:
             return [outcome]
         outcomes: list[Any] = [None] * self.world
-        try:
+        with reported(f"exchange of who could {doing}"):
             dist.all_gather_object(outcomes, outcome, group=self.group)
-        except RuntimeError as error:
-            raise failed(f"exchange of who could {doing}", error) from error
         outcomes[self.rank] = outcome  # with its traceback
         return outcomes
 

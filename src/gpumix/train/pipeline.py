@@ -77,6 +77,8 @@ class Pipeline:
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:
         """Train by `plan`, or by one that is made first."""
         self._check_output(resume)
+        if plan is not None:
+            self._check_plan(plan)
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
         if plan is None:
@@ -85,7 +87,6 @@ class Pipeline:
             plan = self.plan(profile)
             if self.speaks:
                 profile.save(self.job.output / "profile.json")
-        self._check_plan(plan)
         self.show(plan_table(plan))
         if self.speaks:
             plan.save(self.job.output / "plan.json")

@@ -1,0 +1,154 @@
+"""What was measured is kept, and measured again when anything that it depends on has changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+
+import pytest
+from jobs import CLUSTER, write_job
+
+from gpumix.profiler.cache import MeasurementCache
+from gpumix.spec.profile import ClassMeasurement, Profile
+from gpumix.train.pipeline import Pipeline
+
+ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
+
+
+@pytest.fixture(scope="module")
+def measured_once(tmp_path_factory):
+    """A folder with a job and its measurements, and the profile."""
+    folder = tmp_path_factory.mktemp("measured")
+    write_job(folder)
+    assert missing(folder) == ["big", "small"]
+    return folder, Pipeline.of_file(folder / "job.yaml", [], debug=False).profile()
+
+
+@pytest.fixture
+def measured(measured_once, tmp_path):
+    """The profile of the job in `tmp_path`, from the measurements that lie there."""
+    folder, profile = measured_once
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return profile
+
+
+def cache(folder, *overrides: str) -> MeasurementCache:
+    pipeline = Pipeline.of_file(folder / "job.yaml", overrides, debug=False)
+    return MeasurementCache(pipeline.job, pipeline.cluster, pipeline.folder)
+
+
+def missing(folder, *overrides: str) -> list[str]:
+    return cache(folder, *overrides).missing()
+
+
+def times(profile: Profile) -> dict[str, float]:
+    """When each class was measured, so to speak: no two measurements take just as long."""
+    return {c.device_class: c.optimizer_s_per_element for c in profile.classes}
+
+
+def test_a_profile_is_found_again_as_it_was(measured, tmp_path):
+    assert missing(tmp_path) == []
+    assert cache(tmp_path).load() == measured
+
+
+def test_fresh_measures_again(measured, tmp_path):
+    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True)
+    assert times(again) != times(measured)
+    assert cache(tmp_path).load() == again
+
+
+def test_the_same_device_in_another_class_name_is_known(measured, tmp_path):
+    write_job(tmp_path, cluster=[{**CLUSTER[0], "class": "large"}, CLUSTER[1]])
+    found = cache(tmp_path).load()
+    assert found is not None
+    assert times(found) == {"large": times(measured)["big"], "small": times(measured)["small"]}
+
+
+def test_a_new_class_is_measured_alone(measured, tmp_path):
+    new = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
+    write_job(tmp_path, cluster=[*CLUSTER, new])
+    assert missing(tmp_path) == ["new"]
+    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    assert times(again).keys() == {"big", "small", "new"}
+    assert times(again).items() >= times(measured).items()
+
+
+def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
+    write_job(tmp_path, cluster=[CLUSTER[0], {**CLUSTER[1], "count": 3}])
+    assert missing(tmp_path) == []
+    assert cache(tmp_path).load() is None
+    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    assert times(again) == times(measured)
+    assert again.network != measured.network
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "sequence_length=4",
+        "global_batch=16",
+        "precision=bf16",
+        "optimizer.name=sgd",
+        "model.arguments={width: 24}",
+        "model.factory=toys:broken",
+        "data.arguments={length: 4}",
+    ],
+)
+def test_other_work_was_not_measured(measured, tmp_path, change):
+    assert missing(tmp_path, change) == ["big", "small"]
+
+
+@pytest.mark.parametrize(
+    "change", ["steps=99", "optimizer.lr=1", "output=other", "timeout=9", "strategy=even"]
+)
+def test_what_does_not_matter_is_not_measured_again(measured, tmp_path, change):
+    assert missing(tmp_path, change) == []
+
+
+def test_another_device_was_not_measured(measured, tmp_path):
+    write_job(tmp_path, cluster=[{**CLUSTER[0], "memory": "63 MiB"}, CLUSTER[1]])
+    assert missing(tmp_path) == ["big"]
+
+
+def test_another_torch_was_not_measured(measured, tmp_path, monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "9.9" if name == "torch" else version(name)
+    )
+    assert missing(tmp_path) == ["big", "small"]
+
+
+@pytest.mark.parametrize("content", ["", '{"kind": "class-meas', '{"kind": "plan"}', "[]"])
+def test_a_broken_file_is_measured_again(measured, tmp_path, content):
+    found = cache(tmp_path)
+    for file in (tmp_path / "profiles").glob("class-*"):
+        file.write_text(content)
+    assert found.missing() == ["big", "small"]
+    assert found.load() is None
+
+
+def test_a_changed_factory_is_measured_again(tmp_path):
+    """Its name is the same, its code is not."""
+    for name in ("own_model", "own_data"):
+        (tmp_path / f"{name}.py").write_text("from toys import model, tokens\n")
+    job = write_job(
+        tmp_path,
+        cluster=ALONE,
+        model={"factory": "own_model:model"},
+        data={"factory": "own_data:tokens"},
+    )
+    Pipeline.of_file(job, [], debug=False).profile()
+    assert missing(tmp_path) == []
+    for name in ("own_model", "own_data"):
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# changed\n")
+        assert missing(tmp_path) == ["one"]
+        Pipeline.of_file(job, [], debug=False).profile()
+
+
+def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
+    """Two jobs may call the same device differently, and each finds its own name."""
+    [file] = [cache(tmp_path).class_file(c) for c in measured.cluster.classes if c.name == "big"]
+    assert ClassMeasurement.load(file).device_class.device_class == "big"
+    renamed = measured.cluster.class_named("big").model_copy(update={"name": "other"})
+    assert cache(tmp_path).class_file(renamed) == file

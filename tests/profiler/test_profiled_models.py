@@ -1,0 +1,125 @@
+"""Profiles of many kinds of model: complete, true to the model, and good for a plan that runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from models import ARCHITECTURES, LENGTH, WIDTH
+from reference import initialised, own_rows
+
+import gpumix
+from gpumix.engine.units import dissect
+from gpumix.hardware.runtime import open_device
+from gpumix.planner.explain import plan as make_plan
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import ROOT, Profile
+
+BATCH = 4
+MIB = 2**20
+# An encoder and a decoder; experts that the data choose; a decoder; blocks of one's own.
+NAMES = ["t5", "mixtral", "gpt2", "whisper", "plain-own-blocks"]
+PEAK_TOLERANCE = 0.97
+
+CLUSTER = Cluster(
+    classes=(
+        DeviceClass(name="big", accelerator="cpu", memory_bytes=64 * MIB),
+        DeviceClass(name="small", accelerator="cpu", memory_bytes=32 * MIB),
+    ),
+    devices=(Device(id="d0", device_class="big"), Device(id="d1", device_class="small")),
+)
+
+
+def _profile(name: str) -> str:
+    """On a rank."""
+    architecture = ARCHITECTURES[name]
+    generator = torch.Generator().manual_seed(1)
+    profile = gpumix.profile(
+        architecture.factory,
+        lambda n: architecture.batch(n, generator),
+        sequence_length=LENGTH,
+        global_batch=BATCH,
+        cluster=CLUSTER,
+        budget_s=20,
+        progress=lambda line: None,
+    )
+    return profile.model_dump_json()
+
+
+def _train(name: str, plan_json: str) -> tuple[float, int | None]:
+    """On a rank: the loss of a step by the plan, and the peak of two."""
+    architecture = ARCHITECTURES[name]
+    plan = Plan.model_validate_json(plan_json)
+    rank = torch.distributed.get_rank()
+    device = CLUSTER.in_rank_order()[rank]
+    with open_device(CLUSTER.class_named(device.device_class), 0) as runtime:
+        engine = gpumix.prepare(gpumix.build(architecture.factory, seed=7), plan)
+        optimizer = torch.optim.AdamW(engine.parameters(), fused=True)
+        batch = architecture.batch(BATCH, torch.Generator().manual_seed(2))
+        runtime.reset_peak()
+        losses = []
+        for _ in range(2):
+            losses.append(engine.step(own_rows(batch, plan.workers, rank)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses[0], runtime.peak_bytes()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def profiled(request) -> tuple[str, Profile]:
+    found = run_ranks(_profile, 2, request.param)
+    assert found[0] == found[1], "ranks have different profiles"
+    return request.param, Profile.model_validate_json(found[0])
+
+
+def test_a_profile_is_true_to_the_model(profiled):
+    name, profile = profiled
+    model = ARCHITECTURES[name].factory()
+    anatomy = dissect(model)
+    assert profile.model.fingerprint == anatomy.fingerprint()
+    assert profile.model.calls == tuple(unit.name for unit in anatomy.units)
+    assert profile.model.parameters == sum(p.numel() for p in model.parameters())
+    assert {c.device_class for c in profile.classes} == {"big", "small"}
+
+
+def test_every_kind_of_unit_is_measured_at_every_size(profiled):
+    _, profile = profiled
+    kinds = {kind.name for kind in profile.model.kinds}
+    for measured in profile.classes:
+        assert set(measured.units) == kinds | {ROOT}
+        for times in measured.units.values():
+            for curve in (times.forward, times.backward):
+                assert curve.sizes == (1, 2, 4)
+                assert min(curve.values) > 0
+
+
+def test_gradients_reach_every_unit(profiled):
+    """A backward pass without gradients would cost nothing, and mislead the planner."""
+    _, profile = profiled
+    for kind in profile.model.kinds:
+        for size, gradient, backward, forward in zip(
+            kind.gradient.sizes, kind.gradient.values, kind.backward.values, kind.forward.values
+        ):
+            assert gradient >= size * WIDTH * 4  # of one position at the least
+            assert backward > max(gradient, forward)
+
+
+def test_its_plan_runs_within_its_memory(profiled):
+    name, profile = profiled
+    plan = make_plan(profile, BATCH)
+    results = run_ranks(_train, 2, name, plan.model_dump_json())
+    loss = _loss_alone(name)
+    assert plan.prediction is not None
+    for (found, peak), predicted in zip(results, plan.prediction.workers):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert predicted.peak_bytes >= PEAK_TOLERANCE * peak
+
+
+def _loss_alone(name: str) -> float:
+    from models import mean_loss
+
+    architecture = ARCHITECTURES[name]
+    batch = architecture.batch(BATCH, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return mean_loss(initialised(architecture.factory), batch).item()
