@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
-from models import ARCHITECTURES, LENGTH, WIDTH
-from reference import initialised, own_rows
 
 import gpumix
 from gpumix.engine.units import dissect
@@ -15,6 +12,9 @@ from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
+from harness import run_ranks
+from models import ARCHITECTURES, LENGTH, WIDTH, mean_loss
+from reference import initialised, own_rows
 
 BATCH = 4
 MIB = 2**20
@@ -79,7 +79,8 @@ def test_a_profile_is_true_to_the_model(profiled):
     anatomy = dissect(model)
     assert profile.model.fingerprint == anatomy.fingerprint()
     assert profile.model.calls == tuple(unit.name for unit in anatomy.units)
-    assert profile.model.parameters == sum(p.numel() for p in model.parameters())
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    assert profile.model.parameters == sum(trained)
     assert {c.device_class for c in profile.classes} == {"big", "small"}
 
 
@@ -117,8 +118,6 @@ def test_its_plan_runs_within_its_memory(profiled):
 
 
 def _loss_alone(name: str) -> float:
-    from models import mean_loss
-
     architecture = ARCHITECTURES[name]
     batch = architecture.batch(BATCH, torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -1,0 +1,100 @@
+"""Ctrl-C and SIGTERM: the step is finished and the state saved; the same command goes on."""
+
+from __future__ import annotations
+
+from multiprocessing import active_children
+
+import pytest
+from jobs import checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
+
+from gpumix.spec.errors import Interrupted
+
+
+@pytest.fixture
+def losses(tmp_path):
+    """Of a run that nobody disturbs."""
+    job = write_job(tmp_path / "undisturbed")
+    return train(job, plan=plan_for(job)).losses
+
+
+def disturbed(tmp_path, fault: str):
+    """A job whose rank 1 sends a signal in its third step, and a plan for it."""
+    job = write_job(tmp_path, model=toy(fault=fault, rank=1, at=3))
+    plan_for(job).save(tmp_path / "plan.json")
+    return job, plan_for(job)
+
+
+def steps_of(tmp_path) -> list[int]:
+    return [record["step"] for record in metrics(tmp_path / "run")]
+
+
+def last_saved(tmp_path) -> int:
+    """The step of the only checkpoint. A signal comes while step 3 is computed; ranks tell each
+    other of it in that step or in the next."""
+    [checkpoint] = checkpoints(tmp_path / "run")
+    step = int(checkpoint.removeprefix("step-"))
+    assert step in (3, 4)
+    return step
+
+
+def assert_goes_on(tmp_path, losses: list[float]) -> None:
+    """The rest of the run is as if nothing had happened."""
+    done = last_saved(tmp_path)
+    job = write_job(tmp_path)
+    assert train(job, plan=plan_for(job), resume=True).losses == losses[done:]
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == losses
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert progress(tmp_path / "run")["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, losses):
+    disturbed(tmp_path, "ctrl-c")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", "--json", folder=tmp_path)
+    assert done.code == 130
+    assert "once more ends it at once" in done.err
+    assert "Traceback" not in done.err
+    last = last_saved(tmp_path)
+    assert f"{checkpoints(tmp_path / 'run')[0]}: stopped after step {last} of 6" in done.err
+    assert "go on with the same command and --resume" in done.err
+    assert done.json()["exit_code"] == 130
+    assert progress(tmp_path / "run")["state"] == "interrupted"
+    assert steps_of(tmp_path) == list(range(1, last + 1))
+    assert_goes_on(tmp_path, losses)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(tmp_path):
+    disturbed(tmp_path, "kill-launcher")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
+    assert done.code == -9  # and `gpumix` has looked for processes that are left
+
+
+@pytest.mark.parametrize("fault", ["interrupt-launcher", "terminate-launcher", "terminate"])
+def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
+    job, plan = disturbed(tmp_path, fault)
+    with pytest.raises(Interrupted, match=r"stopped after step \d of 6"):
+        train(job, plan=plan)
+    assert_goes_on(tmp_path, losses)
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    job, plan = disturbed(tmp_path, "interrupt-launcher-twice")
+    with pytest.raises(KeyboardInterrupt):
+        train(job, plan=plan)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert active_children() == []
+
+
+def test_a_signal_ends_a_profile_at_once(tmp_path):
+    job = write_job(tmp_path, model=toy(fault="interrupt-launcher", rank=0, at=1))
+    with pytest.raises(KeyboardInterrupt):
+        train(job)
+    assert not (tmp_path / "profiles").exists()
+    assert active_children() == []
+
+
+def test_a_signal_in_the_last_step_comes_too_late(tmp_path):
+    job = write_job(tmp_path, model=toy(fault="terminate", rank=1, at=6))
+    assert train(job, plan=plan_for(job)).steps == 6
+    assert progress(tmp_path / "run")["state"] == "finished"

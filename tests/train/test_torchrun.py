@@ -1,0 +1,81 @@
+"""Under torchrun a process is a rank: the same losses, also with hosts of unequal size."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from jobs import EMULATED, Done, metrics, run, train, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+GPUMIX_TRAIN = ["-m", "gpumix", "train", "job.yaml"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path, cluster=EMULATED, steps=4)
+
+
+def torchrun(folder, *arguments: str) -> Done:
+    return run([*TORCHRUN, *arguments], folder, {"OMP_NUM_THREADS": "1"}, timeout_s=120)
+
+
+def standalone(folder, processes: int, *arguments: str) -> Done:
+    return torchrun(
+        folder, "--standalone", "--nproc-per-node", str(processes), *GPUMIX_TRAIN, *arguments
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def losses_by(plan: Plan, job, tmp_path) -> list[float]:
+    """Without torchrun."""
+    return train(job, f"output={tmp_path / 'alone'}", plan=plan).losses
+
+
+def test_torchrun_measures_plans_and_trains(job, tmp_path):
+    done = standalone(tmp_path, 3, "--json")
+    assert done.code == 0, done.err
+    summary = done.json()
+    # One process speaks for all.
+    assert done.err.count("plan (optimal)") == 1
+    assert done.err.count("step 4/4") == 1
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert len(Profile.load(tmp_path / "run" / "profile.json").classes) == 2
+    assert summary["losses"] == losses_by(plan, job, tmp_path)
+    assert [r["loss"] for r in metrics(tmp_path / "run")] == summary["losses"]
+
+
+def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_path):
+    train(job, "steps=1", f"output={tmp_path / 'first'}")
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+
+    def host(processes: int, cache: str) -> Done:
+        return torchrun(
+            tmp_path, "--nnodes", "2", "--nproc-per-node", str(processes), *meeting,
+            "--local-addr", "127.0.0.1", *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as hosts:
+        for done in hosts.map(host, (1, 2), ("profiles", "nothing")):
+            assert done.code == 0, done.err
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert [r["loss"] for r in metrics(tmp_path / "run")] == losses_by(plan, job, tmp_path)
+
+
+def test_there_must_be_a_process_for_every_device(job, tmp_path):
+    done = standalone(tmp_path, 2)
+    assert done.code != 0
+    assert "the cluster has 3 devices, torchrun started 2 processes" in done.err
+    assert "exitcode  : 2" in done.err  # torchrun's report of ours
+    assert not (tmp_path / "run").exists()
