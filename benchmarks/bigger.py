@@ -100,7 +100,7 @@ def by_fsdp(seat: Seat, steps: int) -> Attempt:
     """Train by FSDP2 with equal shares on this rank's device."""
     model = SETTING.build()  # before the device is opened: not in its memory
     even = SETTING.even()
-    system = partial(systems.fsdp, model, SETTING, even, "all", micro_batch=1, prefetch=False)
+    system = partial(systems.fsdp, model, SETTING, even, micro_batch=1, prefetch=False)
     return _attempt(seat, system, steps)
 
 

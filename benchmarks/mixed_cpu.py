@@ -3,11 +3,10 @@
 Four emulated devices of speeds 4 : 2 : 1 : 1 and unequal memory train a GPT-2 of 2.7 M parameters
 in alternating rounds: DDP and FSDP2 with equal batches, FSDP2 with batches in proportion to speed,
 and gpumix by its own plan. Same devices, weights, samples, optimizer and FLOPs: all compute blocks
-again in backward, completely. The memory limits let the others run their part of the batch in a
-single pass; gpumix may choose otherwise. Then each device trains alone, without communication: the
-sum of their speeds is what the fleet could reach. Last, equal devices, gpumix against FSDP2; there
-also against FSDP2 as torch recomputes by default (not the last product of a block, whose result no
-gradient needs) and without recompute, for which those devices have the memory.
+again in backward, the others by `torch.utils.checkpoint`. The memory limits let the others run
+their part of the batch in a single pass; gpumix may choose otherwise. Then each device trains
+alone, without communication: the sum of their speeds is what the fleet could reach. Last, equal
+devices, gpumix against FSDP2; there also without recompute, for which they have the memory.
 
     python benchmarks/mixed_cpu.py [--json] [--rounds 3] [--steps 2]
 
@@ -27,8 +26,7 @@ from emulated.results import Results, plan_line
 from emulated.rounds import (
     DDP_EVEN,
     FSDP_EVEN,
-    FSDP_EVEN_NEEDED,
-    FSDP_EVEN_NONE,
+    FSDP_KEEPS,
     FSDP_PROPORTIONAL,
     GPUMIX,
     Study,
@@ -60,7 +58,7 @@ def main() -> None:
     equal = Results.of(
         Study(
             Setting(EQUAL, WIDTH, LAYERS, HEADS),
-            (FSDP_EVEN, GPUMIX, FSDP_EVEN_NEEDED, FSDP_EVEN_NONE),
+            (FSDP_EVEN, GPUMIX, FSDP_KEEPS),
             rounds=arguments.rounds,
             steps=arguments.steps,
         )
@@ -90,8 +88,7 @@ def _figures(mixed: Results, equal: Results) -> dict[str, float]:
         "speedup_vs_fsdp2_proportional": ours / mixed.tokens_per_s(FSDP_PROPORTIONAL),
         "fleet_efficiency": ours / sum(mixed.alone_tokens_per_s()),
         "equal_devices_vs_fsdp2": ours_equal / equal.tokens_per_s(FSDP_EVEN),
-        "equal_devices_vs_fsdp2_torch_recompute": ours_equal / equal.tokens_per_s(FSDP_EVEN_NEEDED),
-        "equal_devices_vs_fsdp2_no_recompute": ours_equal / equal.tokens_per_s(FSDP_EVEN_NONE),
+        "equal_devices_vs_fsdp2_no_recompute": ours_equal / equal.tokens_per_s(FSDP_KEEPS),
         "prediction_error": prediction.tokens_per_s / ours - 1,
         "overruns": mixed.overruns + equal.overruns,
         "runs_spoiled": mixed.spoiled + equal.spoiled,

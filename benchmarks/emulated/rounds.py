@@ -21,7 +21,7 @@ import torch.distributed as dist
 import gpumix
 from emulated import systems
 from emulated.setting import Setting
-from emulated.systems import Recompute, System
+from emulated.systems import System
 from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -32,14 +32,7 @@ ALONE = "alone"
 DDP_EVEN = "DDP even"
 FSDP_EVEN = "FSDP2 even"
 FSDP_PROPORTIONAL = "FSDP2 proportional"
-FSDP_EVEN_NEEDED = "FSDP2 even, torch's recompute"
-FSDP_EVEN_NONE = "FSDP2 even, no recompute"
-FSDP_RECOMPUTE: dict[str, Recompute] = {
-    FSDP_EVEN: "all",
-    FSDP_PROPORTIONAL: "all",
-    FSDP_EVEN_NEEDED: "needed",
-    FSDP_EVEN_NONE: "none",
-}
+FSDP_KEEPS = "FSDP2 even, no recompute"
 
 WARM_UP_STEPS = 1
 TRIES = 3
@@ -194,11 +187,11 @@ class _Bench:
         if name == GPUMIX:
             return systems.Gpumix(setting.build(), self.plan)
         if name == ALONE:
-            return systems.alone(setting, "all")
+            return systems.alone(setting)
         if name == DDP_EVEN:
-            return systems.ddp(setting, runtime, "all")
+            return systems.ddp(setting, runtime)
         samples = setting.proportional() if name == FSDP_PROPORTIONAL else setting.even()
-        return systems.fsdp(setting.build(), setting, samples, FSDP_RECOMPUTE[name])
+        return systems.fsdp(setting.build(), setting, samples, recompute=name != FSDP_KEEPS)
 
     def _tell(self, run: Run) -> None:
         if self.rank == 0:

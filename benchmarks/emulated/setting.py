@@ -78,6 +78,7 @@ class Setting:
             n_head=self.heads,
             n_positions=self.sequence,
             vocab_size=VOCABULARY,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, as one operation
             bos_token_id=256,
             eos_token_id=256,
             resid_pdrop=0.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,6 @@ from gpumix.spec.plan import Plan, split_micro_batches
 LEARNING_RATE = 1e-3
 
 Batch = dict[str, torch.Tensor]
-
-# What a block recomputes in its backward: all of it, as gpumix does, so that FLOPs are equal; all
-# but what no gradient needs (its last product), as torch does by default; nothing.
-Recompute = Literal["all", "needed", "none"]
 
 
 class System(Protocol):
@@ -101,15 +97,15 @@ def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def alone(setting: Setting, recompute: Recompute) -> Plain:
+def alone(setting: Setting) -> Plain:
     """A device by itself on its part of the batch: no other rank takes part."""
-    model = recomputing(setting.build(), recompute)
+    model = recomputing(setting.build())
     return Plain(model, setting, setting.proportional(), averaged=False)
 
 
-def ddp(setting: Setting, runtime: DeviceRuntime, recompute: Recompute) -> Plain:
+def ddp(setting: Setting, runtime: DeviceRuntime) -> Plain:
     """DDP with equal batches. What ends its backward waits in C++, where pacing cannot see it."""
-    model = recomputing(setting.build(), recompute)
+    model = recomputing(setting.build())
     return Plain(
         DistributedDataParallel(model, gradient_as_bucket_view=True),
         setting,
@@ -123,8 +119,8 @@ def fsdp(
     model: Any,
     setting: Setting,
     samples: tuple[int, ...],
-    recompute: Recompute,
     *,
+    recompute: bool = True,
     micro_batch: int | None = None,
     prefetch: bool = True,
 ) -> Plain:
@@ -135,7 +131,8 @@ def fsdp(
     is faster and takes more memory; CPUs have no streams, so FSDP2 must be told.
     """
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    recomputing(model, recompute)
+    if recompute:
+        recomputing(model)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -152,14 +149,8 @@ def fsdp(
     return Plain(model, setting, samples, averaged=averaged, micro_batch=micro_batch)
 
 
-def recomputing(model: Any, recompute: Recompute) -> Any:
-    """Make each block keep only its input, and compute itself again in backward."""
-    if recompute != "none":
-        for block in model.transformer.h:
-            block.forward = partial(
-                checkpoint,
-                block.forward,
-                use_reentrant=False,
-                early_stop=recompute == "needed",
-            )
-    return model.train()
+def recomputing(model: Any) -> Any:
+    """Make each block keep only its input, and compute again what its backward needs."""
+    for block in model.transformer.h:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model

@@ -17,7 +17,6 @@ from gpumix.spec import cluster_file
 from gpumix.spec.cluster import CLASS_NAME, Cluster
 from gpumix.spec.job import FACTORY, Job
 from gpumix.spec.units import Bytes, FlopRate, Seconds
-from parts.notes import NOTES
 
 UNITS = {
     Bytes: "memory, as `24 GiB`",
@@ -42,15 +41,7 @@ def tables() -> str:
         _section("`devices[]`", cluster_file.DeviceRow),
         _section("A cluster: the short form", cluster_file.ShortRow, SHORT),
     ]
-    unused = set(NOTES) - {f"{m.__name__}.{n}" for m in _models() for n in m.model_fields}
-    assert not unused, f"docs/parts/notes.py has notes on keys that do not exist: {unused}"
     return "\n\n".join(sections)
-
-
-def _models() -> list[type[BaseModel]]:
-    nested = [f.annotation for f in Job.model_fields.values()]
-    forms = [cluster_file.ClusterForm, cluster_file.ClassForm, cluster_file.DeviceRow]
-    return [Job, *(m for m in nested if _is_model(m)), *forms]
 
 
 def _section(title: str, model: type[BaseModel], about: str = "") -> str:
@@ -67,17 +58,8 @@ def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
         default = _default(field, unit=" s" if takes == UNITS[Seconds] else "")
     if field.is_required():
         default = "**required**"
-    return f"| `{key}` | {takes} | {default} | {_meaning(model, name, field)} |"
-
-
-def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    """The field's own description; what the code leaves to the docstring is in `notes`."""
-    owner = next(m for m in reversed(model.__mro__) if name in getattr(m, "model_fields", {}))
-    note = NOTES.get(f"{owner.__name__}.{name}")
-    assert (note is None) != (field.description is None), (
-        f"{owner.__name__}.{name} needs a description, or a note in docs/parts/notes.py; not both"
-    )
-    return note or field.description or ""
+    assert field.description, f"{model.__name__}.{name} needs a description"
+    return f"| `{key}` | {takes} | {default} | {field.description} |"
 
 
 def _default(field: FieldInfo, *, unit: str) -> str:

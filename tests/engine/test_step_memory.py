@@ -74,21 +74,43 @@ def test_logits_of_one_micro_batch_are_alive_at_a_time():
     assert len(alive) == 3
 
 
+def count_tensors() -> int:
+    return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
 def test_no_tensor_waits_for_the_garbage_collector(name):
     engine = engine_alone(ARCHITECTURES[name].factory, 4, 2)
     batch = next(batches(ARCHITECTURES[name], 4, 1))
 
-    def tensors() -> int:
-        return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
-
     engine.step(batch)
     gc.collect()
     gc.disable()
     try:
-        before = tensors()
+        before = count_tensors()
         engine.step(batch)
         engine.evaluate(batch)
-        assert tensors() == before
+        assert count_tensors() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_step_that_fails_leaves_no_tensor(name):
+    def loss(model, batch):
+        result = model(**batch)
+        if fails:
+            raise MemoryError
+        return result.loss, torch.tensor(1)
+
+    fails = False
+    engine = engine_alone(ARCHITECTURES[name].factory, 4, 2, loss=loss)
+    batch = next(batches(ARCHITECTURES[name], 4, 1))
+    engine.step(batch)
+    gc.collect()
+    before = count_tensors()
+    fails = True
+    with pytest.raises(MemoryError):
+        engine.step(batch)
+    gc.collect()
+    assert count_tensors() == before

@@ -72,15 +72,14 @@ def test_a_class_with_less_memory_is_enforced_context_included(cuda):
 
 def test_what_the_driver_keeps_of_the_nominal_memory_is_not_for_tensors(cuda):
     nominal = TOTAL + GIB // 4
-    device = open_device(gpu_class(memory_bytes=nominal), 0)
-    assert nominal - device.framework_bytes() == TOTAL - CONTEXT
+    with open_device(gpu_class(memory_bytes=nominal), 0) as device:
+        assert nominal - device.framework_bytes() == TOTAL - CONTEXT
 
 
 def test_a_uuid_finds_the_gpu_whatever_its_number(cuda):
-    open_device(gpu_class(), 0, device_id="GPU-uuid-1")
-    assert cuda.current == 1
-    open_device(gpu_class(), 1, device_id="my old card")
-    assert cuda.current == 1
+    for ordinal, name in [(0, "GPU-uuid-1"), (1, "my old card")]:
+        with open_device(gpu_class(), ordinal, device_id=name):
+            assert cuda.current == 1
 
 
 @pytest.mark.parametrize(("ordinal", "device_id"), [(2, ""), (0, "GPU-elsewhere")])
@@ -91,7 +90,7 @@ def test_a_gpu_that_is_not_there_is_an_error(cuda, ordinal, device_id):
 
 def test_a_discovered_class_must_be_what_is_there(cuda):
     rtx = gpu_class(product="NVIDIA GeForce RTX 3090", compute_capability="8.6")
-    open_device(rtx, 1)
+    open_device(rtx, 1).close()
     with pytest.raises(MachineError, match=r"GPU 0 is a NVIDIA H100 PCIe \(9\.0\)") as raised:
         open_device(rtx, 0)
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix

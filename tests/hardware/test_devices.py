@@ -94,6 +94,17 @@ def test_an_emulated_device_reports_when_the_cpu_was_too_slow():
         assert device.overrun_s > 0
 
 
+def test_a_process_uses_one_device_at_a_time():
+    roomy = CPU.model_copy(update={"memory_bytes": in_use() + 2**20})
+    with open_device(roomy, 0):
+        with pytest.raises(InputError, match="uses device 'cpu' already, and cannot open 'small'"):
+            open_device(emulated_class(), 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**20)
+    with open_device(emulated_class(memory_bytes=in_use() + 2**20), 0):
+        pass
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_torch_does_not_see_is_an_error_with_a_fix():
     with pytest.raises(MachineError, match="torch sees no GPU") as raised:

@@ -98,7 +98,9 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer: {betas: [0.9, 0.9, 0.9]}\n",
          "job.yaml:8: 'optimizer.betas' must be of length 2 or less, it is a list of 3"),
         ("optimizer: {momentum: 0.9}\n",
-         "job.yaml:8: 'optimizer': 'momentum' has no effect on adamw; it is for sgd"),
+         "job.yaml:8: 'optimizer': 'momentum' has no effect on adamw"),
+        ("optimizer: {name: sgd, eps: 1e-6}\n",
+         "job.yaml:8: 'optimizer': 'eps' has no effect on sgd"),
         ("optimizer:\n  eps: 1e-8\n  name: adam\n",
          "job.yaml:10: 'optimizer.name' must be 'adamw' or 'sgd', it is 'adam'\n"
          "  fix: did you mean 'adamw'?"),

@@ -1,4 +1,4 @@
-"""The cut at a unit's boundary: forward without a graph, recompute and backward from saved inputs.
+"""The cut at a unit's boundary: forward keeps the unit's inputs only, backward recomputes the rest.
 
 Between units the model's own code stays ordinary autograd. At a unit its outputs become leaves;
 gradients cross from leaf to leaf: of the unit's outputs, through its recompute, to its inputs, and
@@ -7,16 +7,20 @@ from there through the code between units to the outputs of earlier units.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
-from gpumix.engine.coroutine import ModelError, UnitCall
+from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.glue import hand
+from gpumix.engine.recompute import Recomputed
 from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
@@ -43,17 +47,20 @@ class Cut:
         forward: Forward | None = None,
     ) -> None:
         self.unit = unit
-        self._forward = forward or unit.forward
-        self._state = call.state
+        self._inputs, structure = tree_flatten((call.args, call.kwargs))
         self._captured = Captured(call.context)
-        self._dtype = compute_dtype
-        self._seed = seed
-        self._inputs, self._structure = tree_flatten((call.args, call.kwargs))
+        self._gradients = call.state.gradients
+        self._run = _Run(
+            forward or unit.forward, call.state, self._captured, compute_dtype, seed, structure
+        )
         self._versions = [t._version for t in self._inputs if isinstance(t, torch.Tensor)]
         self._refuse_caches()
         self._refuse_hidden(self._inputs, "is given", lambda t: t.requires_grad)
+        # Of a differentiable call, from its forward to its backward:
+        self._sources: list[torch.Tensor] = []
+        self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
-        self._buffers: BufferCopies | None = None
+        self._buffers = BufferCopies(unit.with_buffers if self.differentiable else ())
 
     def _refuse_caches(self) -> None:
         for value in self._inputs:
@@ -85,7 +92,7 @@ class Cut:
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The inputs that want a gradient: outputs of earlier units, or made from them."""
-        if not self._state.gradients:
+        if not self._gradients:
             return []
         return [t for t in self._inputs if isinstance(t, torch.Tensor) and t.requires_grad]
 
@@ -96,60 +103,55 @@ class Cut:
 
     @property
     def differentiable(self) -> bool:
-        return self._state.gradients and (self.unit.trainable or bool(self.inputs))
+        return self._gradients and (self.unit.trainable or bool(self.inputs))
 
     def forward(self) -> Any:
-        """Run the unit without a graph; its outputs are leaves, handed to the model."""
-        if self.differentiable:
-            self._buffers = BufferCopies(self.unit.with_buffers)
-        self._seed()
-        with self._state.applied(), torch.no_grad():
-            outputs, structure = self._run(self._detached(False))
-        self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
-        if self._buffers is not None:
-            self._buffers.keep_changed()
-        if self.differentiable:
-            self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
-            self._leaves = [_as_leaf(output) for output in outputs]
-            outputs = [
-                output if leaf is None else hand(leaf)
-                for output, leaf in zip(outputs, self._leaves)
-            ]
-        result, collected = tree_unflatten(outputs, structure)
-        self._captured.hand_over(collected)
-        return result
+        """Run the unit; its outputs are leaves, handed to the model."""
+        inputs = self._detached()
+        if not self.differentiable:
+            return self._hand_over(*self._run(inputs))
+        self._sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        # A unit may try to write into what it is given, which autograd allows for no leaf.
+        given = [hand(t) if _wants_gradient(t) else t for t in inputs]
+        outputs, structure = Recomputed(self.unit.name, partial(self._run, given)).forward()
+        self._buffers.keep_changed()
+        self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
+        self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
+        self._leaves = [
+            o.detach().requires_grad_() if _wants_gradient(o) else None for o in outputs
+        ]
+        handed = [o if leaf is None else hand(leaf) for o, leaf in zip(outputs, self._leaves)]
+        return self._hand_over(handed, structure)
 
     def backward(self) -> list[torch.Tensor | None]:
-        """Run the unit again with a graph, and backward; gradients of `inputs`, in their order.
+        """Run the unit again and backward; gradients of `inputs`, in their order.
 
         Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards.
         """
-        gradients = [None if leaf is None else leaf.grad for leaf in self._leaves]
-        self._leaves = []
-        wanted = self.inputs
-        if all(g is None for g in gradients):
-            return [None] * len(wanted)
-        self._refuse_writes(
-            f"an input of unit '{self.unit.name}' was written into after the unit was called"
-        )
-        inputs = self._detached(True)
-        sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
-        assert self._buffers is not None, "forward comes before backward"
-        self._seed()
-        with self._buffers.in_place(), self._state.applied(), torch.enable_grad():
-            outputs, _ = self._run(inputs)
-        # A leaf was made of every floating output; the graph now tells which of them depend on
-        # anything that is trained.
-        pairs = [(o, g) for o, g in zip(outputs, gradients) if g is not None and o.requires_grad]
-        self._inputs = []
-        del inputs, outputs, gradients
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        ends = [
+            (edge, leaf.grad)
+            for edge, leaf in zip(self._edges, self._leaves)
+            if edge is not None and leaf is not None and leaf.grad is not None
+        ]
+        sources = self._sources
+        self._edges, self._leaves, self._sources = [], [], []
+        if ends:
+            self._refuse_writes(
+                f"an input of unit '{self.unit.name}' was written into after the unit was called"
+            )
+            self._inputs = []
+            edges, gradients = zip(*ends)
+            del ends
+            with self._buffers.in_place():
+                torch.autograd.backward(edges, gradients)
         return [source.grad for source in sources]
 
-    def _run(self, inputs: list[Any]) -> tuple[list[Any], TreeSpec]:
-        """Run the unit: all that it gives, by its result or otherwise, and its structure."""
-        args, kwargs = tree_unflatten(self._cast(inputs), self._structure)
-        return tree_flatten(self._captured.run(lambda: self._forward(*args, **kwargs)))
+    def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
+        """The model gets what the unit returned, and what it collects beside that."""
+        self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
+        result, collected = tree_unflatten(outputs, structure)
+        self._captured.hand_over(collected)
+        return result
 
     def _refuse_writes(self, what: str) -> None:
         if self._versions != [t._version for t in self._inputs if isinstance(t, torch.Tensor)]:
@@ -159,23 +161,42 @@ class Cut:
                 fix="make the operation out of place in the model's code",
             )
 
-    def _detached(self, requires_grad: bool) -> list[Any]:
+    def _detached(self) -> list[Any]:
         """The inputs cut off from the model's graph; those that want a gradient may get one."""
         return [
-            t.detach().requires_grad_(requires_grad and t.requires_grad and self._state.gradients)
+            t.detach().requires_grad_(t.requires_grad and self._gradients)
             if isinstance(t, torch.Tensor)
             else t
             for t in self._inputs
         ]
 
-    def _cast(self, values: list[Any]) -> list[Any]:
-        return [
-            t.to(self._dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-            for t in values
-        ]
+
+@dataclass(frozen=True)
+class _Run:
+    """How a unit is run, each time alike.
+
+    A graph holds it for its recompute, so it must not hold the cut, which holds the graph: a circle
+    through autograd is never collected.
+    """
+
+    forward: Forward
+    state: ThreadState
+    captured: Captured
+    dtype: torch.dtype
+    seed: Callable[[], None]
+    structure: TreeSpec
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+        """All that the unit gives, by its result or otherwise, and its structure."""
+        self.seed()
+        with self.state.applied():
+            args, kwargs = tree_unflatten([self._cast(value) for value in inputs], self.structure)
+            return tree_flatten(self.captured.run(lambda: self.forward(*args, **kwargs)))
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if floating else value
 
 
-def _as_leaf(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return None
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -228,8 +228,13 @@ class Communicator:
                 group=self.group,
                 async_op=True,
             )
-            rows = received.view(self.world, mine.numel())
-            return Pending([work], label, self.clock, lambda: deliver(rows))
+
+            def finish() -> None:
+                deliver(received.view(self.world, mine.numel()))
+                # At once: the backend's thread may hold the tensor for a moment longer.
+                received.untyped_storage().resize_(0)
+
+            return Pending([work], label, self.clock, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
         if form == "native":
             work = _reduce_scatter_single(mine, full, self.group)

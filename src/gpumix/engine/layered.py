@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class MicroBatch:
             call,
             unit,
             compute_dtype=self._dtype,
-            seed=lambda: self._randomness.start(2 * number + 1),
+            seed=partial(self._randomness.start, 2 * number + 1),
         )
         self._at = None
         self._outputs = cut.forward()

@@ -15,7 +15,7 @@ from gpumix.hardware.discover import product_slug
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory import limit_memory
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import MachineError
+from gpumix.spec.errors import InputError, MachineError
 
 
 class DeviceRuntime(ABC):
@@ -66,9 +66,13 @@ class DeviceRuntime(ABC):
         """By how many seconds in sum. A measurement during which this grew is spoiled."""
         return 0.0
 
-    @abstractmethod
     def close(self) -> None:
         """Give the device back; the runtime must not be used afterwards."""
+        self._close()
+        _in_use.clear()
+
+    @abstractmethod
+    def _close(self) -> None: ...
 
     def __enter__(self) -> DeviceRuntime:
         return self
@@ -92,7 +96,24 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
 
     Raises:
         MachineError: there is no such GPU, or it is not what its class says.
+        InputError: this process uses a device already; limits of two would mix.
     """
+    if _in_use:
+        raise InputError(
+            f"this process uses device '{_in_use[0]}' already, and cannot open "
+            f"'{device_class.name}' beside it",
+            fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
+        )
+    runtime = _opened(device_class, ordinal, device_id)
+    _in_use.append(device_class.name)
+    return runtime
+
+
+# Names of the device that is open in this process; one at the most.
+_in_use: list[str] = []
+
+
+def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
     if device_class.emulated:
         return _EmulatedRuntime(device_class)
     if device_class.accelerator == "cpu":
@@ -129,7 +150,7 @@ class _CpuRuntime(DeviceRuntime):
     def reset_peak(self) -> None:
         self._memory.reset_peak()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         limit_memory(None)
 
 
@@ -157,7 +178,7 @@ class _EmulatedRuntime(_CpuRuntime):
     def overrun_s(self) -> float:
         return self._pacer.overrun_s
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._device.__exit__(None, None, None)
 
 
@@ -192,7 +213,7 @@ class _CudaRuntime(DeviceRuntime):
         obtainable = free + torch.cuda.memory_reserved(self.torch_device)
         return max(total, self.memory_limit_bytes) - obtainable
 
-    def close(self) -> None:
+    def _close(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)

@@ -168,8 +168,9 @@ class _Measurement:
     def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
         before = self._memory.current()
         self._memory.reset_peak()
-        outputs = Outputs(self._specimens.cut(call).forward())
-        kept = self._memory.current() - before
+        cut = self._specimens.cut(call)
+        outputs = Outputs(cut.forward())
+        kept = self._memory.current() - before  # what the cut keeps for its backward too
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
         return outputs

@@ -27,12 +27,18 @@ Memory = Annotated[Bytes, Field(gt=0)]
 class ClassForm(Value):
     """What a device class is, its name apart; cuda unless it is emulated or says otherwise."""
 
-    memory: Memory
-    emulate: FlopRate | None = None
-    accelerator: Literal["cuda", "cpu"] | None = None
-    product: str = ""
-    driver: str = ""
-    compute_capability: str = ""
+    memory: Memory = Field(description="that a plan may use, less a reserve")
+    emulate: FlopRate | None = Field(
+        default=None, description="makes an emulated device of a CPU process, of this speed"
+    )
+    accelerator: Literal["cuda", "cpu"] | None = Field(
+        default=None, description="default: `cpu` for an emulated class, `cuda` for others"
+    )
+    product: str = Field(
+        default="", description="as the driver names it; with `compute_capability` it is checked"
+    )
+    driver: str = Field(default="", description="a measurement is made again when it changes")
+    compute_capability: str = Field(default="", description="as `8.6`")
 
     @model_validator(mode="after")
     def _emulated_on_cpu(self) -> Self:
@@ -56,11 +62,19 @@ class ClassForm(Value):
 class DeviceRow(Value):
     """One device, or `count` of one class on one host; their ordinals follow each other."""
 
-    device_class: ClassName = Field(alias="class")
-    id: str | None = Field(default=None, min_length=1)
-    count: int = Field(default=1, ge=1, le=MOST_DEVICES)
-    host: str = Field(default="localhost", min_length=1)
-    ordinal: int | None = Field(default=None, ge=0)
+    device_class: ClassName = Field(alias="class", description="which class it is of")
+    id: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a UUID as `nvidia-smi -L` shows it finds the GPU wherever it is; default: class and number",
+    )
+    count: int = Field(default=1, ge=1, le=MOST_DEVICES, description="so many such devices")
+    host: str = Field(default="localhost", min_length=1, description="as `hostname` names it there")
+    ordinal: int | None = Field(
+        default=None,
+        ge=0,
+        description="index among the GPUs of its host, the first of `count`; default 0",
+    )
 
     @model_validator(mode="after")
     def _one_device_has_an_id(self) -> Self:
@@ -72,8 +86,12 @@ class DeviceRow(Value):
 class ClusterForm(Value):
     """The long form."""
 
-    classes: dict[ClassName, ClassForm] = Field(min_length=1)
-    devices: tuple[DeviceRow, ...] = Field(min_length=1)
+    classes: dict[ClassName, ClassForm] = Field(
+        min_length=1, description="[what each class is](#classesname), by its name"
+    )
+    devices: tuple[DeviceRow, ...] = Field(
+        min_length=1, description="[the devices](#devices), one or several a row"
+    )
 
 
 class ShortRow(ClassForm, DeviceRow):

@@ -20,60 +20,105 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
+def _refuse_idle(spec: Value, source: str, *keys: str) -> None:
+    """`keys` say something about `source` only."""
+    if not getattr(spec, source):
+        for key in _changed(spec, keys):
+            raise ValueError(f"'{key}' has no effect without '{source}'")
+
+
+def _changed(spec: Value, keys: tuple[str, ...]) -> list[str]:
+    """Those of `keys` that differ from their defaults: all are given when a job is passed on."""
+    fields = type(spec).model_fields
+    return [
+        key
+        for key in keys
+        if getattr(spec, key) != fields[key].get_default(call_default_factory=True)
+    ]
+
+
 class ModelSpec(Value):
-    """Exactly one of `config` (transformers) and `factory` (module:function that returns a model).
+    """Exactly one of `config` and `factory`. Without `weights` the model's own initialiser runs."""
 
-    `weights` is a safetensors file or a folder of them; without it the model's own initialiser
-    gives the weights. `units` overrides what is gathered and scheduled as one: class names or
-    module names.
-    """
-
-    config: Path | dict[str, Any] | None = None
-    task: Literal["causal-lm", "masked-lm", "seq2seq-lm"] = "causal-lm"
-    factory: str | None = Field(default=None, pattern=FACTORY)
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    weights: Path | None = None
-    units: tuple[str, ...] = ()
+    config: Path | dict[str, Any] | None = Field(
+        default=None,
+        description="a `config.json` of transformers, or its content; needs a `model_type`",
+    )
+    task: Literal["causal-lm", "masked-lm", "seq2seq-lm"] = Field(
+        default="causal-lm", description="which head a `config` gets"
+    )
+    factory: str | None = Field(
+        default=None,
+        pattern=FACTORY,
+        description="function that returns the model; its module is looked for beside the job",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    weights: Path | None = Field(
+        default=None, description="initial weights: a safetensors file, or a folder of them"
+    )
+    units: tuple[str, ...] = Field(
+        default=(),
+        description="names of the blocks' class or modules, if they are not found by themselves",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.config is None) == (self.factory is None):
             raise ValueError("give exactly one of 'config' and 'factory'")
+        _refuse_idle(self, "config", "task")
+        _refuse_idle(self, "factory", "arguments")
         return self
 
 
 class DataSpec(Value):
     """Exactly one of `text`, `dataset` and `factory`.
 
-    `text`: files or folders (all files below them that match `pattern`), packed into samples of
-    `sequence_length` tokens. `dataset`: a folder written by `datasets.save_to_disk`. `factory`:
-    module:function that returns a map-style dataset of dictionaries of tensors.
-    `held_out` is the part of the samples, from the end, that is kept for evaluation.
+    Text is packed into samples of `sequence_length` tokens.
     """
 
-    text: tuple[Path, ...] = ()
-    pattern: str = "*"
-    dataset: Path | None = None
-    column: str = "text"
-    factory: str | None = Field(default=None, pattern=FACTORY)
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    held_out: float = Field(default=0.02, ge=0, lt=1)
+    text: tuple[Path, ...] = Field(
+        default=(), description="files, and folders with all that is in them"
+    )
+    pattern: str = Field(default="*", description="of the files that are taken from folders")
+    dataset: Path | None = Field(
+        default=None, description="folder that `datasets.save_to_disk` wrote"
+    )
+    column: str = Field(
+        default="text",
+        description="column of the dataset that holds the text; without it `input_ids`",
+    )
+    factory: str | None = Field(
+        default=None,
+        pattern=FACTORY,
+        description="function that returns a map-style dataset of dictionaries of tensors",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    held_out: float = Field(
+        default=0.02, ge=0, lt=1, description="part of the samples that is kept for evaluation"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [bool(self.text), self.dataset is not None, self.factory is not None]
         if sum(given) != 1:
             raise ValueError("give exactly one of 'text', 'dataset' and 'factory'")
+        _refuse_idle(self, "text", "pattern")
+        _refuse_idle(self, "dataset", "column")
+        _refuse_idle(self, "factory", "arguments")
         return self
 
 
 class OptimizerSpec(Value):
     """The optimizer; every element is updated on the rank that stores it."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="AdamW, or SGD with or without momentum"
+    )
+    lr: float = Field(
+        default=3e-4, gt=0, allow_inf_nan=False, description="peak of the learning rate"
+    )
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="adamw only")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="adamw only")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd only")
     weight_decay: float = Field(
         default=0.1,
@@ -81,64 +126,94 @@ class OptimizerSpec(Value):
         allow_inf_nan=False,
         description="on parameters of two and more dimensions",
     )
-    clip_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+    clip_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="largest norm of all gradients together; `null` does not clip",
+    )
 
     @model_validator(mode="after")
-    def _momentum_is_of_sgd(self) -> Self:
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"'momentum' has no effect on {self.name}; it is for sgd")
+    def _settings_are_of_this_optimizer(self) -> Self:
+        others = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[self.name]
+        for key in _changed(self, others):
+            raise ValueError(f"'{key}' has no effect on {self.name}")
         return self
 
 
 class ScheduleSpec(Value):
     """Learning rate: linear warm-up, then a cosine down to `final_ratio` of the peak."""
 
-    warmup_steps: int = Field(default=0, ge=0)
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    final_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps in which the rate rises from 0 to its peak"
+    )
+    kind: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the rate falls afterwards"
+    )
+    final_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="rate of the last step over the peak"
+    )
 
 
 class EvaluationSpec(Value):
     """Evaluation on the held-out samples; `every_steps` 0 switches it off."""
 
-    every_steps: int = Field(default=0, ge=0)
+    every_steps: int = Field(default=0, ge=0, description="0: never")
     batches: int = Field(default=4, ge=1, description="global batches per evaluation")
 
 
 class CheckpointSpec(Value):
     """Checkpoints; one is always saved at the end. `every_steps` 0 saves none between."""
 
-    every_steps: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, ge=1)
+    every_steps: int = Field(default=0, ge=0, description="0: only at the end")
+    keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
 
 
 class ProfileSpec(Value):
     """How much time the profiler may take, and where its results are cached."""
 
-    budget: Seconds = 120.0
+    budget: Seconds = Field(default=120.0, description="how long each device class may be measured")
     cache: Path | None = Field(default=None, description="default: ~/.cache/gpumix/profiles")
 
 
 class Job(Value):
     """One training job."""
 
-    model: ModelSpec
-    data: DataSpec
-    tokenizer: Literal["bytes"] | Path = "bytes"
-    sequence_length: int = Field(gt=1)
+    model: ModelSpec = Field(description="what is trained")
+    data: DataSpec = Field(description="on what")
+    tokenizer: Literal["bytes"] | Path = Field(
+        default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
+    )
+    sequence_length: int = Field(gt=1, description="tokens in a sample")
     global_batch: int = Field(gt=0, description="samples per step over all devices")
-    steps: int = Field(gt=0)
-    optimizer: OptimizerSpec = OptimizerSpec()
-    schedule: ScheduleSpec = ScheduleSpec()
-    precision: ComputeDtype = "fp32"
-    seed: int = Field(default=0, ge=0)
-    cluster: Literal["auto"] | Cluster = "auto"
-    strategy: Literal["optimal", "even"] = "optimal"
-    output: Path = Path("runs/latest")
-    log_every_steps: int = Field(default=10, ge=1)
-    evaluation: EvaluationSpec = EvaluationSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    profile: ProfileSpec = ProfileSpec()
+    steps: int = Field(gt=0, description="steps of the whole run, those before a resume included")
+    optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
+    schedule: ScheduleSpec = Field(
+        default=ScheduleSpec(), description="how the learning rate changes"
+    )
+    precision: ComputeDtype = Field(
+        default="fp32", description="of compute; parameters and optimizer state are kept in fp32"
+    )
+    seed: int = Field(
+        default=0, ge=0, description="of initial weights, order of samples and dropout"
+    )
+    cluster: Literal["auto"] | Cluster = Field(
+        default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"
+    )
+    strategy: Literal["optimal", "even"] = Field(
+        default="optimal", description="`even` splits work and state evenly, to compare with"
+    )
+    output: Path = Field(
+        default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
+    )
+    log_every_steps: int = Field(default=10, ge=1, description="how often a line is printed")
+    evaluation: EvaluationSpec = Field(
+        default=EvaluationSpec(), description="on samples that are held out"
+    )
+    checkpoint: CheckpointSpec = Field(
+        default=CheckpointSpec(), description="when the state is saved"
+    )
+    profile: ProfileSpec = Field(default=ProfileSpec(), description="how the devices are measured")
     timeout: Seconds = Field(
         default=300.0, description="how long a rank waits for another before it names it"
     )

@@ -1,0 +1,118 @@
+"""The tensors that a unit saves for its backward are computed anew, once, and no further."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.recompute import Recomputed
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Hoarder(torch.autograd.Function):
+    """Asks for what it saved as often as it needs it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x * 2)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        first, second = ctx.saved_tensors[0], ctx.saved_tensors[1]
+        return gradient * (first + second / 2)
+
+
+def test_gradients_are_those_of_an_ordinary_backward():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    x = torch.randn(5, 4, requires_grad=True)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in (x, *model.parameters())]
+    for p in (x, *model.parameters()):
+        p.grad = None
+    Recomputed("model", lambda: model(x)).forward().square().sum().backward()
+    for p, gradient in zip((x, *model.parameters()), expected):
+        assert torch.equal(p.grad, gradient)
+
+
+def test_what_follows_the_last_saved_tensor_is_computed_once():
+    first, last = Counted(4, 4), Counted(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    out = Recomputed("model", lambda: last(torch.tanh(first(x))) + 1).forward()
+    out.sum().backward()
+    assert first.calls == 2
+    assert last.calls == 2  # it is reached: what it saves is its input
+
+    def run():
+        saved.append(torch.exp(x))
+        tail.append(1)
+        return saved[-1] + 1
+
+    saved, tail = [], []
+    Recomputed("model", run).forward().sum().backward()
+    assert len(tail) == 1
+
+
+def test_nothing_saved_lives_between_forward_and_backward():
+    x = torch.randn(3, requires_grad=True)
+    alive = []
+
+    def run():
+        y = torch.exp(x)
+        alive.append(weakref.ref(y.untyped_storage()))
+        return y * x.detach()
+
+    out = Recomputed("model", run).forward()
+    assert alive[0]() is None
+    out.sum().backward()
+    assert torch.allclose(x.grad, x.detach().exp() * x.detach())
+    assert alive[1]() is None
+
+
+def test_a_function_may_ask_more_than_once():
+    x = torch.tensor([3.0], requires_grad=True)
+    Recomputed("model", lambda: Hoarder.apply(x)).forward().backward()
+    assert x.grad.item() == 6.0
+
+
+def test_a_unit_may_differentiate_inside():
+    """Forces from an energy, as models of molecules compute them."""
+    x = torch.tensor([2.0], requires_grad=True)
+
+    def run():
+        [slope] = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        return slope * x
+
+    Recomputed("model", run).forward().backward()
+    assert x.grad.item() == pytest.approx(9 * 2.0**2)
+
+
+@pytest.mark.parametrize(
+    ("widths", "now"), [((4, 5), r"\[5\] of torch.float32"), ((4, 0), "nothing")]
+)
+def test_another_computation_is_refused(widths, now):
+    x = torch.ones(8, requires_grad=True)
+    width = iter(widths)
+
+    def run():
+        n = next(width)
+        return torch.exp(x[:n]).sum() if n else x.sum()
+
+    out = Recomputed("blocks.3", run).forward()
+    with pytest.raises(ModelError, match="blocks.3") as error:
+        out.backward()
+    assert error.match(r"something else")
+    assert "[4] of torch.float32" in error.value.why
+    assert now.replace("\\", "") in error.value.why
