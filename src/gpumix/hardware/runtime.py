@@ -24,10 +24,12 @@ class DeviceRuntime(ABC):
     Attributes:
         torch_device: where tensors go.
         memory_limit_bytes: what the process may use in all, `framework_bytes` included.
+        uncounted: why the bytes of tensors are not known here; empty if they are.
     """
 
     torch_device: torch.device
     memory_limit_bytes: int
+    uncounted: str = ""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -137,6 +139,7 @@ class _CpuRuntime(DeviceRuntime):
         self._memory = limit_memory(
             device_class.memory_bytes, owner=f"device '{device_class.name}'"
         )
+        self.uncounted = self._memory.why_inexact
 
     def synchronize(self) -> None:
         return None
@@ -162,6 +165,7 @@ class _EmulatedRuntime(_CpuRuntime):
         assert self._device.memory is not None and self._device.pacer is not None
         self.memory_limit_bytes = device_class.memory_bytes
         self._memory = self._device.memory
+        self.uncounted = self._memory.why_inexact
         self._pacer = self._device.pacer
 
     def synchronize(self) -> None:

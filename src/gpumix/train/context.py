@@ -30,6 +30,7 @@ from gpumix.spec.units import show_bytes
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
 from gpumix.train.models import check_fits
+from gpumix.train.tables import stderr
 
 MEETING_S = 120.0  # how long ranks wait for each other's devices
 
@@ -89,6 +90,10 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
         )
         with ranks:
             try:
+                if ranks.rank == 0 and runtime.uncounted:
+                    stderr().print(
+                        f"memory is not counted here, and limits are coarse: {runtime.uncounted}"
+                    )
                 _same_job(task.job, ranks)
                 check_fits(task.job, task.folder)
                 train_data, held_out = _same_data(task, ranks)

@@ -97,6 +97,7 @@ class Trainer:
         self._waited_s = 0.0
         self._since = time.perf_counter()
         self._step_times: list[float] = []
+        self._overruns_before = 0
         self._losses: list[float] = []
         self._classes: list[ClassRecord] = []
 
@@ -129,13 +130,10 @@ class Trainer:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
             self._exchange_records()
-            before = self.context.runtime.overruns
             records = [self.train_step(stop) for _ in range(steps)]
         times = sorted(r.step_s for r in records)
         peaks = self.context.ranks.gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
-        overruns = self.context.ranks.gather(
-            "overruns", str(self.context.runtime.overruns - before)
-        )
+        overruns = self.context.ranks.gather("overruns", str(self._overruns()))
         return Trial(
             step_s=times[len(times) // 2],
             tokens_per_s=self.plan.global_batch
@@ -168,6 +166,8 @@ class Trainer:
         self.step += 1
         step_s = time.perf_counter() - begun
         self._step_times.append(step_s)
+        if len(self._step_times) == WARM_UP_STEPS:
+            self._overruns_before = self.context.runtime.overruns
         self._losses.append(loss)
         tokens = self.plan.global_batch * self.plan.sequence_length
         return StepRecord(
@@ -206,13 +206,19 @@ class Trainer:
             device_class=self.context.device.device_class,
             busy_share=max(0.0, busy),
             peak_bytes=self.context.runtime.peak_bytes(),
-            overruns=self.context.runtime.overruns,
+            overruns=self._overruns(),
         )
         told = self.context.ranks.gather("records", mine.to_json())
         self._classes = by_class(self.plan, [RankRecord.from_json(text) for text in told])
         if self._display is not None:
             self._log.classes(self.step, self._classes)
             self._display.classes(self._classes)
+
+    def _overruns(self) -> int:
+        """Of this rank, in those steps that count for speed."""
+        if len(self._step_times) < WARM_UP_STEPS:
+            return 0
+        return self.context.runtime.overruns - self._overruns_before
 
     def _evaluate(self) -> None:
         losses = [
