@@ -99,9 +99,7 @@ def test_a_unit_may_differentiate_inside():
     assert x.grad.item() == pytest.approx(9 * 2.0**2)
 
 
-@pytest.mark.parametrize(
-    ("widths", "now"), [((4, 5), r"\[5\] of torch.float32"), ((4, 0), "nothing")]
-)
+@pytest.mark.parametrize(("widths", "now"), [((4, 5), "[5] of torch.float32"), ((4, 0), "nothing")])
 def test_another_computation_is_refused(widths, now):
     x = torch.ones(8, requires_grad=True)
     width = iter(widths)
@@ -111,8 +109,7 @@ def test_another_computation_is_refused(widths, now):
         return torch.exp(x[:n]).sum() if n else x.sum()
 
     out = Recomputed("blocks.3", run).forward()
-    with pytest.raises(ModelError, match="blocks.3") as error:
+    with pytest.raises(ModelError, match=r"'blocks\.3' computes something else") as error:
         out.backward()
-    assert error.match(r"something else")
     assert "[4] of torch.float32" in error.value.why
-    assert now.replace("\\", "") in error.value.why
+    assert now in error.value.why

@@ -66,7 +66,8 @@ class DeviceRow(Value):
     id: str | None = Field(
         default=None,
         min_length=1,
-        description="a UUID as `nvidia-smi -L` shows it finds the GPU wherever it is; default: class and number",
+        description="a UUID as `nvidia-smi -L` shows it finds the GPU wherever it is; default: "
+        "class and number",
     )
     count: int = Field(default=1, ge=1, le=MOST_DEVICES, description="so many such devices")
     host: str = Field(default="localhost", min_length=1, description="as `hostname` names it there")
