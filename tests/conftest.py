@@ -1,9 +1,13 @@
-"""How property tests draw: the same examples every time, so that a failure is no matter of luck.
+"""Where tests run, and how property tests draw.
 
-`pytest --hypothesis-profile=explore` draws new and many more.
+All tests run on the CPU, but those that `pytest -m gpu` chooses. Properties are tried on the same
+examples every time, so that a failure is no matter of luck; `--hypothesis-profile=explore` draws
+new and many more.
 """
 
 from __future__ import annotations
+
+import os
 
 from hypothesis import HealthCheck, settings
 
@@ -20,3 +24,8 @@ settings.register_profile(
     "explore", settings.get_profile("ci"), derandomize=False, max_examples=200
 )
 settings.load_profile("ci")
+
+
+def pytest_configure(config):
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks; ranks inherit it

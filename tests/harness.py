@@ -57,8 +57,9 @@ def run_ranks(
     timeout_s: float = 60.0,
     group_timeout_s: float = 30.0,
     mortal: Collection[int] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
-    """`function(*args)` on `world` ranks of a gloo group on loopback; the results in rank order.
+    """`function(*args)` on `world` ranks of a group on loopback; the results in rank order.
 
     A single rank gets no group, as a user without a launcher has none.
 
@@ -66,13 +67,14 @@ def run_ranks(
         timeout_s: after it all ranks are killed.
         group_timeout_s: how long a collective waits for the other ranks.
         mortal: ranks that may die, or hang, without a result; theirs is None.
+        backend: of the group; with nccl rank r is on GPU r.
 
     Raises:
         RankDied: a rank that is not mortal died, or time is up.
         Exception: what a rank raised, with the rank's traceback as its cause.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = (world, store.port, group_timeout_s, timeout_s)
+    meeting = (world, store.port, backend, group_timeout_s, timeout_s)
     ranks: dict[Connection, int] = {}
     processes: list[ForkServerProcess] = []
     try:
@@ -145,20 +147,22 @@ def _received(connection: Connection) -> tuple[bool, Any]:
 def _rank_main(
     pipe: Connection,
     rank: int,
-    meeting: tuple[int, int, float, float],
+    meeting: tuple[int, int, str, float, float],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    world, port, group_timeout_s, timeout_s = meeting
+    world, port, backend, group_timeout_s, timeout_s = meeting
     # Should the caller be killed outright, nobody else would end this process.
     signal.alarm(int(timeout_s) + 5)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     failed = False
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         if world > 1:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.TCPStore("127.0.0.1", port, is_master=False),
                 rank=rank,
                 world_size=world,

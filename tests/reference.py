@@ -164,9 +164,13 @@ def train_alone(architecture: Architecture, size: int, steps: int) -> Trained:
     return Trained(losses, {n: p.detach().numpy() for n, p in model.named_parameters()})
 
 
-def train_by_plan(name: str, shares: Sequence[Share], steps: int, **settings: Any) -> Trained:
+def train_by_plan(
+    name: str, shares: Sequence[Share], steps: int, *, backend: str = "gloo", **settings: Any
+) -> Trained:
     """Train on ranks as a plan with these shares, and `settings`, says."""
-    results = run_ranks(_train_rank, len(shares), name, list(shares), steps, settings)
+    results = run_ranks(
+        _train_rank, len(shares), name, list(shares), steps, settings, backend=backend
+    )
     return Trained(
         results[0][0],
         joined([pieces for _, pieces, _, _ in results]),
@@ -214,7 +218,9 @@ def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
     for piece in engine.pieces():
         tensor = piece.local.grad if gradients else piece.local
         if tensor is not None:
-            found.append((piece.name, tuple(piece.shape), piece.start, tensor.detach().numpy()))
+            found.append(
+                (piece.name, tuple(piece.shape), piece.start, tensor.detach().cpu().numpy())
+            )
     return found
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import device_in_use
 from gpumix.spec.errors import TrainingError
 from gpumix.spec.plan import Collectives, Plan
 
@@ -139,9 +140,9 @@ class Communicator:
 
     @classmethod
     def of_default_group(cls, plan: Plan) -> Communicator:
-        """All ranks of the default process group, on this process's current device."""
-        cuda = torch.cuda.is_available() and not plan.emulated
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        """All ranks of the default process group, on the device that this process has opened, else
+        on its current GPU, else on the CPU."""
+        device = _own_device(plan)
         if not dist.is_initialized():
             return cls(None, rank=0, world=1, forms=plan.collectives, device=device)
         return cls(
@@ -270,6 +271,15 @@ class Communicator:
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         self.counts[operation] += 1
         self.bytes[operation] += tensor.numel() * tensor.element_size()
+
+
+def _own_device(plan: Plan) -> torch.device:
+    opened = device_in_use()
+    if opened is not None:
+        return opened.torch_device
+    if torch.cuda.is_available() and not plan.emulated:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _equal(parts: Sequence[torch.Tensor]) -> bool:

@@ -102,17 +102,19 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
     """
     if _in_use:
         raise InputError(
-            f"this process uses device '{_in_use[0]}' already, and cannot open "
-            f"'{device_class.name}' beside it",
+            f"this process uses a device already, and cannot open '{device_class.name}' beside it",
             fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
         )
-    runtime = _opened(device_class, ordinal, device_id)
-    _in_use.append(device_class.name)
-    return runtime
+    _in_use.append(_opened(device_class, ordinal, device_id))
+    return _in_use[0]
 
 
-# Names of the device that is open in this process; one at the most.
-_in_use: list[str] = []
+def device_in_use() -> DeviceRuntime | None:
+    """The device that this process has opened and not closed."""
+    return _in_use[0] if _in_use else None
+
+
+_in_use: list[DeviceRuntime] = []  # one at the most
 
 
 def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
