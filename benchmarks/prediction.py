@@ -4,7 +4,7 @@ Profiles two small models on four emulated devices of three classes, then runs r
 samples, micro-batches and shares, among them devices without samples or without state) for a few
 steps each, next to `optimal` and `even`, and compares with what was predicted beforehand.
 
-    python benchmarks/prediction.py [--json] [--plans 6] [--steps 4]
+    python benchmarks/prediction.py [--json] [--plans 5] [--steps 4]
 
 Figures: `plans`, `step_time_mape` and `memory_mape` (mean absolute error over plans, and over all
 devices of all plans, as fractions), `worst_memory_underestimate` (the largest fraction by which a

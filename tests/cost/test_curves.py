@@ -19,12 +19,13 @@ def test_measured_points_are_exact_and_joined_by_lines():
     assert value_at(measured, 3) == pytest.approx(0.6)
 
 
-def test_beyond_the_last_point_the_last_line_goes_on():
-    assert value_at(curve(1.0, 3.0, 4.0, sizes=(1, 2, 4)), 10) == pytest.approx(7.0)
-
-
-def test_one_point_is_proportional_beyond_it():
-    assert value_at(curve(3.0, sizes=(2,)), 8) == pytest.approx(12.0)
+@pytest.mark.parametrize(
+    "measured",
+    [curve(1.0, 3.0, 4.0, sizes=(1, 2, 4)), curve(4.0, 4.0, 4.0, sizes=(1, 2, 4)),
+     curve(2.0, sizes=(2,))],
+)  # fmt: skip
+def test_beyond_the_last_point_a_value_is_proportional(measured):
+    assert value_at(measured, 10) == pytest.approx(10.0)
 
 
 def test_below_the_first_point_there_is_a_floor_and_nothing_is_free():
@@ -33,7 +34,7 @@ def test_below_the_first_point_there_is_a_floor_and_nothing_is_free():
 
 
 def test_a_noisy_point_is_raised_to_the_one_before_it():
-    assert values_at(curve(1.0, 3.0, 2.0), [1, 2, 3, 4]).tolist() == [1, 3, 3, 3]
+    assert values_at(curve(1.0, 3.0, 2.0), [1, 2, 3, 4]).tolist() == [1, 3, 3, 4]
 
 
 @given(curves(1.0))

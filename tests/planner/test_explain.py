@@ -22,13 +22,12 @@ def test_the_alternatives_and_why_they_lost():
     assert found["even"].step_s == pytest.approx(2 * best.prediction.step_s)
     assert found["even"].why.startswith("2.00 times the step time: slow-0 (slow) computes 4")
     assert found["only fast"].step_s == pytest.approx(8 / 6 * best.prediction.step_s)
-    assert best.lower_bound_s == best.prediction.step_s
 
 
 def test_an_even_plan_is_held_against_the_optimal_one():
     even = plan(two_classes(), 8, strategy="even")
     optimal = next(a for a in even.alternatives if a.strategy == "optimal")
-    assert even.lower_bound_s == optimal.step_s == pytest.approx(even.prediction.step_s / 2)
+    assert optimal.step_s == pytest.approx(even.prediction.step_s / 2)
     assert optimal.why.startswith("faster")
 
 
@@ -38,7 +37,6 @@ def test_mixing_that_does_not_pay_is_said():
     alone = next(a for a in best.alternatives if a.strategy == "only fast")
     assert alone.step_s < best.prediction.step_s
     assert alone.why.startswith("faster than the chosen plan")
-    assert best.lower_bound_s == alone.step_s
 
 
 def test_an_alternative_that_does_not_fit_says_by_how_much():

@@ -52,13 +52,12 @@ def make_plan(**changes) -> Plan:
             exposed_communication_s=0,
             workers=(
                 WorkerPrediction(
-                    device="a", forward_s=0.1, backward_s=0.2, optimizer_s=0,
+                    device="a", forward_s=0.1, backward_s=0.2, optimizer_s=0, busy_s=0.2,
                     memory_bytes={"state": 3, "framework": 4}, memory_limit_bytes=10,
                 ),
             ),
         ),
         "alternatives": (Alternative(strategy="even", step_s=None, why="does not fit"),),
-        "lower_bound_s": 0.05,
     }  # fmt: skip
     return Plan(**(fields | changes))
 
@@ -114,8 +113,11 @@ def test_what_was_saved_is_loaded(document, tmp_path):
 
 def test_infinity_survives(tmp_path):
     path = tmp_path / "plan.json"
-    make_plan(lower_bound_s=float("inf")).save(path)
-    assert Plan.load(path).lower_bound_s == float("inf")
+    endless = Prediction(
+        step_s=0.0, tokens_per_s=float("inf"), exposed_communication_s=0.0, workers=()
+    )
+    make_plan(prediction=endless).save(path)
+    assert Plan.load(path).prediction.tokens_per_s == float("inf")
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

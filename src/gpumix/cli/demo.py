@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.spec.errors import InputError
+from gpumix.train import run_files
 
+JOB_FILE = "demo.yaml"
 EVEN_STEPS = 5
 # Neither a part of the library itself, nor in every installation.
 NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
@@ -56,13 +59,17 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.train.pipeline import Pipeline
+    from gpumix.train.pipeline import Pipeline, too_busy
 
-    job_file = _write_job(output, steps)
-    pipeline = Pipeline.of_file(job_file, overrides, debug=debug)
+    _check_room(output)
+    pipeline = Pipeline.of_file(_write_job(output, steps), overrides, debug=debug)
+    _clear(output)
     summary = pipeline.train(None, resume=False)
     pipeline.show(f"now {EVEN_STEPS} steps with an even split, on the same devices")
     even = pipeline.try_out(pipeline.plan(pipeline.profile(), "even"), EVEN_STEPS)
+    overruns = summary.overruns + even.overruns
+    if overruns:
+        pipeline.show(too_busy(overruns))
     speedup = summary.tokens_per_s / even.tokens_per_s
     error = summary.prediction_error or 0.0
     pipeline.show(
@@ -70,17 +77,13 @@ def demo(
         f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}[/bold]"
     )
     if as_json:
-        overruns = summary.overruns + even.overruns
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
 
 
 def _write_job(folder: Path, steps: int) -> Path:
-    """The demo's job file, in a fresh folder."""
+    """The demo's job file."""
     import yaml
 
-    if (folder / "demo.yaml").exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     job = {
         "model": {"config": GPT},
         "data": {"text": _library_text(), "pattern": "*.py", "held_out": 0.01},
@@ -94,9 +97,34 @@ def _write_job(folder: Path, steps: int) -> Path:
         "log_every_steps": 2,
         "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},
     }
-    path = folder / "demo.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / JOB_FILE
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
     return path
+
+
+def _check_room(folder: Path) -> None:
+    """Refuse to clear a folder that holds what no demo wrote."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError("the demo's output is a file, not a folder", where=str(folder))
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    foreign = found - {JOB_FILE, *run_files.ALL} if JOB_FILE in found else found
+    if foreign:
+        raise InputError(
+            f"'{min(foreign)}' is there, which no demo wrote",
+            where=str(folder),
+            fix="give the demo a folder of its own: `gpumix demo --output FOLDER`",
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove a former run."""
+    for name in run_files.ALL:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _library_text() -> list[str]:

@@ -30,9 +30,14 @@ def devices(
     debug: Debug = False,
 ) -> None:
     from gpumix.hardware.discover import discover
+    from gpumix.spec.errors import InputError
     from gpumix.spec.read import read_cluster, read_job
     from gpumix.train.tables import devices_table, stderr
 
+    if job is not None and cluster is not None:
+        raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
+    if overrides and job is None:
+        raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
     wanted = None
     if cluster is not None:
         wanted = read_cluster(cluster)

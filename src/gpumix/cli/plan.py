@@ -41,12 +41,15 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from gpumix.planner.explain import check_strategy
     from gpumix.planner.explain import plan as make_plan
     from gpumix.spec.profile import Profile
     from gpumix.spec.read import read_job
     from gpumix.train.tables import plan_table, stderr
 
     read = read_job(job, overrides)
+    if strategy is not None:
+        check_strategy(strategy)
     if profile is not None:
         measured = Profile.load(profile)
         _check_profile(measured, read, profile)
@@ -63,16 +66,26 @@ def plan(
 
 def _check_profile(profile: Profile, job: Job, path: Path) -> None:
     """What is planned must be what is trained; the model itself is compared when it is built."""
+    fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
     for what, measured, wanted in (
         ("sequence_length", profile.sequence_length, job.sequence_length),
         ("precision", profile.compute_dtype, job.precision),
+        (
+            "bytes of optimizer state an element",
+            profile.optimizer_bytes_per_element,
+            job.optimizer.state_bytes_per_element,
+        ),
     ):
         if measured != wanted:
             raise InputError(
                 f"the profile is of {what} {measured}, the job has {wanted}",
                 where=str(path),
-                fix="measure this job: gpumix profile JOB.yaml --output PROFILE.json",
+                fix=fix,
             )
+    if job.cluster not in ("auto", profile.cluster):
+        raise InputError(
+            "the profile is of another cluster than the job's", where=str(path), fix=fix
+        )
 
 
 def _measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> Profile:

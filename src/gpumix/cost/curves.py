@@ -23,14 +23,13 @@ def values_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
 
     Measured points are met exactly and joined by straight lines. A point that lies below an earlier
     one is noise and is raised to it, so that more never costs less. Below the first point the value
-    stays that of the first (a latency floor); size 0 costs nothing. Beyond the last point the line
-    through the last two goes on; a single point is taken as proportional.
+    stays that of the first (a latency floor); size 0 costs nothing. Beyond the last point the value
+    grows in proportion to the size: nothing is taken to get better where nobody has looked.
     """
     wanted = np.asarray(sizes, dtype=np.float64)
     at = np.asarray(curve.sizes, dtype=np.float64)
     value = np.maximum.accumulate(np.asarray(curve.values, dtype=np.float64))
-    slope = value[0] / at[0] if len(at) == 1 else (value[-1] - value[-2]) / (at[-1] - at[-2])
-    beyond = value[-1] + slope * (wanted - at[-1])
+    beyond = value[-1] * (wanted / at[-1])
     inside = np.interp(wanted, at, value)
     return np.where(wanted <= 0, 0.0, np.where(wanted > at[-1], beyond, inside))
 

@@ -51,6 +51,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
                 forward_s=float(forward[rank]),
                 backward_s=float(backward[rank]),
                 optimizer_s=optimizer[rank],
+                busy_s=float(free_forward[rank] + free_backward[rank]) + optimizer[rank],
                 memory_bytes=memory[rank],
                 memory_limit_bytes=usable_bytes(profile.cluster.class_named(worker.device_class)),
             )

@@ -1,4 +1,4 @@
-"""A plan with its reasons: what it was weighed against, and how fast a plan could be at all."""
+"""A plan with its reasons: what it was weighed against."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from gpumix.spec.profile import Profile
 STRATEGIES: dict[str, Strategy] = {"optimal": optimal, "even": even}
 
 
+def check_strategy(name: str) -> None:
+    """Refuse a strategy that there is not.
+
+    Raises:
+        InputError: there is no such strategy.
+    """
+    if name not in STRATEGIES:
+        raise InputError(
+            f"there is no strategy '{name}'", fix=f"use one of: {', '.join(STRATEGIES)}"
+        )
+
+
 def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan:
     """Plan with `strategy`, and weigh the result against the others.
 
     The alternatives are the other strategies on all devices, and the optimal plan on the devices of
-    each single class, which says whether mixing pays. `lower_bound_s` is the least step of all
-    plans that were found, of which the optimal one is exact for the cost model.
+    each single class, which says whether mixing pays. Their links are taken to be those that were
+    measured between all devices.
 
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
         NoFeasiblePlanError: no plan of this strategy fits the devices.
     """
-    if strategy not in STRATEGIES:
-        raise InputError(
-            f"there is no strategy '{strategy}'",
-            fix=f"use one of: {', '.join(STRATEGIES)}",
-        )
+    check_strategy(strategy)
     request = PlanRequest(global_batch=global_batch)
     chosen = STRATEGIES[strategy](profile, request)
     others = [
@@ -36,13 +44,7 @@ def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan
         if name != strategy
     ]
     others += _single_classes(profile, request, chosen)
-    steps = [a.step_s for a in others if a.step_s is not None]
-    return chosen.model_copy(
-        update={
-            "alternatives": tuple(others),
-            "lower_bound_s": min([predicted(chosen).step_s, *steps]),
-        }
-    )
+    return chosen.model_copy(update={"alternatives": tuple(others)})
 
 
 def _single_classes(profile: Profile, request: PlanRequest, chosen: Plan) -> list[Alternative]:
@@ -82,7 +84,7 @@ def _verdict(other: Plan, step_s: float, chosen: Plan) -> str:
     if step_s <= own * (1 - 1e-9):
         return f"faster than the chosen plan: its step takes {step_s / own:.0%} of the time"
     if step_s <= own * (1 + 1e-9):
-        return "as fast as the chosen plan, which uses all devices"
+        return "as fast as the chosen plan"
     return f"{step_s / own:.2f} times the step time: {_slowest(other)}"
 
 
@@ -91,8 +93,7 @@ def _slowest(plan: Plan) -> str:
     prediction = predicted(plan)
     if prediction.exposed_communication_s > prediction.step_s / 2:
         return "more than half of it waits for the network"
-    times = [p.forward_s + p.backward_s for p in prediction.workers]
-    rank = max(range(len(times)), key=times.__getitem__)
+    rank = max(range(len(plan.workers)), key=lambda r: prediction.workers[r].busy_s)
     worker = plan.workers[rank]
     return (
         f"{worker.device} ({worker.device_class}) computes {worker.samples} samples in "

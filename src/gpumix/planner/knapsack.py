@@ -75,11 +75,6 @@ def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
     return _exact(stairs, batch)
 
 
-def most_shares(stairs: Sequence[Staircase], batch: int) -> FloatArray:
-    """The largest sum of shares that leaves at least j samples possible, for j = 0 to `batch`."""
-    return _tables(stairs, batch)[-1]
-
-
 def _share_of(stairs: Sequence[Staircase], chosen: Selection) -> float:
     return sum(float(s.share[list(steps)].sum()) for s, steps in zip(stairs, chosen))
 

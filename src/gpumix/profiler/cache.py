@@ -7,6 +7,7 @@ cache.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -24,8 +25,8 @@ from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile,
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement)
 
-# Raised when the meaning of what is measured changes.
-VERSION = 3
+# What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
+MEASURED_CODE = ("engine", "profiler", "hardware")
 
 
 class MeasurementCache:
@@ -138,7 +139,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
     if isinstance(job.model.config, Path):
         model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
     return {
-        "version": VERSION,
+        "gpumix": _own_code(),
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
         "model": model,
@@ -162,6 +163,17 @@ def _code_of(factory: str | None, folder: Path) -> str:
         spec = importlib.util.find_spec(module.split(".")[0])
         candidate = Path(spec.origin) if spec is not None and spec.origin else candidate
     return hashlib.sha256(candidate.read_bytes()).hexdigest() if candidate.is_file() else ""
+
+
+@functools.cache
+def _own_code() -> str:
+    """A hash of the code that measures and is measured."""
+    digest = hashlib.sha256()
+    home = Path(__file__).parents[1]
+    for package in MEASURED_CODE:
+        for path in sorted((home / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _version_of(package: str) -> str:

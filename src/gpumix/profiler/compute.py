@@ -1,9 +1,9 @@
 """Times the units of a model on one device, and counts what they hold in memory.
 
 Only one unit of each kind is computed, and the root unit, at micro-batches of 1, 2, 4, ... until
-memory runs out, a larger one brings nothing, or the budget is spent. Memory is read from the
-device's own allocator while the engine's own parts run: so it is what the kernels of this device
-really take, for any model, also one whose flow depends on its data.
+memory runs out (then once more half-way), a larger one brings nothing, or the budget is spent.
+Memory is read from the device's own allocator while the engine's own parts run: so it is what the
+kernels of this device really take, for any model, also one whose flow depends on its data.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gpumix.spec.profile import ROOT
 # A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
 WORTHWHILE_GAIN = 0.02
 REPEATS = 3
+TRIES = 3  # of a size, where an emulated device falls behind its speed
 GRADIENT_STD = 1e-3
 OPTIMIZER_NUMEL = 2**20
 
@@ -55,11 +56,10 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `ran_out_at` is the size that did not fit."""
+    """All points of one device, in growing size."""
 
     calls: tuple[str, ...]
     points: list[Point]
-    ran_out_at: int | None = None
 
 
 def sweep(
@@ -82,17 +82,19 @@ def sweep(
         torch.OutOfMemoryError: one sample is too much.
     """
     begun = time.perf_counter()
-    found = Sweep((), [])
-    for size in _sizes(largest):
-        started = time.perf_counter()
+    found, sizes = Sweep((), []), list(_sizes(largest))
+    while sizes:
+        size, started = sizes.pop(0), time.perf_counter()
         try:
             with MemoryCounter(runtime) as memory:
                 point, found.calls = _Measurement(specimens, runtime, memory).run(make_batch(size))
         except Exception as error:
             if not is_out_of_memory(error) or not found.points:
                 raise
-            found.ran_out_at = size
-            break
+            between = (found.points[-1].size + size) // 2
+            # Once only: the first size that did not fit has larger ones behind it or nothing.
+            sizes = [between] if size in _sizes(largest) and between > found.points[-1].size else []
+            continue
         found.points.append(point)
         progress(f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample")
         now = time.perf_counter()
@@ -133,8 +135,12 @@ class _Measurement:
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         with self._memory.paused():
-            self._time_units()
-            self._time_root(batch, len(calls))
+            for _ in range(TRIES):
+                before = self._runtime.overruns
+                self._time_units()
+                self._time_root(batch, len(calls))
+                if self._runtime.overruns == before:
+                    break
         return self._point, calls
 
     # -- memory --------------------------------------------------------------------------------

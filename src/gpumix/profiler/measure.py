@@ -116,7 +116,7 @@ def _measured(
             units=_times(found),
             optimizer_s_per_element=optimizer.s_per_element,
             framework_bytes=framework,
-            largest_micro_batch=None if found.ran_out_at is None else found.ran_out_at - 1,
+            largest_micro_batch=found.points[-1].size,
         ),
         model=_model_profile(anatomy, found, model, dtype),
         optimizer_bytes_per_element=optimizer.state_bytes_per_element,

@@ -64,9 +64,12 @@ def measure_links(
 
 def _sizes(largest_bytes: int) -> list[int]:
     sizes = [SMALLEST_BYTES]
-    while sizes[-1] < largest_bytes:
-        sizes.append(min(sizes[-1] * 8, largest_bytes))
-    return sizes
+    while sizes[-1] * 8 < largest_bytes:
+        sizes.append(sizes[-1] * 8)
+    # The last two are far enough apart that noise does not look like a slope.
+    if largest_bytes >= 2 * sizes[-1]:
+        return [*sizes, largest_bytes]
+    return [*sizes[:-1], max(sizes[-1], largest_bytes)]
 
 
 def _gather_s(comm: Communicator, form: GatherForm, size: int) -> float:

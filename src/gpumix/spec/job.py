@@ -133,6 +133,11 @@ class OptimizerSpec(Value):
         description="largest norm of all gradients together; `null` does not clip",
     )
 
+    @property
+    def state_bytes_per_element(self) -> int:
+        """Of its state in fp32: two moments, the momentum, or nothing."""
+        return 8 if self.name == "adamw" else 4 if self.momentum else 0
+
     @model_validator(mode="after")
     def _settings_are_of_this_optimizer(self) -> Self:
         others = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[self.name]

@@ -89,9 +89,10 @@ class WorkerPrediction(Value):
     """What the cost model expects of one worker in one step."""
 
     device: str
-    forward_s: float
-    backward_s: float
+    forward_s: float = Field(description="waits for gathers included")
+    backward_s: float = Field(description="waits for gathers and reductions included")
     optimizer_s: float
+    busy_s: float = Field(description="of all these, what is no waiting")
     memory_bytes: dict[str, int] = Field(description="peak by cause; the sum is the peak")
     memory_limit_bytes: int
 
@@ -113,7 +114,7 @@ class Alternative(Value):
     """Another plan that was weighed, and why it lost."""
 
     strategy: str
-    step_s: float | None = Field(default=None, description="None: it does not fit")
+    step_s: float | None = Field(default=None, description="None: it is not possible")
     why: str
 
 
@@ -128,14 +129,10 @@ class Plan(Document):
     sequence_length: int = Field(gt=0)
     global_batch: int = Field(gt=0)
     compute_dtype: ComputeDtype = "fp32"
-    zero_stage: Literal[3] = 3
     stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
-    lower_bound_s: float | None = Field(
-        default=None, description="no plan is faster than this under the same cost model"
-    )
     emulated: bool = False
 
     @model_validator(mode="after")

@@ -110,8 +110,8 @@ class ClassProfile(Value):
 
     `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
     unit; backward = head and loss, forward and backward, and the backward of the former.
-    `largest_micro_batch` is the largest that was measured before memory ran out, None if it never
-    did: no plan goes beyond it.
+    `largest_micro_batch` is the largest that was measured: no plan goes beyond it, for a larger one
+    was not worth the time, or did not fit. None is no limit.
     """
 
     device_class: str

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.train import run_files
 from gpumix.train.checkpoint_file import MANIFEST, Manifest, SavedFile, read_manifest
 
 # Where a run keeps its checkpoints.
-CHECKPOINTS = "checkpoints"
 
 _STEP = re.compile(r"step-\d{8,}")
 _PARTS = "step-*.part"
@@ -31,7 +31,7 @@ def find(path: Path) -> Path:
     """
     if (path / MANIFEST).exists():
         return path
-    folders = (path, path / CHECKPOINTS)
+    folders = (path, path / run_files.CHECKPOINTS)
     for folder in folders:
         newest = latest(folder)
         if newest is not None:

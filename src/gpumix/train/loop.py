@@ -14,6 +14,7 @@ from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
+from gpumix.train import run_files
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
 from gpumix.train.display import Display
@@ -86,7 +87,9 @@ class Trainer:
             device=context.runtime.torch_device,
         )
         self.checkpointer = Checkpointer(
-            job.output / "checkpoints", keep=job.checkpoint.keep, group=ranks.checkpoint_group()
+            job.output / run_files.CHECKPOINTS,
+            keep=job.checkpoint.keep,
+            group=ranks.checkpoint_group(),
         )
         self.step = 0
         if resume:

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
+from gpumix.train import run_files
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
@@ -105,7 +106,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "metrics.jsonl"
+        path = self.folder / run_files.METRICS
         _replace(path, "".join(_until(path, self.done)) if self.done else "")
         self._file = path.open("a", encoding="utf-8")
         self.progress("training")
@@ -148,7 +149,7 @@ class RunLog:
             "remaining_s": (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
-        _replace(self.folder / "progress.json", json.dumps(value) + "\n")
+        _replace(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")
 
     def step_s(self) -> float:
         """Median seconds of the recent steps, 0 before the first."""

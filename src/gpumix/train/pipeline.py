@@ -19,7 +19,8 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
 from gpumix.spec.units import show_bytes, show_seconds
-from gpumix.train.checkpoint_folder import CHECKPOINTS, latest
+from gpumix.train import run_files
+from gpumix.train.checkpoint_folder import latest
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
 
@@ -86,10 +87,10 @@ class Pipeline:
             self.show(profile_table(profile))
             plan = self.plan(profile)
             if self.speaks:
-                profile.save(self.job.output / "profile.json")
+                profile.save(self.job.output / run_files.PROFILE)
         self.show(plan_table(plan))
         if self.speaks:
-            plan.save(self.job.output / "plan.json")
+            plan.save(self.job.output / run_files.PLAN)
         from gpumix.train import work
 
         devices = self._runs.devices(self.cluster)
@@ -121,10 +122,7 @@ class Pipeline:
             line += f"; predicted step time off by {summary.prediction_error:+.1%}"
         self.show(line)
         if summary.overruns:
-            self.show(
-                f"emulated devices fell behind their speed {summary.overruns} times: this "
-                "machine was too busy for the numbers to count"
-            )
+            self.show(too_busy(summary.overruns))
 
     def _task(self) -> Any:
         from gpumix.train.context import Task
@@ -139,7 +137,7 @@ class Pipeline:
                 where=str(output),
                 fix="write elsewhere: --set output=runs/another",
             )
-        saved = latest(output / CHECKPOINTS)
+        saved = latest(output / run_files.CHECKPOINTS)
         if resume and saved is None:
             raise InputError(
                 "there is no checkpoint to go on from",
@@ -175,3 +173,11 @@ class Pipeline:
                     where=f"device '{expected.device}' of class '{name}'",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )
+
+
+def too_busy(overruns: int) -> str:
+    """What to say of a measurement on emulated devices that had overruns."""
+    return (
+        f"emulated devices fell behind their speed {overruns} times: this machine was too busy "
+        "for the numbers to count"
+    )

@@ -13,6 +13,7 @@ from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_bytes, show_seconds
 
+ALMOST = 0.97  # from here on a device counts as fully used
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 
 
@@ -32,35 +33,34 @@ def devices_table(cluster: Cluster) -> RenderableType:
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """One row per class: the time of one sample through all units, and how it scales."""
+    """One row per class: the time of one sample through the model, and how it scales."""
     table = _table(
-        "profile", "class", "unit forward", "unit backward", "root", "best micro-batch", "samples/s"
-    )
+        "profile", "class", "units forward", "units backward", "root", "best micro-batch",
+        "samples/s",
+    )  # fmt: skip
     for measured in profile.classes:
-        kind = profile.model.kinds[0].name
-        unit, root = measured.units[kind], measured.units[ROOT]
-        sizes = unit.forward.sizes
-        per_sample = [
-            sum(
-                (measured.units[k].forward.values[i] + measured.units[k].backward.values[i])
-                for k in profile.model.kind_of_call
-            )
-            + root.forward.values[i]
-            + root.backward.values[i]
-            for i in range(len(sizes))
-        ]
-        best = max(range(len(sizes)), key=lambda i: sizes[i] / per_sample[i])
+        units = [measured.units[kind] for kind in profile.model.kind_of_call]
+        root = measured.units[ROOT]
+        sizes = root.forward.sizes
+        forward, backward = (
+            [sum(values) for values in zip(*(getattr(u, way).values for u in units))]
+            for way in ("forward", "backward")
+        )
+        rest = [f + b for f, b in zip(root.forward.values, root.backward.values)]
+        per_s = [n / (f + b + r) for n, f, b, r in zip(sizes, forward, backward, rest)]
+        best = max(range(len(sizes)), key=per_s.__getitem__)
         table.add_row(
             measured.device_class,
-            show_seconds(unit.forward.values[0]),
-            show_seconds(unit.backward.values[0]),
-            show_seconds(root.forward.values[0] + root.backward.values[0]),
+            show_seconds(forward[0]),
+            show_seconds(backward[0]),
+            show_seconds(rest[0]),
             f"{sizes[best]:.0f}",
-            f"{sizes[best] / per_sample[best]:.2f}",
+            f"{per_s[best]:.2f}",
         )
     note = Text(
         f"{profile.model.parameters / 1e6:.2f} M parameters in {len(profile.model.calls)} units; "
-        f"first three times: one sample; measured in {show_seconds(profile.seconds_spent)}",
+        f"first three times: one sample; measured in {show_seconds(profile.seconds_spent)} with "
+        f"torch {profile.torch_version}",
         style="dim",
     )
     return Group(_labelled(table, profile.cluster.emulated), note)
@@ -80,7 +80,7 @@ def plan_table(plan: Plan) -> RenderableType:
         if of_device is not None and plan.prediction is not None:
             limit = of_device.memory_limit_bytes
             memory = f"{show_bytes(of_device.peak_bytes)} of {show_bytes(limit)}"
-            busy = f"{(of_device.forward_s + of_device.backward_s) / plan.prediction.step_s:.0%}"
+            busy = f"{of_device.busy_s / plan.prediction.step_s:.0%}"
         share = sum(w.state_share for w in workers) / len(workers)
         table.add_row(
             name, str(len(workers)), str(samples), _micro(workers[0]), f"{share:.1%}", memory, busy
@@ -90,17 +90,52 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def why(plan: Plan) -> list[str]:
-    """The plan's prediction and its alternatives in words."""
+    """Whether mixing pays, what is predicted, what binds, and the alternatives, in words."""
     lines = []
     if plan.prediction is not None:
+        lines += _mixing(plan, plan.prediction.step_s)
         lines.append(
             f"predicted: {show_seconds(plan.prediction.step_s)} a step, "
-            f"{plan.prediction.tokens_per_s:.0f} tokens/s"
+            f"{plan.prediction.tokens_per_s:.0f} tokens/s; what binds: {_binding(plan)}"
         )
     for other in plan.alternatives:
-        took = "does not fit" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
+        took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
         lines.append(f"against {other.strategy}: {took}; {other.why}")
     return lines
+
+
+def _mixing(plan: Plan, step_s: float) -> list[str]:
+    """The chosen plan against the best single class."""
+    single = [a for a in plan.alternatives if a.strategy.startswith("only ")]
+    if not single:
+        return []
+    possible = [(a.step_s, a.strategy) for a in single if a.step_s is not None]
+    if not possible:
+        return ["mixing pays: no class could train this alone"]
+    best_s, best = min(possible)
+    if best_s < step_s:
+        return [
+            f"mixing does not pay: {best} takes {best_s / step_s:.0%} of the time; give the job "
+            "a cluster of that class"
+        ]
+    return [f"mixing pays: {best_s / step_s:.2f} times as fast as {best}, the best single class"]
+
+
+def _binding(plan: Plan) -> str:
+    """What a faster step would need more of."""
+    assert plan.prediction is not None
+    step_s, workers = plan.prediction.step_s, plan.prediction.workers
+    class_of = {w.device: w.device_class for w in plan.workers}
+    busiest = max(w.busy_s for w in workers)
+    busy = {class_of[w.device] for w in workers if w.busy_s >= ALMOST * busiest}
+    full = {class_of[w.device] for w in workers if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
+    found = [f"compute of {', '.join(sorted(busy))}"]
+    if full:
+        found.append(f"memory of {', '.join(sorted(full))}")
+    waiting = plan.prediction.exposed_communication_s / step_s
+    if waiting > 1 - ALMOST:
+        found.append(f"the network ({waiting:.0%} of the step)")
+    return "; ".join(found)
 
 
 def _alike(worker: Worker) -> tuple[str, int, int, float]:

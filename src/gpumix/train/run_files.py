@@ -1,0 +1,11 @@
+"""The names of what a run leaves in its folder."""
+
+from __future__ import annotations
+
+PROFILE = "profile.json"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+PROGRESS = "progress.json"
+CHECKPOINTS = "checkpoints"
+
+ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, CHECKPOINTS})
