@@ -31,13 +31,6 @@ def test_a_single_rank_has_no_group():
     assert run_ranks(_has_group, 1) == [False]
 
 
-def test_four_ranks_start_quickly():
-    run_ranks(_sum_of_ranks, 4, 1)
-    begun = time.monotonic()
-    run_ranks(_sum_of_ranks, 4, 1)
-    assert time.monotonic() - begun < 3  # 0.1 s on an idle machine
-
-
 def _one_fails(error):
     if dist.get_rank() == 1:
         raise error

@@ -109,10 +109,20 @@ def test_a_profile_of_other_work_is_told(planned, change):
     assert f"the profile is of {change.split('=')[0]}" in done.err
 
 
-def test_a_strategy_must_be_known(planned):
-    done = refused(
-        planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--strategy", "best"
-    )
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("cluster=[{class: big, accelerator: cpu, memory: 64 MiB}]", "of another cluster"),
+        ("optimizer={name: sgd}", "of bytes of optimizer state an element 8, the job has 0"),
+    ],
+)
+def test_a_profile_of_other_devices_or_optimizer_is_told(planned, change, said):
+    done = refused(planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--set", change)
+    assert said in done.err
+
+
+def test_a_strategy_must_be_known_before_anything_is_measured(job):
+    done = refused(job.parent, 2, "plan", "job.yaml", "--strategy", "best")
     assert "there is no strategy 'best'" in done.err
 
 
@@ -122,6 +132,29 @@ def test_an_even_split_needs_a_sample_for_every_device(planned):
         "--set", "global_batch=2",
     )  # fmt: skip
     assert "cannot be split evenly over 3 devices" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--set", "steps=3"), "--set replaces keys of a job"),
+        (("job.yaml", "--cluster", "cluster.yaml"), "not both"),
+    ],
+)
+def test_what_would_have_no_effect_is_told(job, arguments, said):
+    done = refused(job.parent, 2, "devices", *arguments)
+    assert said in done.err
+
+
+def test_a_demo_clears_nothing_but_a_former_demo(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("demo.yaml", "precious"):
+        (tmp_path / "mine" / name).write_text("kept")
+    done = refused(tmp_path, 2, "demo", "--output", "mine")
+    assert "'precious' is there, which no demo wrote" in done.err
+    (tmp_path / "mine" / "precious").rename(tmp_path / "mine" / "plan.json")
+    refused(tmp_path, 2, "demo", "--output", "mine", "--set", "nonsense=1")
+    assert (tmp_path / "mine" / "plan.json").read_text() == "kept"
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("train", "job.yaml", "--fast"), ("trane",)])
@@ -165,7 +198,11 @@ def test_a_model_that_fits_nowhere_is_told_in_bytes(planned, tmp_path):
     for device_class in profile["cluster"]["classes"]:
         device_class["memory_bytes"] = 20_000
     (tmp_path / "small.json").write_text(json.dumps(profile))
-    done = refused(planned, 4, "plan", "job.yaml", "--profile", tmp_path / "small.json", "--json")
+    small = [{**row, "memory": 20_000} for row in CLUSTER]
+    done = refused(
+        planned, 4, "plan", "job.yaml", "--profile", tmp_path / "small.json", "--json",
+        "--set", f"cluster={json.dumps(small)}",
+    )  # fmt: skip
     assert re.search(r"short of \d+ bytes", done.err)
     assert done.json()["exit_code"] == 4
 

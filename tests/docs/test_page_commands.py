@@ -67,7 +67,7 @@ CHECKS = {
 @pytest.mark.parametrize(
     ("block", "words"), SHOWN, ids=[f"{block}-{' '.join(words)}" for block, words in SHOWN]
 )
-def test_a_command_in_a_block_can_be_run(block, words):
+def test_a_command_in_a_block_has_a_verb_and_options_that_exist(block, words):
     CHECKS[words[0]](words[1:])
 
 

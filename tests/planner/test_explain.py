@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
-from profiles import GIB, Card, Network, curve, fleet, profile, steady
+from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
+from rich.console import Console
 
 from gpumix.planner.explain import plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
+from gpumix.train.tables import plan_table, why
 
 
 def two_classes(slow=3.0, **changes):
@@ -75,3 +79,42 @@ def test_an_unknown_strategy_is_refused():
 def test_no_plan_at_all_is_an_error():
     with pytest.raises(NoFeasiblePlanError):
         plan(fleet(4, memory_factor=0.2), 64)
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def test_whether_mixing_pays_is_said_first():
+    first, second, *_ = why(plan(two_classes(), 8))
+    assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
+    assert second.endswith("what binds: compute of fast, slow")
+
+
+def test_that_mixing_does_not_pay_comes_with_what_to_do():
+    wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
+    first, second, *_ = why(plan(two_classes(network=wire), 8))
+    assert first.startswith("mixing does not pay: only fast takes")
+    assert "give the job a cluster of that class" in first
+    assert "; the network (" in second
+
+
+def test_memory_that_binds_is_named():
+    cards = [Card("roomy", 1, GIB, steady(3.0)), Card("tight", 1, 60_000, steady(1.0))]
+    made = plan(profile(cards, kinds=[block(kept=line(1_000))]), 32)
+    assert "memory of tight" in why(made)[1]
+    assert "roomy" in why(made)[1].split("memory of")[0]
+
+
+def test_a_device_without_samples_is_idle():
+    made = plan(two_classes(slow=100.0), 1)
+    assert [w.samples for w in made.workers] == [1, 0]
+    assert made.prediction.workers[1].busy_s == 0
+
+
+def test_the_table_shows_every_class_with_its_part():
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(plan_table(plan(two_classes(), 8)))
+    rows = console.export_text().splitlines()
+    fast = next(row for row in rows if row.startswith("│ fast"))
+    assert [cell.strip() for cell in fast.split("│")[1:-1]][:4] == ["fast", "1", "6", "6 x 1"]
+    assert fast.rstrip("│ ").endswith("100%")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from brute import plan_of
-from profiles import GIB, Card, block, line, profile, steady
+from profiles import GIB, Card, block, curve, line, profile, steady
 
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.optimal import optimal
@@ -65,3 +65,13 @@ def test_a_device_too_small_to_take_part_is_named():
     with pytest.raises(NoFeasiblePlanError, match="even without samples and state") as caught:
         optimal(profile(cards), PlanRequest(global_batch=4))
     assert "leave tiny out" in caught.value.fix
+
+
+def test_kernels_that_like_large_micro_batches_count_as_they_are():
+    """Four samples at once keep 13 KB, one by one 40 KB."""
+    kept = curve(10_000, 11_000, 12_000, 13_000)
+    setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
+    largest = max(n for n in range(1, 40) if plan_of(setting, n) is not None)
+    with pytest.raises(NoFeasiblePlanError) as caught:
+        optimal(setting, PlanRequest(global_batch=largest + 1))
+    assert f"`global_batch: {largest}`" in caught.value.fix

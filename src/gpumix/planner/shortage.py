@@ -1,7 +1,7 @@
 """Why no plan fits, in bytes: how much is missing, where, and what would help.
 
-Counted at micro-batches of one sample, which need the least. All amounts are per device unless they
-say otherwise.
+Counted at the micro-batches that need the least: those of one sample, but for odd kernels. All
+amounts are per device unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ class _Shortage:
         self.setting = setting
         self.batch = batch
         self.counts = {name: len(devices) for name, devices in setting.classes.items()}
-        self.demands = setting.memory.demands(MicroBatches.of(np.arange(batch + 1), 1))
+        most = 1 if setting.memory.ones_are_least(batch) else batch
+        self.sizes = np.arange(
+            1, max(setting.largest_micro_batch(name, most) for name in self.counts) + 1
+        )
+        samples = np.arange(batch + 1)[:, None]
+        self.demands = setting.memory.demands(MicroBatches.of(samples, self.sizes))
 
     def error(self) -> NoFeasiblePlanError:
         count = sum(self.counts.values())
@@ -63,7 +68,10 @@ class _Shortage:
 
     def capacity(self, name: str, extra: int) -> FloatArray:
         """The largest share by samples, if each device of class `name` had `extra` more bytes."""
-        return self.demands.capacity(free_bytes(self.setting.profile, name) + extra)
+        by_size = self.demands.capacity(free_bytes(self.setting.profile, name) + extra)
+        allowed = self.setting.largest_micro_batch(name, len(self.sizes))
+        best: FloatArray = by_size[:, :allowed].max(axis=1)
+        return best
 
     def _of_class(self, name: str) -> str:
         """What one class has and needs, and what it alone would have to have more."""
