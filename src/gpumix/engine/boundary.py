@@ -24,6 +24,7 @@ from gpumix.engine.recompute import Recomputed
 from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
+Outputs = tuple[list[Any], TreeSpec]
 
 
 class Cut:
@@ -51,7 +52,13 @@ class Cut:
         self._captured = Captured(call.context)
         self._gradients = call.state.gradients
         self._run = _Run(
-            forward or unit.forward, call.state, self._captured, compute_dtype, seed, structure
+            unit.name,
+            forward or unit.forward,
+            call.state,
+            self._captured,
+            compute_dtype,
+            seed,
+            structure,
         )
         self._versions = [t._version for t in self._inputs if isinstance(t, torch.Tensor)]
         self._refuse_caches()
@@ -60,7 +67,7 @@ class Cut:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
-        self._buffers = BufferCopies(unit.with_buffers if self.differentiable else ())
+        self._recomputed: Recomputed[Outputs] | None = None
 
     def _refuse_caches(self) -> None:
         for value in self._inputs:
@@ -110,17 +117,19 @@ class Cut:
         inputs = self._detached()
         if not self.differentiable:
             return self._hand_over(*self._run(inputs))
-        self._sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        self._sources = [t for t in inputs if _wants_gradient(t)]
         # A unit may try to write into what it is given, which autograd allows for no leaf.
-        given = [hand(t) if _wants_gradient(t) else t for t in inputs]
-        outputs, structure = Recomputed(self.unit.name, partial(self._run, given)).forward()
-        self._buffers.keep_changed()
+        given = [hand(t, t) if _wants_gradient(t) else t for t in inputs]
+        buffers = BufferCopies(self.unit.with_buffers)
+        self._recomputed = Recomputed(
+            self.unit.name, partial(self._run, given), partial(_rerun, self._run, inputs, buffers)
+        )
+        outputs, structure = self._recomputed.forward()
+        buffers.keep_changed()
         self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
-        self._leaves = [
-            o.detach().requires_grad_() if _wants_gradient(o) else None for o in outputs
-        ]
-        handed = [o if leaf is None else hand(leaf) for o, leaf in zip(outputs, self._leaves)]
+        self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
+        handed = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
         return self._hand_over(handed, structure)
 
     def backward(self) -> list[torch.Tensor | None]:
@@ -142,8 +151,10 @@ class Cut:
             self._inputs = []
             edges, gradients = zip(*ends)
             del ends
-            with self._buffers.in_place():
+            assert self._recomputed is not None, "forward comes before backward"
+            with self._recomputed.backward():
                 torch.autograd.backward(edges, gradients)
+        self._recomputed = None
         return [source.grad for source in sources]
 
     def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
@@ -179,6 +190,7 @@ class _Run:
     through autograd is never collected.
     """
 
+    label: str
     forward: Forward
     state: ThreadState
     captured: Captured
@@ -186,16 +198,45 @@ class _Run:
     seed: Callable[[], None]
     structure: TreeSpec
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+    def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """All that the unit gives, by its result or otherwise, and its structure."""
         self.seed()
+        given = [self._cast(value) for value in inputs]
         with self.state.applied():
-            args, kwargs = tree_unflatten([self._cast(value) for value in inputs], self.structure)
-            return tree_flatten(self.captured.run(lambda: self.forward(*args, **kwargs)))
+            args, kwargs = tree_unflatten(given, self.structure)
+            outputs = tree_flatten(self.captured.run(lambda: self.forward(*args, **kwargs)))
+        self._refuse_changes(given, (args, kwargs))
+        return outputs
+
+    def _refuse_changes(self, given: list[Any], arguments: Any) -> None:
+        """The unit got copies of lists and dicts: what it puts there the model would not see."""
+        leaves, structure = tree_flatten(arguments)
+        if structure != self.structure or any(a is not b for a, b in zip(leaves, given)):
+            raise ModelError(
+                f"unit '{self.label}' changes a list or dict that it is given",
+                why="gradients cross a unit's boundary through its arguments and its result only",
+                fix="return what is new from the unit",
+            )
 
     def _cast(self, value: Any) -> Any:
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.dtype) if floating else value
+
+
+def _rerun(run: _Run, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
+    """Run a unit again, as if for the first time: its inputs fresh (a hook that it sets on one must
+    not be there twice), its buffers as they were."""
+    fresh = [
+        t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+        for t in inputs
+    ]
+    with buffers.in_place():
+        return run(fresh)
+
+
+def _leaf_like(output: torch.Tensor) -> torch.Tensor:
+    """A leaf in the place of `output` that holds no memory: its gradient is all that is wanted."""
+    return output.detach().new_zeros(()).expand(output.shape).requires_grad_()
 
 
 def _wants_gradient(value: Any) -> bool:

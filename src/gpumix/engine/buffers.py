@@ -61,10 +61,12 @@ class BufferCopies:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The copies are the module's buffers inside; call it once."""
+        """The module's buffers are inside what they were before the call; those of now return."""
         current = [dict(owner.module._buffers) for owner in self._owners]
         for owner in self._owners:
-            owner.module._buffers.update(owner.copies)
+            owner.module._buffers.update(
+                {n: None if c is None else c.clone() for n, c in owner.copies.items()}
+            )
         try:
             yield
         finally:

@@ -26,13 +26,25 @@ class ModelError(GpumixError):
     exit_code = 2
 
 
+# Which kernels scaled_dot_product_attention may choose: how each switch is read and set.
+ATTENTION = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
 @dataclass(frozen=True)
 class ThreadState:
-    """What a model's context managers change for the whole thread, so that it must follow the
-    coroutine: gradient mode and autocast."""
+    """What a model's context managers change for the whole thread or process, so that it must
+    follow the coroutine: gradient mode, autocast, the default dtype, the kernels of attention."""
 
     gradients: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_dtype: torch.dtype
+    attention: tuple[bool, ...]
+    function_modes: int
 
     @classmethod
     def capture(cls) -> ThreadState:
@@ -40,6 +52,9 @@ class ThreadState:
         return cls(
             torch.is_grad_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            torch.get_default_dtype(),
+            tuple(enabled() for enabled, _ in ATTENTION),
+            torch._C._len_torch_function_stack(),
         )
 
     @contextlib.contextmanager
@@ -61,6 +76,11 @@ class ThreadState:
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+        if torch.get_default_dtype() != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        for (is_enabled, enable), enabled in zip(ATTENTION, self.attention):
+            if is_enabled() != enabled:
+                enable(enabled)
 
 
 @dataclass(frozen=True)
@@ -93,9 +113,17 @@ class Coroutine:
         call or the end. Exceptions of the model come out here."""
         outside = ThreadState.capture()
         try:
-            return self._greenlet.switch(value)
+            reached = self._greenlet.switch(value)
         finally:
             outside.restore()
+        if isinstance(reached, UnitCall) and reached.state.function_modes != outside.function_modes:
+            raise ModelError(
+                f"unit '{reached.unit}' is called inside of a torch function mode",
+                why="a mode (`with torch.device(...)`, say) cannot follow one of several "
+                "micro-batches that run in turn",
+                fix="enter it outside of the model and of the loss function, around engine.step",
+            )
+        return reached
 
     def close(self) -> None:
         """Drop the coroutine; its `finally` blocks run."""

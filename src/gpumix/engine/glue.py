@@ -16,20 +16,21 @@ import torch
 from torch.autograd.graph import Node
 
 
-def hand(leaf: torch.Tensor) -> torch.Tensor:
-    """`leaf` for the model: an ordinary tensor, which it may write into."""
+def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` for the model: an ordinary tensor, which it may write into, whose gradient goes to
+    `leaf`."""
     with torch.enable_grad():
-        return _Handed.apply(leaf)
+        return _Handed.apply(leaf, values.detach())
 
 
 class _Handed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 @dataclass
@@ -96,10 +97,13 @@ class Glue:
 
 
 def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that `tensor` is, or was handed for; None if it was computed."""
+    """The leaf that `tensor` is, or was handed for; None if it was computed, or if somebody wants
+    to see its gradient on the way."""
     node = tensor.grad_fn
     if node is None:
         return tensor
+    if tensor._backward_hooks or tensor.retains_grad:
+        return None
     return node.next_functions[0][0].variable if _hands(node) else None  # type: ignore[union-attr]
 
 

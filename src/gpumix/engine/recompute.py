@@ -8,8 +8,11 @@ imports the compiler (a second in every process), and fails where a backward ask
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Generic, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,55 +22,109 @@ from gpumix.engine.coroutine import ModelError
 T = TypeVar("T")
 
 
+class _Phase(Enum):
+    FORWARD = auto()  # all that is saved is there, for a unit that differentiates by itself
+    BETWEEN = auto()  # nothing is there
+    BACKWARD = auto()  # computed again when it is asked for
+
+
 class Recomputed(Generic[T]):
     """One run of a unit whose saved tensors are dropped, and computed again in backward.
 
     Args:
         label: the unit's name, for error messages.
-        run: the unit's forward; it must do the same each time.
+        run: the unit's forward.
+        again: the same once more, as often as need be: with the same result, changing nothing.
     """
 
-    def __init__(self, label: str, run: Callable[[], T]) -> None:
+    def __init__(self, label: str, run: Callable[[], T], again: Callable[[], T]) -> None:
         self._label = label
         self._run = run
+        self._again = again
+        self._phase = _Phase.FORWARD
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when it was saved
+        self._reruns = 0
+        self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
 
     def forward(self) -> T:
         """Run the unit with gradients, and keep only the graph."""
-        with torch.enable_grad(), saved_tensors_hooks(self._drop, self._give):
-            return self._run()
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
+                return self._run()
+        finally:
+            self._phase = _Phase.BETWEEN
+            self._found.clear()
 
-    def _drop(self, tensor: torch.Tensor) -> int:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, backward through the graph finds what it needs."""
+        self._phase = _Phase.BACKWARD
+        try:
+            yield
+        finally:
+            self._phase = _Phase.BETWEEN
+            self._found.clear()
+
+    def _save(self, tensor: torch.Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
-        return len(self._saved) - 1
+        return self._keep(len(self._saved) - 1, tensor)
+
+    def _keep(self, number: int, tensor: torch.Tensor) -> int:
+        # Detached: a graph that holds its own output would never be freed.
+        self._found[number] = (tensor.detach(), tensor._version)
+        return number
 
     def _give(self, number: int) -> torch.Tensor:
-        if number not in self._found:
-            self._again()
-        # Not kept: memory falls while backward goes on. To ask twice costs another run.
-        return self._found.pop(number)
+        if self._phase is _Phase.BETWEEN:
+            raise ModelError(
+                f"a tensor that unit '{self._label}' made is used outside of it, but not returned",
+                why="gradients cross a unit's boundary through its arguments and its result only",
+                fix="return it from the unit, or `.detach()` it",
+            )
+        with self._lock:
+            if number not in self._found:
+                self._rerun()
+            tensor, version = self._found[number]
+            # Memory falls while backward goes on, but for who asks twice.
+            if self._phase is _Phase.BACKWARD and self._reruns == 1:
+                del self._found[number]
+        if tensor._version != version:
+            raise ModelError(
+                f"unit '{self._label}' writes into a tensor that its backward needs",
+                fix="make the operation out of place in the model's code",
+            )
+        return tensor
 
-    def _again(self) -> None:
+    def _rerun(self) -> None:
+        self._reruns += 1
         count = 0
 
-        def keep(tensor: torch.Tensor) -> Any:
+        def keep(tensor: torch.Tensor) -> int:
             nonlocal count
-            if self._saved[count] != (tensor.shape, tensor.dtype):
-                raise self._differs(count, tensor)
-            # Detached: a graph that holds its own output would never be freed.
-            self._found[count] = kept = tensor.detach()
-            count += 1
+            if count < len(self._saved):
+                if self._saved[count] != (tensor.shape, tensor.dtype):
+                    raise self._differs(count, tensor)
+                self._keep(count, tensor)
+                count += 1
             if count == len(self._saved):
                 raise _Enough
-            return kept
+            return count - 1
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-                self._run()
+            with (
+                torch.enable_grad(),
+                saved_tensors_hooks(keep, lambda number: self._found[number][0]),
+            ):
+                self._again()
         except _Enough:
             return
-        raise self._differs(count, None)
+        except Exception:
+            if count < len(self._saved):
+                raise
+            return  # TorchScript makes an error of its own of what passes through it
+        if count < len(self._saved):
+            raise self._differs(count, None)
 
     def _differs(self, number: int, tensor: torch.Tensor | None) -> ModelError:
         shape, dtype = self._saved[number]

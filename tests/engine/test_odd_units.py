@@ -1,0 +1,187 @@
+"""Units that do more than compute: as plain PyTorch does it, or refused, never silently wrong."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpumix.engine.coroutine import ModelError
+from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
+from reference import assert_step_is_plain, batches, engine_alone
+
+BATCH = 4
+
+
+def one_step(factory, **settings):
+    """With two micro-batches, which would see each other's leftovers."""
+    generator = torch.Generator().manual_seed(0)
+    return engine_alone(factory, BATCH, 2, **settings).step(vectors(BATCH, generator))
+
+
+def assert_plain(factory, **settings):
+    engine = engine_alone(factory, BATCH, BATCH, **settings)
+    batch = vectors(BATCH, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine, factory, batch)
+
+
+# -- what leaves a unit by another way -------------------------------------------------------------
+
+
+class KeepsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        self.aux = p.mean((0, 1)).pow(2).sum()
+        return self.inner(x) * p[..., :1]
+
+
+class AddsKeptLoss(Regression):
+    def forward(self, x, target):
+        loss, count = super().forward(x, target)
+        return loss + sum(block.aux for block in self.blocks) * count, count
+
+
+def test_a_loss_that_is_left_on_a_module_is_refused():
+    with pytest.raises(ModelError, match="made is used outside of it, but not returned"):
+        one_step(lambda: AddsKeptLoss([KeepsLoss(), KeepsLoss()]))
+
+
+class Appends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x, found):
+        y = self.inner(x)
+        found.append(y.pow(2).sum())
+        return y
+
+
+class Collects(Regression):
+    def forward(self, x, target):
+        x, found = self.enter(x), []
+        for block in self.blocks:
+            x = block(x, found)
+        loss, count = self.error(x, target)
+        return loss + 0.01 * sum(found), count
+
+
+def test_a_list_that_a_unit_appends_to_is_refused():
+    with pytest.raises(ModelError, match=r"unit 'blocks\.0' changes a list or dict"):
+        one_step(lambda: Collects([Appends(), Appends()]))
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+class HookOnOutput(Regression):
+    def forward(self, x, target):
+        x = self.blocks[0](self.enter(x))
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return self.error(self.blocks[1](x), target)
+
+
+class HookOnInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return self.inner(x)
+
+
+def test_a_hook_on_a_units_output_runs():
+    assert_plain(lambda: HookOnOutput([Block(), Block()]))
+
+
+def test_a_hook_on_a_units_input_runs_once():
+    assert_plain(lambda: Regression([HookOnInput(), HookOnInput()]), units=["HookOnInput"])
+
+
+# -- a unit that differentiates by itself ----------------------------------------------------------
+
+
+class Slope(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = (self.linear(x) ** 3).sum()
+        [slope] = torch.autograd.grad(y, x, create_graph=True)
+        return x + (slope * self.calls.clone()).sin()
+
+
+def test_gradients_inside_of_a_unit():
+    assert_plain(lambda: Regression([Slope(), Slope()]), units=["Slope"])
+
+
+# -- process-wide switches -------------------------------------------------------------------------
+
+
+def test_kernels_chosen_around_the_model_hold_for_the_recompute_and_not_longer():
+    def loss(model, batch):
+        with sdpa_kernel(SDPBackend.MATH):
+            result = model(**batch)
+        count = (batch["labels"][..., 1:] != -100).sum()
+        return result.loss * count, count
+
+    architecture = ARCHITECTURES["mistral"]
+    batch = next(batches(architecture, BATCH, 1))
+    before = torch.backends.cuda.flash_sdp_enabled()
+    found = engine_alone(architecture.factory, BATCH, 2, loss=loss).step(batch)
+    plain = engine_alone(architecture.factory, BATCH, 2).step(batch)
+    assert found.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert torch.backends.cuda.flash_sdp_enabled() == before
+
+
+def test_a_device_context_inside_of_the_loss_is_refused():
+    def loss(model, batch):
+        with torch.device("cpu"):
+            return model(**batch)
+
+    with pytest.raises(ModelError, match="called inside of a torch function mode"):
+        one_step(lambda: Regression([Block(), Block()]), loss=loss)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Returns what nobody uses, as blocks of BLOOM return their attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, y.repeat(64, 1, 1)
+
+
+def test_outputs_that_the_model_drops_take_no_memory():
+    alive = []
+
+    class Watches(Regression):
+        def forward(self, x, target):
+            x, wide = self.blocks[0](self.enter(x))
+            alive.append(weakref.ref(wide.untyped_storage()))
+            del wide
+            x, _ = self.blocks[1](x)
+            assert all(storage() is None for storage in alive)
+            return self.error(x, target)
+
+    one_step(lambda: Watches([Wide(), Wide()]), units=["Wide"])
+    assert len(alive) == 2
