@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -77,6 +78,55 @@ class Collects(Regression):
 def test_a_list_that_a_unit_appends_to_is_refused():
     with pytest.raises(ModelError, match=r"unit 'blocks\.0' changes a list or dict"):
         one_step(lambda: Collects([Appends(), Appends()]))
+
+
+# -- parameters that are not here ------------------------------------------------------------------
+
+
+class Penalised(Regression):
+    def forward(self, x, target):
+        loss, count = super().forward(x, target)
+        return loss + 0.01 * sum(p.pow(2).sum() for p in self.parameters()), count
+
+
+def test_a_penalty_on_all_weights_is_refused():
+    with pytest.raises(ModelError, match=r"parameter 'blocks\.0\.\S+' is used while"):
+        one_step(lambda: Penalised([Block(), Block()]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.state_dict(),
+        lambda model: torch.save(list(model.parameters()), "never-written.pt"),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: model.zero_grad(),
+        lambda model: copy.deepcopy(model),
+        lambda model: model.to(torch.bfloat16),
+    ],
+    ids=["state_dict", "save", "clip", "zero_grad", "copy", "to"],
+)
+def test_parameters_between_steps_are_the_engines(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = engine_alone(lambda: Regression([Block(), Block()]), BATCH, 2)
+    batch = vectors(BATCH, torch.Generator().manual_seed(0))
+    engine.step(batch)
+    with pytest.raises(ModelError, match="outside of a step use the engine"):
+        use(engine.model)
+    engine.step(batch)
+
+
+def test_what_a_parameter_looks_like_may_be_asked_at_any_time():
+    model = engine_alone(lambda: Regression([Block(), Block()]), BATCH, 2).model
+    plain = Regression([Block(), Block()])
+    for name, parameter in model.named_parameters():
+        other = dict(plain.named_parameters())[name]
+        assert isinstance(parameter, nn.Parameter)
+        assert (parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad) == (
+            other.shape, other.dtype, other.device, other.requires_grad,
+        )  # fmt: skip
+        assert parameter.numel() == other.numel()
+    assert "Linear" in repr(model)
 
 
 # -- hooks -----------------------------------------------------------------------------------------

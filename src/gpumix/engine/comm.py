@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -71,10 +71,11 @@ class WaitClock:
         self._on_stream = device.type == "cuda"
         self._entered = 0.0
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __enter__(self) -> None:
         if self._on_stream:
+            self._add_up_finished()
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             pair[0].record()
             self._events.append(pair)
@@ -91,9 +92,13 @@ class WaitClock:
         """Seconds so far; on CUDA this synchronises with the last wait."""
         if self._events:
             self._events[-1][1].synchronize()
-            self._seconds += sum(a.elapsed_time(b) for a, b in self._events) / 1e3
-            self._events.clear()
+        self._add_up_finished()
         return self._seconds
+
+    def _add_up_finished(self) -> None:
+        while self._events and self._events[0][1].query():
+            begun, ended = self._events.popleft()
+            self._seconds += begun.elapsed_time(ended) / 1e3
 
 
 @contextlib.contextmanager
@@ -137,6 +142,8 @@ class Communicator:
         self.bytes: Counter[str] = Counter()
         self.device = torch.device(device)
         self.clock = WaitClock(self.device)
+        # By device: a group may have a backend for each.
+        self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
     @classmethod
     def of_default_group(cls, plan: Plan) -> Communicator:
@@ -176,7 +183,7 @@ class Communicator:
     def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
         form = "native" if _equal(parts) else self.forms.gather
         mine = parts[self.rank]
-        if form == "native" and dist.get_backend(self.group) == "gloo":
+        if form == "native" and self.on_gloo:
             form = "broadcast"  # gloo's own gather makes a temporary of the whole: twice as slow
         if form == "native":
             return [_all_gather_single(full, mine, self.group)]
@@ -217,7 +224,7 @@ class Communicator:
     ) -> Pending:
         mine = parts[self.rank]
         form = "native" if _equal(parts) else self.forms.reduce
-        if form == "native" and dist.get_backend(self.group) == "gloo":
+        if form == "native" and self.on_gloo:
             form = "all_to_all"
         if form == "all_to_all":
             received = full.new_empty(mine.numel() * self.world)

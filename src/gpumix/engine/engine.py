@@ -85,7 +85,7 @@ class Engine:
         tokens = self.plan.global_batch * self.plan.sequence_length
         # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
         # the exact count is known when the heads are done, and divided by at the very end.
-        scale = torch.tensor(self.scaler.scale / tokens, device=self.device)
+        scale = torch.full((), self.scaler.scale / tokens, device=self.device)
         batches = self._micro_batches(batch, sizes)
         with untouched(self.device), torch.enable_grad(), _closing(batches):
             layered.forward(self._parts, batches, keep=True)

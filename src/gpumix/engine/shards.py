@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gpumix.engine.away import Away
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.units import Slot, Unit
 from gpumix.spec.plan import cut
@@ -103,15 +104,17 @@ class FlatGroup:
 
     def _install(self, slots: list[Slot], numels: list[int]) -> None:
         """Put views of the buffer in the places of the parameters."""
-        self.views = []
+        self.views: list[nn.Parameter] = []
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
         for slot, view in zip(slots, self.full.data.split(numels)):
             # `.data` gives the view a version counter of its own: the next gather is no in-place
             # change of what autograd saved.
             shaped = nn.Parameter(
                 view.view(slot.parameter.shape).data, slot.parameter.requires_grad
             )
+            away = Away.of(shaped, slot.name)
             for module, attribute in slot.places:
-                module._parameters[attribute] = shaped
+                self._places.append((module._parameters, attribute, shaped, away))
             self.views.append(shaped)
 
     def _point_gradients(self, numels: list[int]) -> None:
@@ -120,6 +123,12 @@ class FlatGroup:
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
             view.grad = gradient.view(view.shape)
+
+    def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """What the modules may hold in the places of parameters, with the name of the piece."""
+        for _, _, view, away in self._places:
+            yield view, away.parameter_name
+            yield away, away.parameter_name
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -131,11 +140,15 @@ class FlatGroup:
         )
 
     def allocate(self) -> None:
-        """Give the buffer its memory."""
+        """Give the buffer its memory, and the modules their parameters."""
         self.full.untyped_storage().resize_(self._full_bytes)
+        for parameters, attribute, view, _ in self._places:
+            parameters[attribute] = view
 
     def release(self) -> None:
-        """Free the buffer; its views are unusable until the next gather."""
+        """Free the buffer; until the next gather the modules hold what says so."""
+        for parameters, attribute, _, away in self._places:
+            parameters[attribute] = away
         self.full.untyped_storage().resize_(0)
 
     # -- gradients ----------------------------------------------------------------------------
@@ -189,7 +202,9 @@ class ShardedUnit:
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that is under way or done."""
         if self._gathering is None:
-            self._gathering = [group.gather() for group in self.groups]
+            self._gathering = []
+            for group in self.groups:  # one by one: what has begun is known if the next one fails
+                self._gathering.append(group.gather())
 
     def gathered(self) -> None:
         """Wait until the parameters are here."""
@@ -211,7 +226,9 @@ class ShardedUnit:
 
     def start_reduce(self, scale: Callable[[], torch.Tensor]) -> None:
         """Start to sum the gradients over ranks."""
-        self._reducing = [g.reduce(scale) for g in self.groups if g.trainable]
+        for group in self.groups:
+            if group.trainable:
+                self._reducing.append(group.reduce(scale))
 
     def reduced(self) -> None:
         """Wait until this rank's part of the gradient is in its pieces."""

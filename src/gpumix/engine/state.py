@@ -86,9 +86,7 @@ def _gathered(group: FlatGroup, comm: Communicator) -> Iterator[tuple[Piece, tor
 
 def _all_names(model: nn.Module, groups: Iterable[FlatGroup]) -> dict[str, str]:
     """Every name that a parameter has in the model, and the one that its piece has."""
-    own = {
-        id(view): piece.name for group in groups for view, piece in zip(group.views, group.pieces)
-    }
+    own = {id(held): name for group in groups for held, name in group.names_by_parameter()}
     return {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 

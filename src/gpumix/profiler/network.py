@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from gpumix.engine.comm import Communicator
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm, cut
@@ -35,7 +34,7 @@ def measure_links(
         return LinkMeasurement(
             collectives=Collectives(), network=(), step_overhead_s=0.0, seconds_spent=0.0
         )
-    nccl = dist.get_backend(comm.group) == "nccl"
+    nccl = not comm.on_gloo
     gathers: list[GatherForm] = ["list", "broadcast"] if nccl else ["broadcast"]
     reduces: list[ReduceForm] = ["list", "all_to_all"] if nccl else ["all_to_all"]
     sizes = _sizes(largest_bytes)
