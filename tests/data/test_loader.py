@@ -200,3 +200,14 @@ def test_too_few_samples_give_one_short_batch(n):
 def test_an_evaluation_needs_held_out_samples():
     with pytest.raises(InputError, match="no held-out samples"):
         evaluation_batches(Numbers(0), [2], 0, batches=1)
+
+
+def test_an_error_that_goes_away_costs_no_sample():
+    source = Numbers(100)
+    source.broken = set(range(100))
+    expected = GlobalOrder(100, 3).span(0, 20)
+    with Loader(source, [4], 0, seed=3) as loader:
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+        source.broken = set()
+        assert take(loader, 5) == expected.tolist()

@@ -6,8 +6,11 @@ import os
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError
+from gpumix.spec.errors import GpumixError
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -46,3 +49,34 @@ def test_the_others_are_told(how, group_timeout_s):
     for rank in (0, 2):
         assert "failed" in results[rank]
         assert "why:" in results[rank]
+
+
+def _steps_after_a_failure():
+    """Rank 1 fails in the middle of a step, and everybody goes on regardless."""
+
+    def loss(model, batch):
+        result = model(**batch)
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        return result.loss, torch.tensor(1)
+
+    shares = SHARES[:2]
+    engine = engine_for(GPT2.factory, shares, loss=loss)
+    mine = own_rows(next(batches(GPT2, 4, 1)), shares, engine.comm.rank)
+    said = []
+    for _ in range(2):
+        try:
+            engine.step(mine)
+        except (ValueError, GpumixError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_after_a_failed_step_there_is_no_other():
+    """The ranks' collectives would not meet: gloo ends the process then."""
+    of_0, of_1 = run_ranks(_steps_after_a_failure, 2, group_timeout_s=2)
+    assert of_0[0].startswith("CommunicationError")
+    assert of_1[0] == "ValueError: bad batch"
+    for first, second in (of_0, of_1):
+        assert second.startswith("TrainingError: an earlier step failed")
+        assert first.split(":")[0] in second

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.spec.errors import InputError
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
 from reference import assert_step_is_plain, batches, engine_alone
 
@@ -127,6 +128,32 @@ def test_what_a_parameter_looks_like_may_be_asked_at_any_time():
         )  # fmt: skip
         assert parameter.numel() == other.numel()
     assert "Linear" in repr(model)
+
+
+class HoldsInList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.weights = [self.weight]
+
+    def forward(self, x):
+        return self.inner(x @ self.weights[0])
+
+
+def test_a_parameter_that_is_held_twice_is_refused():
+    with pytest.raises(InputError, match=r"holds parameter 'blocks\.0\.weight' in its attribute"):
+        one_step(lambda: Regression([HoldsInList(), HoldsInList()]))
+
+
+def test_a_compiled_unit_is_refused():
+    def factory():
+        model = Regression([Block(), Block()])
+        model.blocks[1].compile(backend="eager")
+        return model
+
+    with pytest.raises(InputError, match=r"module 'blocks\.1' is compiled as a whole"):
+        one_step(factory)
 
 
 # -- hooks -----------------------------------------------------------------------------------------

@@ -89,7 +89,11 @@ class Loader(Iterator[Batch]):
         self._fetch_ahead()
         # Only once the batch is there does anything change, so that an error or an interrupt while
         # waiting loses nothing.
-        batch, self.last_indices = self._ahead[position].result()
+        try:
+            batch, self.last_indices = self._ahead[position].result()
+        except Exception:
+            self._forget_ahead()  # a disk that was away for a moment may be back
+            raise
         self._cursor = self._cursor.advanced(self.global_batch)
         del self._ahead[position]
         self._fetch_ahead()

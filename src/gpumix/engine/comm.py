@@ -47,17 +47,13 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        self.settle()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def settle(self) -> None:
-        """Wait until nothing is under way any more; the result is not wanted."""
         with reported(self._label), self._clock:
             for work in self._works:
                 work.wait()
         self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
 
 
 class WaitClock:

@@ -25,7 +25,7 @@ from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
 
 
@@ -62,6 +62,7 @@ class Engine:
         self._worker = plan.workers[comm.rank]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
         self._stats = torch.zeros(comm.world, 3)
+        self._failed = ""
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -80,23 +81,25 @@ class Engine:
             ModelError: the model does what cannot be run in units; the message names the unit.
             CommunicationError: another rank died or is late.
             InputError: the batch has another number of samples than the plan says.
+            TrainingError: an earlier step failed on this rank, and there are others.
         """
         sizes = self._worker.micro_batches
         tokens = self.plan.global_batch * self.plan.sequence_length
         # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
         # the exact count is known when the heads are done, and divided by at the very end.
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
-        batches = self._micro_batches(batch, sizes)
-        with untouched(self.device), torch.enable_grad(), _closing(batches):
-            layered.forward(self._parts, batches, keep=True)
-            results = layered.head(self._parts, batches, scale)
-            table, exchanged = self._exchange(results)
-            gradient_scale = functools.cache(lambda: _gradient_scale(table, exchanged, scale))
-            layered.backward(self._parts, batches, gradient_scale)
-        self.steps += 1
-        self._stats = table
-        if self.scaler.active:
-            self._check_overflow()
+        with self._in_step():
+            batches = self._micro_batches(batch, sizes)
+            with untouched(self.device), torch.enable_grad(), _closing(batches):
+                layered.forward(self._parts, batches, keep=True)
+                results = layered.head(self._parts, batches, scale)
+                table, exchanged = self._exchange(results)
+                gradient_scale = functools.cache(lambda: _gradient_scale(table, exchanged, scale))
+                layered.backward(self._parts, batches, gradient_scale)
+            self.steps += 1
+            self._stats = table
+            if self.scaler.active:
+                self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -108,14 +111,15 @@ class Engine:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
-        batches = self._micro_batches(batch, sizes)
         try:
-            with untouched(self.device), torch.no_grad(), _closing(batches):
-                layered.forward(self._parts, batches, keep=False)
-                results = layered.head(self._parts, batches, None)
-                self._parts.root.release()
-                table, exchanged = self._exchange(results)
-                exchanged.wait()
+            with self._in_step():
+                batches = self._micro_batches(batch, sizes)
+                with untouched(self.device), torch.no_grad(), _closing(batches):
+                    layered.forward(self._parts, batches, keep=False)
+                    results = layered.head(self._parts, batches, None)
+                    self._parts.root.release()
+                    table, exchanged = self._exchange(results)
+                    exchanged.wait()
         finally:
             for module in training:
                 module.training = True
@@ -187,6 +191,27 @@ class Engine:
         state.load_optimizer_state(self.pieces(), optimizer, values)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What fails inside leaves nothing of the step. With other ranks there is no going on: they
+        stand elsewhere in their step, and collectives would not meet."""
+        if self._failed:
+            raise TrainingError(
+                f"an earlier step failed on rank {self.comm.rank}, the others are not where it is",
+                why=self._failed,
+                fix="start all ranks again, from a checkpoint",
+            )
+        try:
+            yield
+        except BaseException as error:
+            if self.comm.world > 1:
+                lines = str(error).splitlines() or [""]
+                self._failed = f"{type(error).__name__}: {lines[0]}"
+            else:
+                for unit in self._parts.all:
+                    unit.abandon()
+            raise
 
     def _micro_batches(self, batch: Any, sizes: tuple[int, ...]) -> list[MicroBatch]:
         if _samples(batch) != sum(sizes):

@@ -134,8 +134,6 @@ class MicroBatch:
 
 def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
     """All micro-batches through all units; each then waits before the head."""
-    for unit in parts.all:
-        unit.abandon()
     parts.root.start_gather()
     parts.call(0).start_gather()
     parts.root.gathered()

@@ -26,6 +26,9 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
 
+# Where modules keep what they register; recurrent ones look there for weights that were replaced.
+REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
+
 
 def prepare(
     model: nn.Module,
@@ -55,6 +58,7 @@ def prepare(
     plan = _bound(plan, comm)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)
+    _refuse_other_holders(model)
     switch_off_caches(model)
     if weights is not None:
         load_buffers(model, weights)
@@ -140,6 +144,29 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"{', '.join(map(str, others))}",
             fix="give the same job and plan file to every host",
         )
+
+
+def _refuse_other_holders(model: nn.Module) -> None:
+    """Parameters are replaced where modules register them; elsewhere the old ones would stay."""
+    ours = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in REGISTERS or not isinstance(value, list | tuple | dict):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            held = [ours[id(item)] for item in items if id(item) in ours]
+            if held:
+                raise InputError(
+                    f"module '{path}' holds parameter '{held[0]}' in its attribute '{attribute}' "
+                    "too, which would not be trained",
+                    fix=f"use it by its name, or make '{attribute}' an nn.ParameterList",
+                )
+        if module._compiled_call_impl is not None:
+            raise InputError(
+                f"module '{path}' is compiled as a whole, with the stop at its boundary",
+                fix="do not call `.compile()` on it; `module.forward = torch.compile(module."
+                "forward)` before `prepare` is fine",
+            )
 
 
 def switch_off_caches(model: nn.Module) -> None:

@@ -86,7 +86,7 @@ class FlatGroup:
             self.gradient = torch.empty(self.numel, device=device)
             self._gradient_bytes = self.gradient.untyped_storage().nbytes()
             self._point_gradients(numels)
-            self._free_gradient()
+            self.free_gradient()
 
     def _fill(self, slots: list[Slot], numels: list[int], source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
@@ -172,7 +172,7 @@ class FlatGroup:
                     if is_fresh:
                         gradient.zero_()
                 self.master_gradient.addcmul_(rows.sum(0), scale())
-            self._free_gradient()
+            self.free_gradient()
             for piece, gradient in zip(self.pieces, self._piece_gradients):
                 piece.local.grad = gradient
 
@@ -180,7 +180,8 @@ class FlatGroup:
             self.gradient, self.offsets, f"reduction of unit '{self.label}'", deliver
         )
 
-    def _free_gradient(self) -> None:
+    def free_gradient(self) -> None:
+        """Free the gradient buffer."""
         self.gradient.untyped_storage().resize_(0)
 
 
@@ -237,12 +238,12 @@ class ShardedUnit:
         self._reducing = []
 
     def abandon(self) -> None:
-        """Leave nothing of a step that failed half-way: no stale parameters, nothing under way."""
-        for pending in (*(self._gathering or ()), *self._reducing):
-            pending.settle()
+        """Leave nothing of a step that failed half-way: no parameters, no gradients."""
         self._reducing = []
-        if self._gathering is not None:
-            self.release()
+        self.release()
+        for group in self.groups:
+            if group.trainable:
+                group.free_gradient()
 
     @property
     def pieces(self) -> list[Piece]:

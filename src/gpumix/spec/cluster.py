@@ -74,6 +74,13 @@ class Cluster(Value):
                     f"device '{device.id}' is of class '{device.device_class}', which is not "
                     f"defined (classes: {', '.join(sorted(known))})"
                 )
+        used = {d.device_class for d in self.devices}
+        kinds = {c.accelerator: c.name for c in self.classes if c.name in used}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"class '{kinds['cuda']}' is of GPUs and class '{kinds['cpu']}' of CPUs, which do "
+                "not train together"
+            )
         return self
 
     def class_named(self, name: str) -> DeviceClass:
