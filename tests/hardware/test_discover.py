@@ -138,12 +138,12 @@ def test_a_gpu_in_mig_mode_is_refused_unless_hidden(mixed, monkeypatch):
 def test_without_a_driver_it_is_the_cpu(nvml, monkeypatch, tmp_path, error):
     nvml.init_error = error
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 32000000 kB\nMemAvailable: 20971520 kB\n")
+    meminfo.write_text("MemTotal: 20971520 kB\nMemAvailable: 1000 kB\n")
     monkeypatch.setattr(module, "_MEMINFO", meminfo)
     cluster = discover()
     (cpu,) = cluster.classes
     assert (cpu.name, cpu.accelerator, cpu.memory_bytes) == ("cpu", "cpu", int(20 * GIB * 0.8))
-    assert cpu.product == "CPU, 80% of the 20.0 GiB of memory available at discovery"
+    assert cpu.product == "CPU, 80% of the 20.0 GiB of memory"
     assert [(d.id, d.host) for d in cluster.devices] == [("node7-cpu", "node7")]
 
 

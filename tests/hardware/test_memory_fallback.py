@@ -1,4 +1,4 @@
-"""The allocator is built once by any number of ranks; without a compiler the system limits."""
+"""The allocator is built once by any number of ranks; without a compiler nothing is limited."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ import sys
 
 import pytest
 
-LIMITED = """
+NOT_LIMITED = """
     import torch
-    from gpumix.hardware.memory import is_out_of_memory, limit_memory
+    from gpumix.hardware.memory import limit_memory
 
-    memory = limit_memory(200 * 2**20)
+    memory = limit_memory(2**20)
     print(memory.exact, memory.current_bytes, memory.peak_bytes)
     print(memory.why_inexact)
-    try:
-        torch.empty(400 * 2**20, dtype=torch.uint8)
-    except Exception as error:
-        print(type(error).__name__, is_out_of_memory(error))
-    print(torch.empty(100 * 2**20, dtype=torch.uint8).numel() // 2**20)
-    limit_memory(None)
-    print(torch.empty(400 * 2**20, dtype=torch.uint8).numel() // 2**20)
+    print(torch.empty(2**21, dtype=torch.uint8).numel())
 """
 
 
@@ -33,21 +27,20 @@ LIMITED = """
     ],
     ids=["no compiler", "no such compiler", "a failing compiler"],
 )
-def test_without_a_compiler_the_system_limits_memory_and_says_why(
+def test_without_a_compiler_nothing_is_limited_and_it_says_why(
     run_python, tmp_path, environment, why
 ):
-    done = run_python(LIMITED, XDG_CACHE_HOME=str(tmp_path), **environment)
-    counts, reason, error, *allowed = done.stdout.splitlines()
+    done = run_python(NOT_LIMITED, XDG_CACHE_HOME=str(tmp_path), **environment)
+    counts, reason, allowed = done.stdout.splitlines()
     assert counts == "False None None"
     assert reason.startswith(why)
-    assert error == "RuntimeError True"
-    assert allowed == ["100", "400"]
+    assert allowed == str(2**21)
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_cache_that_cannot_be_written_falls_back(run_python, tmp_path):
     (tmp_path / "gpumix").write_text("a file where the folder should be")
-    done = run_python(LIMITED, XDG_CACHE_HOME=str(tmp_path))
+    done = run_python(NOT_LIMITED, XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.startswith("False None None\ncannot write to ")
 
 

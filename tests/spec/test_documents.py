@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Alternative, Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import (
     ROOT,
@@ -130,8 +130,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     for step in ("write_text", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, step, full)
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(MachineError, match="cannot write the plan") as caught:
                 make_plan(model="other").save(path)
+        assert caught.value.why == "no space left on device"
         assert Plan.load(path) == make_plan()
 
 
@@ -159,7 +160,17 @@ def test_a_wrong_document(tmp_path, change, place, said):
     with pytest.raises(InputError, match=said) as caught:
         Plan.load(path)
     assert caught.value.where == f"{path}{place}"
-    assert caught.value.fix == f"make it again with `gpumix plan JOB.yaml --output {path}`"
+    assert caught.value.fix == "make one with `gpumix plan JOB.yaml --output plan.json`"
+
+
+@pytest.mark.parametrize("content", ["model: {}", '{"kind": "profile"}', "[1]", None])
+def test_what_is_no_plan_is_not_overwritten(tmp_path, content):
+    path = tmp_path / "job.yaml"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(InputError, match="this is no plan, and is not overwritten"):
+        make_plan().save(path)
+    assert content is None or path.read_text() == content
+    assert [p.name for p in tmp_path.iterdir()] == ["job.yaml"]
 
 
 def test_a_profile_is_no_plan(tmp_path):

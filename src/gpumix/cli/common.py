@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from gpumix.spec.errors import GpumixError, Interrupted
+from gpumix.spec.errors import GpumixError, Interrupted, MachineError
 
 P = ParamSpec("P")
 
@@ -41,10 +43,11 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
             error = _in_words(caught)
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
-            sys.stderr.write(f"gpumix: {error}\n")
-            if as_json:
-                print_json(error.as_dict())
-            raise typer.Exit(error.exit_code) from caught
+            with suppress(OSError):  # nobody may be there to read it
+                sys.stderr.write(f"gpumix: {error}\n")
+                if as_json and not isinstance(error, _Unheard):
+                    print_json(error.as_dict())
+            raise typer.Exit(error.exit_code) from None
 
     return run
 
@@ -58,5 +61,19 @@ def _in_words(error: BaseException) -> GpumixError:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """One JSON document on stdout.
+
+    Raises:
+        MachineError: stdout cannot be written to.
+    """
+    try:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would be tried, and told of, once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _Unheard("cannot write the result to stdout", why=error.strerror or "") from error
+
+
+class _Unheard(MachineError):
+    """Whoever should read stdout is gone, or its disk is full."""

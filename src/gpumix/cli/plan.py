@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,18 +93,35 @@ def _check_profile(profile: Profile, job: Job, path: Path) -> None:
 
 def _measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> Profile:
     """The profile from the cache; another process measures what is missing there."""
+    from gpumix.spec.profile import Profile
+
     found = _cached(path, job)
-    if found is None:
-        sets = [part for override in overrides for part in ("--set", override)]
-        command = [sys.executable, "-m", "gpumix", "profile", str(path), "--json", *sets]
+    if found is not None:
+        return found
+    sets = [part for override in overrides for part in ("--set", override)]
+    # -P: modules are looked for beside the job, as everywhere, not in the current folder.
+    command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
+    with _ended_by_sigterm():
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            if as_json:  # its error
-                sys.stdout.write(done.stdout)
-            raise typer.Exit(done.returncode)
-        found = _cached(path, job)
-    assert found is not None, "the profiler saves what it measures"
-    return found
+    if done.returncode:
+        if as_json:  # its error
+            sys.stdout.write(done.stdout)
+        raise typer.Exit(done.returncode)
+    return Profile.model_validate_json(done.stdout)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """What ends this process ends the one that it waits for too."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cached(path: Path, job: Job) -> Profile | None:

@@ -19,7 +19,7 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import MachineError
 from gpumix.spec.units import show_bytes
 
-CPU_MEMORY_SHARE = 0.8  # of what is available; the rest is for the system and the page cache
+CPU_MEMORY_SHARE = 0.8  # of all; the rest is for the system and the page cache
 _BRAND_WORDS = {"nvidia", "geforce", "tesla"}
 _MEMINFO = Path("/proc/meminfo")
 
@@ -29,11 +29,11 @@ def discover() -> Cluster:
 
     GPUs of one product, memory and driver are one class, named after the product. Without an
     NVIDIA driver, or with all GPUs hidden, it is one CPU of class 'cpu' with 80 % of the memory
-    that is available now.
+    of the host.
 
     Raises:
         MachineError: the driver answers with an error, `CUDA_VISIBLE_DEVICES` does not say which
-            GPUs are meant, a GPU is cut into MIG instances, or the free memory is unknown.
+            GPUs are meant, a GPU is cut into MIG instances, or the memory is unknown.
     """
     host = socket.gethostname()
     gpus = visible_gpus(_gpus(host), host=host)
@@ -146,22 +146,22 @@ def _class_names(kinds: list[tuple[str, int]]) -> list[str]:
 
 
 def _cpu_cluster(host: str) -> Cluster:
-    available = _available_memory(host)
+    total = _memory(host)
     share = f"{CPU_MEMORY_SHARE:.0%}"
     cpu = DeviceClass(
         name="cpu",
         accelerator="cpu",
-        memory_bytes=int(available * CPU_MEMORY_SHARE),
-        product=f"CPU, {share} of the {show_bytes(available)} of memory available at discovery",
+        memory_bytes=int(total * CPU_MEMORY_SHARE),
+        product=f"CPU, {share} of the {show_bytes(total)} of memory",
     )
     device = Device(id=f"{host}-cpu", device_class=cpu.name, host=host)
     return Cluster(classes=(cpu,), devices=(device,))
 
 
-def _available_memory(host: str) -> int:
+def _memory(host: str) -> int:
     lines = _MEMINFO.read_text(encoding="utf-8").splitlines() if _MEMINFO.exists() else []
     for line in lines:
-        if line.startswith("MemAvailable:"):
+        if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     raise MachineError(
         "there is no NVIDIA GPU, and how much memory the CPU may use is unknown",

@@ -71,9 +71,9 @@ class MeasurementCache:
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Keep measurements, by class name; None keeps the links that are there."""
         for name, measurement in classes.items():
-            measurement.save(self.class_file(self._cluster.class_named(name)))
+            _replace(measurement, self.class_file(self._cluster.class_named(name)))
         if links is not None:
-            links.save(self.link_file())
+            _replace(links, self.link_file())
 
     def measured(self) -> dict[str, ClassMeasurement]:
         """What is known already, by class name."""
@@ -186,6 +186,11 @@ def _version_of(package: str) -> str:
 def _hash(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _replace(measurement: ClassMeasurement | LinkMeasurement, path: Path) -> None:
+    path.unlink(missing_ok=True)  # what is broken is nobody's
+    measurement.save(path)
 
 
 def _load(kind: type[D], path: Path) -> D | None:

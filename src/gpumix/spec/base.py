@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, MachineError
 
 
 class Value(BaseModel):
@@ -49,7 +50,7 @@ class Document(Value):
             raise InputError(
                 f"cannot read the {cls.KIND}", where=str(path), why=str(error)
             ) from error
-        fix = f"make it again with `gpumix {cls.KIND} JOB.yaml --output {path}`"
+        fix = f"make one with `gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json`"
         _check_kind(cls, text, path, fix)
         try:
             return cls.model_validate_json(text)
@@ -63,11 +64,41 @@ class Document(Value):
             ) from error
 
     def save(self, path: Path) -> None:
-        """Write the document to `path` in one atomic step."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the document to `path` in one atomic step.
+
+        Raises:
+            InputError: there is something else than a former document of this kind.
+            MachineError: it cannot be written.
+        """
+        self._refuse_to_replace_others(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise MachineError(
+                f"cannot write the {self.KIND}",
+                where=str(path),
+                why=error.strerror or str(error),
+                fix="make room there, or write elsewhere",
+            ) from error
+
+    def _refuse_to_replace_others(self, path: Path) -> None:
+        if not path.exists():
+            return
+        try:
+            there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError):
+            there = None
+        if not isinstance(there, dict) or there.get("kind") != self.KIND:
+            raise InputError(
+                f"this is no {self.KIND}, and is not overwritten",
+                where=str(path),
+                fix="write elsewhere, or remove it",
+            )
 
 
 def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:

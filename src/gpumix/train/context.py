@@ -92,7 +92,8 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
             try:
                 if ranks.rank == 0 and runtime.uncounted:
                     stderr().print(
-                        f"memory is not counted here, and limits are coarse: {runtime.uncounted}"
+                        f"memory is neither counted nor limited here: {runtime.uncounted}; a C++ "
+                        "compiler (apt-get install g++, xcode-select --install) makes limits real"
                     )
                 _same_job(task.job, ranks)
                 check_fits(task.job, task.folder)

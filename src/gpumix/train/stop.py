@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: finish the step, then save."""
+"""Ctrl-C, SIGTERM and a terminal that closes (SIGHUP): finish the step, then save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:

@@ -18,10 +18,16 @@ EMULATED = "emulated devices: times are of the emulation, not of any real card"
 
 
 def stderr() -> Console:
-    """Where gpumix talks; stdout is for data."""
-    console = Console(stderr=True, highlight=False)
+    """Where gpumix talks; stdout is for data. A run goes on when nobody listens any more."""
+    console = _Console(stderr=True, highlight=False)
     # In a file or a pipe there is no width to fit into.
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
+    return console if console.is_terminal else _Console(stderr=True, highlight=False, width=120)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """By default this ends the process."""
+        self.quiet = True
 
 
 def devices_table(cluster: Cluster) -> RenderableType:

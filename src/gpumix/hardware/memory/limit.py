@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from gpumix.hardware.memory.build import BuildError, capped_allocator_library
-from gpumix.spec.errors import MachineError
 
 _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -28,8 +27,8 @@ class MemoryLimit(ABC):
     """The memory limit of this process. Only what is allocated after the install counts.
 
     Attributes:
-        exact: True if bytes are counted; False if only a coarse limit of the system holds, and
-            then `current_bytes` and `peak_bytes` are None rather than a guess.
+        exact: True if bytes are counted; False if they cannot be, and then no cap holds, and
+            `current_bytes` and `peak_bytes` are None rather than a guess.
         why_inexact: why bytes cannot be counted here; empty if they are.
     """
 
@@ -61,9 +60,6 @@ def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> Memor
     Args:
         cap_bytes: bytes, over all tensors allocated after the first call in this process.
         owner: who is out of memory, in the error: "emulated device 'small'".
-
-    Raises:
-        MachineError: bytes cannot be counted here, nor can the system limit them.
     """
     limit = _limit_of_this_process()
     limit.set_cap(cap_bytes, owner=owner)
@@ -73,7 +69,7 @@ def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> Memor
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that the device's memory is used up, however it is worded.
 
-    A MemoryError counts: under the system's limit Python's own objects fail in the same way.
+    A MemoryError counts: where the system limits memory, Python's own objects fail in the same way.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -86,7 +82,7 @@ def _limit_of_this_process() -> MemoryLimit:
     try:
         limit = _CountedLimit(capped_allocator_library())
     except BuildError as error:
-        limit = _SystemLimit(why=str(error))
+        limit = _NoLimit(why=str(error))
     # A forked child, such as a data loader's worker, is not the device.
     os.register_at_fork(after_in_child=lambda: limit.set_cap(None, owner="forked process"))
     return limit
@@ -123,8 +119,9 @@ class _CountedLimit(MemoryLimit):
         self._library.gpumix_reset_peak()
 
 
-class _SystemLimit(MemoryLimit):
-    """RLIMIT_DATA: the data segment may grow by the cap. Coarse, and Python's objects count too."""
+class _NoLimit(MemoryLimit):
+    """Nothing is counted and nothing held: a limit of the system would hold back threads and
+    Python's own objects too, and kill what it does not understand."""
 
     exact = False
     current_bytes = None
@@ -132,30 +129,9 @@ class _SystemLimit(MemoryLimit):
 
     def __init__(self, *, why: str) -> None:
         self.why_inexact = why
-        self._baseline = _data_segment_bytes(why)
 
     def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
-        import resource  # not on Windows, where `_data_segment_bytes` has refused already
-
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = hard if cap_bytes is None else self._baseline + cap_bytes
-        if hard != resource.RLIM_INFINITY:
-            soft = min(soft, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        return None
 
     def reset_peak(self) -> None:
         return None
-
-
-def _data_segment_bytes(why: str) -> int:
-    """The size of this process's data segment, which is what RLIMIT_DATA limits."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
-    for line in lines:
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise MachineError(
-        "the memory of a CPU process can be neither counted nor limited here",
-        why=f"{why}; and this system has no /proc/self/status",
-        fix="install a C++ compiler: `apt-get install g++` or `xcode-select --install`",
-    )
