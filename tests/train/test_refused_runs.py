@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 
 import pytest
 from jobs import CLUSTER, plan_for, toy, train, write_job
 
-from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.train import work
 from gpumix.train.context import Task
@@ -131,6 +132,25 @@ def test_there_must_be_something_to_resume(job):
     assert not (job.parent / "run").exists()
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(job):
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    before = (job.parent / "run" / "plan.json").read_text()
+    wider = write_job(job.parent, model=toy(width=32))
+    refused(InputError, wider, "steps=2", plan=plan_for(wider), resume=True)
+    assert (job.parent / "run" / "plan.json").read_text() == before
+
+
+def test_two_runs_do_not_share_a_folder(job):
+    run = job.parent / "run"
+    run.mkdir()
+    with (run / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        error = refused(InputError, job, plan=plan_for(job))
+    assert "another run writes into the output folder" in error.what
+    train(job, "steps=1", plan=plan_for(job))
+
+
 def test_the_output_must_be_a_folder(job):
     (job.parent / "run").write_text("mine")
     error = refused(InputError, job, plan=plan_for(job))
@@ -183,7 +203,7 @@ def test_what_a_factory_raises_is_told_as_the_jobs_own(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
     write_job(tmp_path, model={"factory": "toys:broken"})
-    error = refused(TrainingError, job, plan=plan)
+    error = refused(InputError, job, plan=plan)
     assert "the job's own code failed: ValueError: this factory is broken" in error.what
     assert "toys.py" in error.where
     assert "Traceback" not in str(error)
@@ -194,7 +214,7 @@ def test_what_a_factory_raises_is_told_as_the_jobs_own(tmp_path):
 
 def _train_own(seat, tasks, plans, devices):
     """A rank of a run whose hosts were given different things."""
-    return work.train(seat, tasks[seat.rank], plans[seat.rank], devices, False)
+    return work.train(seat, tasks[seat.rank], plans[seat.rank], None, devices, False)
 
 
 def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:

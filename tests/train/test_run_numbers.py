@@ -35,7 +35,7 @@ def plan(*peaks: int) -> Plan:
     """Four workers of three classes; `peaks` are their predicted peaks."""
     predicted = tuple(
         WorkerPrediction(
-            device=w.device, forward_s=1, backward_s=1, optimizer_s=0,
+            device=w.device, forward_s=1, backward_s=1, optimizer_s=0, busy_s=2,
             memory_bytes={"all": peak}, memory_limit_bytes=10 * MIB,
         )
         for w, peak in zip(WORKERS, peaks)

@@ -188,6 +188,8 @@ def check(tmp_path, **config):
         ({"n_positions": 4}, "the model has 4 positions, sequence_length is 8"),
         ({"vocab_size": 200}, "the tokenizer has 257 tokens, the model 200"),
         ({"model_type": "gpt99"}, "no valid transformers configuration"),
+        ({"n_layer": "two"}, "no valid transformers configuration"),
+        ({"n_embdd": 32}, "unknown key 'model.config.n_embdd'"),
         ({"n_head": 3}, "transformers cannot build a causal-lm model"),
     ],
 )

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 import gpumix
-from gpumix.spec.errors import GpumixError, MachineError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, MachineError, TrainingError
 
 _PACKAGE = Path(gpumix.__file__).parent
 # Here gpumix calls code that the job brought along: a model, a factory, a dataset.
@@ -37,7 +37,9 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     first = (str(error).strip().splitlines() or [""])[0]
     what = f"{type(error).__name__}: {first}"
     if of_job:
-        return TrainingError(
+        # A factory is part of the input; the rest runs in training.
+        kind = InputError if _place(frames[last]) == "data/factory.py" else TrainingError
+        return kind(
             f"the job's own code failed: {what}",
             where=where,
             fix="run it again with --debug, which shows the whole way there",

@@ -216,7 +216,7 @@ def _death(name: str, exit_code: int | None) -> TrainingError:
         f"{name} {how}",
         where=f"host {socket.gethostname()}",
         why=why,
-        fix="run the same command with --resume",
+        fix="run the same command again, with --resume if a checkpoint was saved",
     )
 
 

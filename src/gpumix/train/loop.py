@@ -22,6 +22,7 @@ from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by
 from gpumix.train.models import config_of, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for
 from gpumix.train.stop import StopRequest
+from gpumix.train.tables import stderr
 
 STOP = 1.0  # an engine notice: this rank was asked to stop
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
@@ -261,6 +262,8 @@ class Trainer:
         state = self.checkpointer.load(self.engine, self.optimizer)
         self.loader.load_state_dict(state.cursor)
         self.step = state.step
+        if self.context.first:
+            stderr().print(f"going on from {state.path}")
 
     def _stop(self) -> None:
         path = self.save()

@@ -15,9 +15,14 @@ from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job, ModelSpec
+from gpumix.spec.read_errors import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+LONGEST_WHY = 300
+# Keys of any configuration that its values do not show.
+BESIDE_VALUES = ("attn_implementation", "torch_dtype", "dtype", "pruned_heads")
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -65,14 +70,28 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     """
     values = _values(spec)
     model_type = values.pop("model_type", None)
+    where = f"model.config of type '{model_type}'"
+    make = _transformers().AutoConfig.for_model
     try:
-        return _transformers().AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, KeyError) as error:
+        config, usual = make(model_type, **values), make(model_type)
+    except Exception as error:  # each type of model checks its values in a way of its own
+        meant = nearest(str(model_type), list(_transformers().CONFIG_MAPPING))
         raise InputError(
             "this is no valid transformers configuration",
-            where=f"model.config of type '{model_type}'",
-            why=str(error).splitlines()[0],
+            where=where,
+            why=" ".join(str(error).split())[:LONGEST_WHY],
+            fix=did_you_mean(None if meant == model_type else meant),
         ) from error
+    known = [*usual.to_dict(), *config.attribute_map, *BESIDE_VALUES]
+    unknown = [key for key in values if key not in known]
+    # A config.json may hold what other tools left there.
+    if unknown and isinstance(spec.config, dict):
+        raise InputError(
+            f"unknown key 'model.config.{unknown[0]}'",
+            where=where,
+            fix=did_you_mean(nearest(unknown[0], known)) or f"valid keys: {', '.join(known)}",
+        )
+    return config
 
 
 def check_fits(job: Job, folder: Path) -> None:

@@ -5,7 +5,9 @@ Deciding happens here, in the process that was started; measuring and training i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from gpumix.cost.memory import usable_bytes
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.errors import InputError, MachineError, NoFeasiblePlanError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -82,21 +84,19 @@ class Pipeline:
             self._check_plan(plan)
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
+        profile = None
         if plan is None:
             profile = self.profile()
             self.show(profile_table(profile))
             plan = self.plan(profile)
-            if self.speaks:
-                profile.save(self.job.output / run_files.PROFILE)
         self.show(plan_table(plan))
-        if self.speaks:
-            plan.save(self.job.output / run_files.PLAN)
         from gpumix.train import work
 
         devices = self._runs.devices(self.cluster)
-        summary: Summary = self._runs.run(
-            work.train, self.cluster, self._task(), plan, devices, resume, saves=True
-        )
+        with self._output_for_one():
+            summary: Summary = self._runs.run(
+                work.train, self.cluster, self._task(), plan, profile, devices, resume, saves=True
+            )
         return summary
 
     def try_out(self, plan: Plan, steps: int) -> Trial:
@@ -128,6 +128,39 @@ class Pipeline:
         from gpumix.train.context import Task
 
         return Task(self.job, self.cluster, self.folder, self._debug)
+
+    @contextmanager
+    def _output_for_one(self) -> Iterator[None]:
+        """Hold the run's folder: two runs would write into each other's files. Whatever ends this
+        process lets go of it.
+
+        Raises:
+            InputError: another run holds it.
+        """
+        if not self.speaks:
+            yield
+            return
+        output = self.job.output
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock = (output / run_files.LOCK).open("w", encoding="utf-8")
+        except OSError as error:
+            raise MachineError(
+                "cannot write into the output folder",
+                where=str(output),
+                why=error.strerror or str(error),
+                fix="write elsewhere: --set output=runs/another",
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    "another run writes into the output folder",
+                    where=str(output),
+                    fix="wait for its end, or write elsewhere: --set output=runs/another",
+                ) from None
+            yield
 
     def _check_output(self, resume: bool) -> None:
         output = self.job.output

@@ -7,5 +7,6 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"  # held by the process that runs
 
-ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, CHECKPOINTS})
+ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, CHECKPOINTS, LOCK})

@@ -10,6 +10,7 @@ from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.train import run_files
 from gpumix.train.context import Task, joined
 from gpumix.train.launch import Seat
 from gpumix.train.loop import Summary, Trainer, Trial
@@ -42,10 +43,25 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
         return profiler.run(stderr().print)
 
 
-def train(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], resume: bool) -> Summary:
-    """Train the job by the plan. Every rank returns the summary."""
+def train(
+    seat: Seat,
+    task: Task,
+    plan: Plan,
+    profile: Profile | None,
+    devices: tuple[Device, ...],
+    resume: bool,
+) -> Summary:
+    """Train the job by the plan. Every rank returns the summary.
+
+    The run's folder gets the plan, and the profile it was made from, once nothing is in the way.
+    """
     with joined(seat, task) as context:
-        return Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume).run()
+        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
+        if context.first:
+            plan.save(task.job.output / run_files.PLAN)
+            if profile is not None:
+                profile.save(task.job.output / run_files.PROFILE)
+        return trainer.run()
 
 
 def try_out(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int) -> Trial:
