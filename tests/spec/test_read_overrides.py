@@ -103,3 +103,10 @@ def test_the_file_keeps_its_lines(path):
 def test_a_wrong_value_of_the_file_can_be_set_right(path):
     path.write_text(JOB + "seed: x\n")
     assert read_job(path, ["seed=1"]).seed == 1
+
+
+def test_a_pattern_needs_quotes_and_is_told_so(path):
+    with pytest.raises(InputError, match="not YAML") as caught:
+        read_job(path, ["data.pattern=*.md"])
+    assert "in quotes" in caught.value.fix
+    assert read_job(path, ['data.pattern="*.md"']).data.pattern == "*.md"

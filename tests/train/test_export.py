@@ -66,6 +66,7 @@ def test_transformers_loads_it(tmp_path, name):
     values = run_ranks(_train_and_save, 3, tmp_path, name, UNEVEN)[0]
     folder = export(tmp_path, tmp_path / "model")
     assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "gpumix.json"}
+    assert len({f.stat().st_mode for f in folder.iterdir()}) == 1, "who may read one may read all"
     state = {name: torch.from_numpy(value) for name, value in values.items()}
     assert_model_is(loaded(folder, name), state)
 

@@ -144,7 +144,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "transformers": _version_of("transformers"),
         "model": model,
         "code": [_code_of(f, folder) for f in (job.model.factory, job.data.factory)],
-        "data": job.data.model_dump(mode="json") if job.data.factory else "tokens",
+        "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
         "global_batch": job.global_batch,

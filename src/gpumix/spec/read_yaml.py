@@ -28,6 +28,10 @@ _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 UNFIT = re.compile("[\0\ud800-\udfff]")
 """Characters that neither a file's name nor JSON can hold."""
 
+# YAML takes these for something else at the beginning of a value.
+BEGINS_ODDLY = re.compile(r"(?:^|[\s:,\[{=])[*&!%@`]")
+NEEDS_QUOTES = """put a value that begins with one of * & ! % @ ` in quotes: '"*.md"'"""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -109,7 +113,8 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         where = reader.exact(error.problem_mark or error.context_mark)
         what = f"this is not YAML: {error.problem or error.context}"
-        raise InputError(what, where=where, why=error.context or "") from error
+        fix = NEEDS_QUOTES if BEGINS_ODDLY.search(text) else ""
+        raise InputError(what, where=where, why=error.context or "", fix=fix) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")

@@ -8,6 +8,7 @@ the checkpoint has; `transformers` ties the others to it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -125,7 +126,9 @@ def _write_weights(
         of = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         tensors = _read(checkpoint, index, names, dtype)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        save_file(tensors, part / f"model{of}.safetensors", metadata={"format": "pt"})
+        file = part / f"model{of}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(0o666 & ~_umask())  # safetensors lets nobody else read it
         weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
     if len(files) > 1:
         total = sum(_bytes(tensor, dtype) for tensor in model.values())
@@ -133,6 +136,13 @@ def _write_weights(
             part / "model.safetensors.index.json",
             {"metadata": {"total_size": total}, "weight_map": weight_map},
         )
+
+
+def _umask() -> int:
+    """What new files do not allow; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _cut(
