@@ -6,6 +6,7 @@ with none of the planner's tables, thresholds or knapsacks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from math import inf
 
@@ -131,8 +132,9 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     counts = draw(st.sampled_from([(2,), (3,), (1, 1), (2, 1), (2, 2), (1, 1, 1), (2, 1, 1)]))
     state = 16 * sum(k.trainable for k in kinds) * len(calls)
     cards = [draw(_cards(f"c{i}", count, names, state)) for i, count in enumerate(counts)]
+    accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     return profile(
-        cards,
+        [replace(card, accelerator=accelerator) for card in cards],
         calls=calls,
         kinds=kinds,
         root_unit=root(
@@ -188,5 +190,4 @@ def _cards(draw: st.DrawFn, name: str, count: int, kinds: list[str], state: int)
         optimizer_s_per_element=draw(st.sampled_from([0.0, 1e-6, 7e-6])),
         framework=draw(st.sampled_from([0, 1000])),
         largest=draw(st.sampled_from([None, 1, 3])),
-        accelerator=draw(st.sampled_from(["cpu", "cuda"])),
     )

@@ -79,16 +79,18 @@ class Display:
         )
 
     def _render(self) -> RenderableType:
-        steps = Table(title="training", title_justify="left", title_style="bold")
-        for column in ("step", "loss", "lr", "gradient norm", "step time", "tokens/s"):
-            steps.add_column(column, justify="right", min_width=9)
+        steps = Table(title="training", title_justify="left", title_style="bold", box=None)
+        for column in ("step", "loss", "lr", "grad norm", "step time", "tokens/s"):
+            steps.add_column(column, justify="right", min_width=7)
         for r in self._rows:
             steps.add_row(
                 f"{r.step}/{self._log.steps}", f"{r.loss:.4f}", f"{r.learning_rate:.2e}",
                 f"{r.gradient_norm:.3f}", show_seconds(r.step_s), f"{r.tokens_per_s:.0f}",
             )  # fmt: skip
         done = self._rows[-1].step if self._rows else 0
-        parts: list[RenderableType] = [steps, ProgressBar(self._log.steps, done, width=60)]
+        bar = Table.grid()  # a bar by itself ends no line
+        bar.add_row(ProgressBar(self._log.steps, done, width=50))
+        parts: list[RenderableType] = [steps, bar]
         if self._classes:
             parts.append(self._class_table())
         if self._log.plan.emulated:

@@ -13,6 +13,7 @@ from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_bytes, show_seconds
 
+NO_WRAP = 10_000
 ALMOST = 0.97  # from here on a device counts as fully used
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 
@@ -21,7 +22,7 @@ def stderr() -> Console:
     """Where gpumix talks; stdout is for data. A run goes on when nobody listens any more."""
     console = _Console(stderr=True, highlight=False)
     # In a file or a pipe there is no width to fit into.
-    return console if console.is_terminal else _Console(stderr=True, highlight=False, width=120)
+    return console if console.is_terminal else _Console(stderr=True, highlight=False, width=NO_WRAP)
 
 
 class _Console(Console):
