@@ -116,7 +116,7 @@ def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     try:
         with recorder, recorder.truncated_normal(), _NothingIsMeta():
             model = factory()
-    except (NotImplementedError, RuntimeError, TypeError):
+    except (_CannotDefer, RuntimeError, TypeError):  # the latter are torch's, of such reading
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return factory()
@@ -139,6 +139,10 @@ def _make_all_but_parameters(model: nn.Module, log: Log) -> None:
                     if id(value) not in made:
                         made[id(value)] = log.materialize(value)
                     place[name] = made[id(value)]
+
+
+class _CannotDefer(Exception):
+    """The constructor needs values that are not there."""
 
 
 class _NothingIsMeta(TorchFunctionMode):
@@ -192,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
         if not all(self.log.knows(a) for a in deferred):
             # Made on the meta device by torch itself, as `weight[0] = 7.0` does with the 7.
-            raise NotImplementedError("a tensor on the meta device whose values nobody wrote down")
+            raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
             if not _makes_large(func, args):
                 return _seeded(self.log.seed, self.number, func, args, kwargs)

@@ -82,7 +82,7 @@ def sweep(
         torch.OutOfMemoryError: one sample is too much.
     """
     begun = time.perf_counter()
-    found, sizes = Sweep((), []), list(_sizes(largest))
+    found, sizes, ran_out = Sweep((), []), list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
         try:
@@ -91,9 +91,10 @@ def sweep(
         except Exception as error:
             if not is_out_of_memory(error) or not found.points:
                 raise
-            between = (found.points[-1].size + size) // 2
-            # Once only: the first size that did not fit has larger ones behind it or nothing.
-            sizes = [between] if size in _sizes(largest) and between > found.points[-1].size else []
+            fitted = found.points[-1].size
+            between = (fitted + size) // 2
+            sizes = [between] if between > fitted and not ran_out else []
+            ran_out = True
             continue
         found.points.append(point)
         progress(f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample")

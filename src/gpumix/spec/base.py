@@ -90,10 +90,10 @@ class Document(Value):
         if not path.exists():
             return
         try:
-            there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            there = _fields(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            there = None
-        if not isinstance(there, dict) or there.get("kind") != self.KIND:
+            there = {}
+        if there.get("kind") != self.KIND:
             raise InputError(
                 f"this is no {self.KIND}, and is not overwritten",
                 where=str(path),
@@ -104,10 +104,9 @@ class Document(Value):
 def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
     """Refuse JSON that says it is something else; what is no JSON at all is told elsewhere."""
     try:
-        value = json.loads(text)
+        fields = _fields(text)
     except ValueError:
         return
-    fields = value if isinstance(value, dict) else {}
     kind, schema = fields.get("kind"), fields.get("schema_version", 1)
     if (kind, schema) != (cls.KIND, cls.SCHEMA):
         found = f"a {kind} of schema {schema}" if kind else "something else"
@@ -116,3 +115,9 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
             where=str(path),
             fix=fix,
         )
+
+
+def _fields(text: str) -> dict[str, object]:
+    """The fields of a document's JSON, none of any other JSON; raises ValueError if it is none."""
+    value = json.loads(text)
+    return value if isinstance(value, dict) else {}

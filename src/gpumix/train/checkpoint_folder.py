@@ -17,8 +17,6 @@ from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import run_files
 from gpumix.train.checkpoint_file import MANIFEST, Manifest, SavedFile, read_manifest
 
-# Where a run keeps its checkpoints.
-
 _STEP = re.compile(r"step-\d{8,}")
 _PARTS = "step-*.part"
 
