@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from models import WIDTH, Regression, vectors
-from reference import assert_step_is_plain, engine_alone, initialised
+from harness import run_ranks
+from models import WIDTH, Regression, mean_loss, vectors
+from reference import (
+    Share,
+    assert_step_is_plain,
+    engine_alone,
+    engine_for,
+    initialised,
+    own_rows,
+)
 
 
 class Normed(nn.Module):
@@ -84,3 +93,54 @@ def test_buffers_of_the_root_are_updated_once_per_micro_batch():
     engine = engine_alone(factory, 6, 2)
     engine.step(vectors(6, torch.Generator().manual_seed(0)))
     assert engine.model.leave[0].num_batches_tracked == 3
+
+
+SAMPLES = 6
+
+
+def _state_after_a_step(shares):
+    engine = engine_for(batch_norm, shares)
+    batch = vectors(SAMPLES, torch.Generator().manual_seed(0))
+    own = own_rows(batch, shares, engine.comm.rank)
+    engine.step(own)
+    evaluated = engine.evaluate(own).item()
+    return evaluated, {name: value.numpy() for name, value in engine.state_dict().items()}
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_running_statistics_are_those_of_a_rank_that_trains(idle):
+    """The other has none: it saw no samples."""
+    shares = [Share(SAMPLES, 3, 1), Share(SAMPLES, 3, 1)]
+    shares[idle] = Share(0, 0, 1)
+    plain = initialised(batch_norm)
+    batch = vectors(SAMPLES, torch.Generator().manual_seed(0))
+    for begin in (0, 3):
+        plain(**{k: v[begin : begin + 3] for k, v in batch.items()})
+    with torch.no_grad():
+        loss = mean_loss(plain.eval(), batch).item()
+    for evaluated, state in run_ranks(_state_after_a_step, 2, shares):
+        assert evaluated == pytest.approx(loss, rel=1e-5)
+        for name, expected in plain.named_buffers():
+            np.testing.assert_allclose(state[name], expected, rtol=1e-5, err_msg=name)
+
+
+def test_evaluations_and_checkpoints_of_all_ranks_use_the_same_statistics():
+    shares = [Share(2, 2, 1), Share(4, 2, 1)]
+    first, second = run_ranks(_state_after_a_step, 2, shares)
+    assert first[0] == second[0]
+    for name in first[1]:
+        np.testing.assert_array_equal(first[1][name], second[1][name])
+
+
+def test_a_step_that_is_taken_back_leaves_running_statistics_as_they_were():
+    engine = engine_alone(batch_norm, SAMPLES, 2)
+    batch = vectors(SAMPLES, torch.Generator().manual_seed(0))
+    engine.step(batch)
+    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+    batch["x"][0] = torch.nan
+    engine.step(batch)
+    assert engine.model.blocks[0].norm.running_mean.isnan().any()
+    engine.take_back_step()
+    assert engine.steps == 1
+    for name, buffer in engine.model.named_buffers():
+        assert torch.equal(buffer, before[name]), name

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gpumix.engine.weights import unused
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES, Regression, own_blocks
@@ -117,7 +118,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     values = own_blocks().state_dict()
     del values["blocks.1.out.weight"]
     save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match=r"no tensor 'blocks\.1\.out\.weight'"):
+    with pytest.raises(InputError, match=r"missing: blocks\.1\.out\.weight"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 
@@ -125,8 +126,26 @@ def test_a_wrong_shape_is_told(tmp_path):
     values = own_blocks().state_dict()
     values["leave.weight"] = torch.zeros(4, 31)
     save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match=r"'leave\.weight' has shape \(4, 31\).*\(4, 32\)"):
+    with pytest.raises(InputError, match=r"leave\.weight is \(4, 31\), .* wants \(4, 32\)"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+def test_a_wrong_shape_of_a_buffer_is_told(tmp_path):
+    def factory():
+        model = own_blocks()
+        model.register_buffer("table", torch.zeros(3))
+        return model
+
+    values = factory().state_dict()
+    values["table"] = torch.zeros(4)
+    save_file(values, tmp_path / "weights.safetensors")
+    with pytest.raises(InputError, match=r"table is \(4,\), the model wants \(3,\)"):
+        engine_alone(factory, 1, 1, weights=tmp_path)
+
+
+def test_tensors_without_a_place_are_told(tmp_path):
+    save_file(own_blocks().state_dict() | {"other": torch.zeros(1)}, tmp_path / "w.safetensors")
+    assert unused(own_blocks(), tmp_path) == ["other"]
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

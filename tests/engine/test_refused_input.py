@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,14 @@ def test_a_batch_of_another_size_than_the_plans(samples):
 def test_tensors_that_differ_in_their_number_of_samples(target):
     engine = engine_alone(own_blocks, 2, 1)
     with pytest.raises(InputError, match="must agree in their first dimension"):
+        engine.step({"x": torch.zeros(2, 12, 32), "target": target})
+
+
+@pytest.mark.parametrize("target", [[1, 2], np.zeros((2, 12, 4)), torch.zeros(2, 12, 4).tolist()])
+def test_values_that_are_no_tensors(target):
+    """They would go to every micro-batch whole."""
+    engine = engine_alone(own_blocks, 2, 1)
+    with pytest.raises(InputError, match=r"a batch holds a (list|ndarray) of values"):
         engine.step({"x": torch.zeros(2, 12, 32), "target": target})
 
 

@@ -96,7 +96,7 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer:\n  betas:\n  - 0.9\n  - 1.5\n",
          "job.yaml:11: 'optimizer.betas[1]' must be less than 1, it is 1.5"),
         ("optimizer: {betas: [0.9, 0.9, 0.9]}\n",
-         "job.yaml:8: 'optimizer.betas' must be of length 2 or less, it is a list of 3"),
+         "job.yaml:8: 'optimizer.betas' must be a list of 2, it is a list of 3"),
         ("optimizer: {momentum: 0.9}\n",
          "job.yaml:8: 'optimizer': 'momentum' has no effect on adamw"),
         ("optimizer: {name: sgd, eps: 1e-6}\n",

@@ -81,6 +81,9 @@ def test_a_whole_cluster(path):
         (f"model.config={'x' * 300}", "'model.config': cannot read"),
         ("cluster=[{class: a}]", "'cluster[0].memory' is missing"),
         ("model.config=nowhere.json", "'model.config': cannot read"),
+        ("optimizer.momentum=0.9", "'optimizer': 'momentum' has no effect on adamw"),
+        ("data.dataset=/tmp", "'data': give exactly one of 'text', 'dataset' and 'factory'"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "'optimizer.betas' must be a list of 2, it is a list"),
     ],
 )  # fmt: skip
 def test_the_argument_is_the_place(path, argument, expected):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.read_yaml import MAX_DEPTH, Source, parse_yaml, show_keys, show_value
+from gpumix.spec.read_yaml import MAX_DEPTH, Source, load_yaml, parse_yaml, show_keys, show_value
 
 SOURCE = Source("f.yaml", Path("/"))
 
@@ -99,3 +99,8 @@ def test_aliases_do_not_explode():
 )  # fmt: skip
 def test_values_as_a_person_says_them(value, shown):
     assert show_value(value) == shown
+
+
+def test_a_file_without_end_is_not_read():
+    with pytest.raises(InputError, match="may not be longer than 10 MB"):
+        load_yaml(Path("/dev/zero"), "job")

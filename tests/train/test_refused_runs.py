@@ -6,7 +6,9 @@ import fcntl
 import re
 
 import pytest
+import toys
 from jobs import CLUSTER, plan_for, toy, train, write_job
+from safetensors.torch import save_file
 
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
@@ -142,12 +144,14 @@ def test_a_refused_resume_leaves_the_run_as_it_was(job):
 
 
 def test_two_runs_do_not_share_a_folder(job):
+    """Told before anything is measured."""
     run = job.parent / "run"
     run.mkdir()
     with (run / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        error = refused(InputError, job, plan=plan_for(job))
+        error = refused(InputError, job)
     assert "another run writes into the output folder" in error.what
+    assert not any((job.parent / "profiles").glob("*"))
     train(job, "steps=1", plan=plan_for(job))
 
 
@@ -207,6 +211,30 @@ def test_what_a_factory_raises_is_told_as_the_jobs_own(tmp_path):
     assert "the job's own code failed: ValueError: this factory is broken" in error.what
     assert "toys.py" in error.where
     assert "Traceback" not in str(error)
+
+
+# -- initial weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "dropped", "told"),
+    [
+        (32, "", r"another shape: embedding\.weight is \(32, 32\), the model wants \(32, 16\)"),
+        (16, "head.bias", r"missing: head\.bias$"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_measured(
+    tmp_path, width, dropped, told
+):
+    values = toys.model(width=width).state_dict()
+    values.pop(dropped, None)
+    save_file(values, tmp_path / "weights.safetensors")
+    job = write_job(tmp_path, model={**toy(width=16), "weights": "weights.safetensors"})
+    error = refused(InputError, job)
+    assert error.what == "the weights are those of another model"
+    assert re.search(told, error.why, re.MULTILINE)
+    assert error.where == str(tmp_path / "weights.safetensors")
+    assert not any((tmp_path / "profiles").glob("*"))
 
 
 # -- ranks that disagree ---------------------------------------------------------------------------

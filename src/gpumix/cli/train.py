@@ -14,8 +14,8 @@ from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
 def register(app: typer.Typer) -> None:
     app.command(
         help="Train a job: detect the devices, profile, plan, show, train.\n\n"
-        "Starts one process per device on this host; for several hosts start it with torchrun:\n"
-        "torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix train job.yaml\n\n"
+        "Starts one process per device on this host; for several hosts start it with torchrun.\n\n"
+        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix train job.yaml\n\n"
         "Example: gpumix train job.yaml --set steps=1000 --resume"
     )(train)
 
@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
 def train(
     job: JobFile,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="Train by this plan; nothing is profiled.")
+        Path | None,
+        typer.Option("--plan", help="Train by this plan; nothing is profiled or planned."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")

@@ -1,7 +1,8 @@
-"""What a unit's forward leaves in its buffers: running statistics, counters.
+"""What forward leaves in buffers: running statistics, counters.
 
 The forward pass updates them, once per micro-batch. The recompute must start from what the forward
-pass started from, and change nothing: it runs on copies.
+pass started from, and change nothing: it runs on copies. A step that is taken back has changed
+nothing either. Ranks see different samples; what belongs to the model's state is that of one rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from gpumix.engine.comm import Communicator
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -35,10 +38,10 @@ class _Owner:
 
 
 class BufferCopies:
-    """Copies of the buffers that one call of a unit changes, made before it.
+    """Copies of the buffers that a call changes, made before it.
 
     Args:
-        owners: the unit's modules with buffers.
+        owners: the modules with buffers that it calls.
     """
 
     def __init__(self, owners: Iterable[nn.Module]) -> None:
@@ -59,6 +62,11 @@ class BufferCopies:
         for owner in self._owners:
             owner.found.clear()
 
+    def restore(self) -> None:
+        """The modules have what they had before the call."""
+        for owner in self._owners:
+            owner.module._buffers.update(owner.copies)
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The module's buffers are inside what they were before the call; those of now return."""
@@ -72,3 +80,25 @@ class BufferCopies:
         finally:
             for owner, tensors in zip(self._owners, current):
                 owner.module._buffers.update(tensors)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a model's state dict, by all of their names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def keepers(model: nn.Module) -> list[nn.Module]:
+    """The modules with persistent buffers."""
+    return [m for m in model.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
+
+
+def agree(model: nn.Module, comm: Communicator, source: int) -> None:
+    """Give all ranks the persistent buffers of rank `source`, as DDP does. Collective."""
+    unique = {id(buffer): (name, buffer) for name, buffer in persistent_buffers(model).items()}
+    for name, buffer in unique.values():
+        comm.broadcast(buffer, source, f"broadcast of buffer '{name}'")

@@ -266,6 +266,15 @@ class Communicator:
             work = _all_gather_single(table.view(-1), row, self.group)
         return table, Pending([work], label, self.clock)
 
+    def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
+        """`value` of rank `source` on all ranks, in place, of any dtype."""
+        self._count("broadcast", value)
+        if self.world > 1:
+            sent = value.detach().reshape(-1).clone().view(torch.uint8)
+            with reported(label), self.clock:
+                dist.broadcast(sent, group_src=source, group=self.group)
+            value.copy_(sent.view(value.dtype).view(value.shape))
+
     def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
         if full.dim() != 1 or len(offsets) != self.world + 1 or offsets[-1] != full.numel():
             raise AssertionError(f"offsets {offsets} do not cut a buffer of shape {full.shape}")

@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine import layered, state
+from gpumix.engine import buffers, layered, state
+from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.layered import MicroBatch, Parts
 from gpumix.engine.objective import Objective
@@ -62,6 +64,7 @@ class Engine:
         self._worker = plan.workers[comm.rank]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
         self._stats = torch.zeros(comm.world, 3)
+        self._buffers_before = BufferCopies([])
         self._failed = ""
 
     # -- training ----------------------------------------------------------------------------------
@@ -90,20 +93,30 @@ class Engine:
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
         with self._in_step():
             batches = self._micro_batches(batch, sizes)
+            self._buffers_before = BufferCopies(buffers.keepers(self.model))
             with untouched(self.device), torch.enable_grad(), _closing(batches):
                 layered.forward(self._parts, batches, keep=True)
                 results = layered.head(self._parts, batches, scale)
                 table, exchanged = self._exchange(results)
                 gradient_scale = functools.cache(lambda: _gradient_scale(table, exchanged, scale))
                 layered.backward(self._parts, batches, gradient_scale)
+            self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
             if self.scaler.active:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
 
+    def take_back_step(self) -> None:
+        """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
+        For a step whose gradients are not used; the next one draws the same dropout again."""
+        self.steps -= 1
+        self._buffers_before.restore()
+
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of one global batch without gradients and without dropout; see `step`.
+
+        All ranks use the buffers of `state_dict`.
 
         Args:
             batch: this rank's samples, any number of them.
@@ -113,6 +126,7 @@ class Engine:
         sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
         try:
             with self._in_step():
+                self.agree_on_buffers()
                 batches = self._micro_batches(batch, sizes)
                 with untouched(self.device), torch.no_grad(), _closing(batches):
                     layered.forward(self._parts, batches, keep=False)
@@ -172,7 +186,14 @@ class Engine:
         Args:
             rank0_only: the other ranks take part but get nothing.
         """
+        self.agree_on_buffers()
         return state.full_state(self.model, self.groups(), self.comm, rank0_only=rank0_only)
+
+    def agree_on_buffers(self) -> None:
+        """Running statistics and the like differ from rank to rank: all get those of the first rank
+        that trains on samples. Collective."""
+        first = next(rank for rank, w in enumerate(self.plan.workers) if w.samples)
+        buffers.agree(self.model, self.comm, first)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's part of an unsharded model's state dict.
@@ -280,12 +301,28 @@ def _samples(batch: Any) -> int:
     """The first dimension of a batch's tensors.
 
     Raises:
-        InputError: tensors differ in it, or there is one without dimensions.
+        InputError: tensors differ in it, there is one without dimensions, or values that should be
+            tensors.
     """
-    shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    leaves = tree_leaves(batch, is_leaf=_uncut)
+    if any(map(_uncut, leaves)):
+        uncut = next(filter(_uncut, leaves))
+        raise InputError(
+            f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
+            "micro-batches",
+            fix="make it a tensor whose first dimension is the samples",
+        )
+    shapes = [tuple(t.shape) for t in leaves if isinstance(t, torch.Tensor)]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InputError(
             f"the tensors of a batch must agree in their first dimension, these have {shapes}",
             fix="make the first dimension of every tensor the samples",
         )
     return shapes[0][0] if shapes else 0
+
+
+def _uncut(value: Any) -> bool:
+    """Whether it holds one value per sample, but is no tensor."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
+    return isinstance(value, np.ndarray)

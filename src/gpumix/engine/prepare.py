@@ -60,9 +60,9 @@ def prepare(
     _check(plan, anatomy, comm)
     _refuse_other_holders(model)
     switch_off_caches(model)
+    parts = _shard_all(model, anatomy, plan, comm, weights)
     if weights is not None:
         load_buffers(model, weights)
-    parts = _shard_all(model, anatomy, plan, comm, weights)
     _move_buffers(model, comm.device)
     for name, unit in parts.units.items():
         intercept(name, unit.module)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.comm import Communicator
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.spec.errors import InputError
@@ -38,16 +39,6 @@ OptimizerState = dict[str, dict[str, Part | Scalar]]
 
 
 # -- the model -------------------------------------------------------------------------------------
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a model's state dict, by all of their names."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def full_state(
@@ -120,7 +111,9 @@ def check_names_and_shapes(
     wanted: Mapping[str, Sequence[int]],
     given: Mapping[str, Sequence[int]],
     what: str,
+    *,
     where: str = "",
+    fix: str = "give the state of this very model",
 ) -> None:
     """Raise an InputError that says `what`, `where` and why: names or shapes that differ."""
     missing = [name for name in wanted if name not in given]
@@ -133,7 +126,7 @@ def check_names_and_shapes(
     found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
     why = "; ".join(f"{kind}: {_some(names)}" for kind, names in found if names)
     if why:
-        raise InputError(what, where=where, why=why, fix="give the state of this very model")
+        raise InputError(what, where=where, why=why, fix=fix)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.deferred import log_of
 from gpumix.engine.shards import Source
+from gpumix.engine.state import check_names_and_shapes
 from gpumix.spec.errors import InputError
 
 
@@ -24,9 +26,17 @@ def source_of(model: nn.Module, weights: Path | None = None) -> Source:
         weights: a safetensors file or a folder of them; None takes the model's own values.
 
     Raises:
-        InputError: now, or when a value is asked for: it has no values and no initialiser.
+        InputError: the files cannot be read, lack a parameter or have it in another shape; or, when
+            a value is asked for, the model has none and no initialiser.
     """
     return _own_values(model) if weights is None else _from_files(_Files(weights), model)
+
+
+def unused(model: nn.Module, weights: Path) -> list[str]:
+    """The names of tensors in `weights` that are neither a parameter nor a buffer of `model`."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return sorted(_Files(weights).holding.keys() - known)
 
 
 def load_buffers(model: nn.Module, weights: Path) -> None:
@@ -38,7 +48,7 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
             name = f"{prefix}.{key}" if prefix else key
             transient = key in module._non_persistent_buffers_set
             if buffer is not None and not transient and name in files.holding:
-                with files.opened(name, buffer.shape) as tensor:
+                with files.opened(name) as tensor:
                     module._buffers[key] = tensor[...].to(buffer.dtype)
 
 
@@ -64,17 +74,21 @@ def _from_files(files: _Files, model: nn.Module) -> Source:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    shapes = files.shapes()
+    found = {p: next((n for n in own if n in shapes), own[0]) for p, own in names.items()}
+    wanted = {found[id(p)]: p.shape for p in model.parameters()}
+    wanted |= {n: b.shape for n, b in persistent_buffers(model).items() if n in shapes}
+    check_names_and_shapes(
+        wanted,
+        {name: shapes[name] for name in wanted if name in shapes},
+        "the weights are those of another model",
+        where=str(files.path),
+        fix="take the model's configuration from beside the weights (config.json), or leave the "
+        "weights out to begin anew",
+    )
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-        found = [n for n in names[id(parameter)] if n in files.holding]
-        if not found:
-            raise InputError(
-                f"there is no tensor '{name}' for the model's parameter of that name",
-                where=str(files.path),
-                why=f"the file holds {', '.join(sorted(files.holding)[:4])}, ... "
-                f"({len(files.holding)} tensors)",
-            )
-        with files.opened(found[0], parameter.shape) as tensor:
+        with files.opened(found[id(parameter)]) as tensor:
             return _interval(tensor, parameter.shape, start, end)
 
     return source
@@ -87,25 +101,30 @@ class _Files:
         self.path = path
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
-            raise InputError("found no .safetensors file", where=str(path))
+            raise InputError(
+                "found no .safetensors file",
+                where=str(path),
+                fix="give the folder that `save_pretrained` wrote, or one .safetensors file",
+            )
         self.holding: dict[str, Path] = {}
         for file in files:
             with _opened(file) as opened:
                 self.holding.update(dict.fromkeys(opened.keys(), file))
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Of all tensors; reads the files' headers only."""
+        found: dict[str, list[int]] = {}
+        for file in dict.fromkeys(self.holding.values()):
+            with _opened(file) as opened:
+                names = opened.keys()
+                found |= {name: opened.get_slice(name).get_shape() for name in names}
+        return found
+
     @contextlib.contextmanager
-    def opened(self, name: str, shape: torch.Size) -> Iterator[Any]:
+    def opened(self, name: str) -> Iterator[Any]:
         """Tensor `name`, still on the disk."""
-        file = self.holding[name]
-        with _opened(file) as opened:
-            tensor = opened.get_slice(name)
-            if list(tensor.get_shape()) != list(shape):
-                raise InputError(
-                    f"tensor '{name}' has shape {tuple(tensor.get_shape())}, the model wants "
-                    f"{tuple(shape)}",
-                    where=str(file),
-                )
-            yield tensor
+        with _opened(self.holding[name]) as opened:
+            yield opened.get_slice(name)
 
 
 @contextlib.contextmanager
@@ -114,7 +133,12 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
-        raise InputError("cannot read the weights", where=str(file), why=str(error)) from error
+        raise InputError(
+            "cannot read the weights",
+            where=str(file),
+            why=str(error),
+            fix="give a whole file in the safetensors format that you may read",
+        ) from error
 
 
 def _interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ _KIND = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "{le:g} or less",
     "too_short": "of length {min_length} or more",
-    "too_long": "of length {max_length} or less",
+    "too_long": "a list of {max_length}",  # only a tuple of so many has a longest length
     "string_too_short": "of length {min_length} or more",
     "literal_error": "{expected}",
 }
@@ -56,12 +56,14 @@ _PATTERN = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong at `keys`; `first` is the keys of what it clashes with."""
+    """One thing that is wrong at `keys`, or between the values in there; `first` is the keys of
+    what it clashes with."""
 
     keys: Keys
     what: str
     fix: str = ""
     first: Keys | None = None
+    between: bool = False
 
 
 def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None, list[Problem]]:
@@ -109,7 +111,11 @@ def _order(place: Place) -> tuple[bool, int, int]:
 
 def _told(problem: Problem, tree: Tree) -> tuple[Place, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
-    return tree.place(problem.keys), problem.what + first, problem.fix
+    place = tree.place(problem.keys)
+    if problem.between:
+        # What was set from outside does not fit what is in the file.
+        place = next(tree.overrides(problem.keys), place)
+    return place, problem.what + first, problem.fix
 
 
 def _problems(
@@ -166,7 +172,7 @@ def _wrong(
         return Problem(keys, f"'{shown}' is missing")
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
-        return Problem(keys, f"'{shown}': {said}" if shown else said)
+        return Problem(keys, f"'{shown}': {said}" if shown else said, between=bool(shown))
     wanted = " or ".join(dict.fromkeys(_wanted(e) for e in errors))
     if Path in _parts(_annotation(model, below)):
         wanted = wanted.replace("text", "a path")

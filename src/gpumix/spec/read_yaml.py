@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gpumix.spec.errors import InputError
 Keys = tuple[str | int, ...]
 """The way from the top of a file to a value: keys of mappings and positions in lists."""
 
+MAX_BYTES = 10_000_000
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
 
@@ -66,6 +68,12 @@ class Tree:
             keys = keys[:-1]
         return self.places[keys]
 
+    def overrides(self, keys: Keys) -> Iterator[Place]:
+        """The places of what `--set` put in below `keys`."""
+        for below, place in self.places.items():
+            if not place.line and len(below) > len(keys) and below[: len(keys)] == keys:
+                yield place
+
 
 def load_yaml(path: Path, what: str) -> Tree:
     """The values in the YAML file at `path`; `what` names the kind of file in errors.
@@ -74,7 +82,9 @@ def load_yaml(path: Path, what: str) -> Tree:
         InputError: the file is missing, a folder, not UTF-8, empty or not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
     except FileNotFoundError as error:
         raise InputError(f"there is no such {what} file", where=str(path)) from error
     except IsADirectoryError as error:
@@ -85,6 +95,8 @@ def load_yaml(path: Path, what: str) -> Tree:
         ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the {what} file", where=str(path), why=str(error)) from error
+    if len(data) > MAX_BYTES:
+        raise InputError(f"a {what} file may not be longer than 10 MB", where=str(path))
     tree = parse_yaml(text, Source(str(path), path.parent.absolute()))
     if tree is None:
         raise InputError(f"the {what} file is empty", where=str(path))

@@ -90,6 +90,7 @@ class Checkpointer:
             CommunicationError: a rank is gone.
         """
         ranks = self._ranks
+        engine.agree_on_buffers()
         state: OptimizerState = {}
 
         def collect() -> dict[str, StateKind]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.engine import Engine
 from gpumix.engine.shards import Piece
 from gpumix.engine.state import (
@@ -19,7 +20,6 @@ from gpumix.engine.state import (
     Part,
     Scalar,
     check_names_and_shapes,
-    persistent_buffers,
 )
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint_file import Manifest, StateKind
@@ -27,6 +27,7 @@ from gpumix.train.checkpoint_shards import Boxed, Index
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
+OWN_JOB = "resume with the model settings of the job that saved it"
 
 _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
 
@@ -125,14 +126,14 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
         if name.startswith(prefix)
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
-    check_names_and_shapes(engine.shapes() | buffers, stored, what, str(path))
+    check_names_and_shapes(engine.shapes() | buffers, stored, what, where=str(path), fix=OWN_JOB)
     if manifest.model != engine.plan.model:
         raise InputError(
             what,
             where=str(path),
             why=f"names and shapes are the same, but units, dtypes or frozen parameters are not: "
             f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
-            fix="resume with the model settings of the job that saved it",
+            fix=OWN_JOB,
         )
 
 

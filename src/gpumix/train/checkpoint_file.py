@@ -130,5 +130,5 @@ def damaged(file: Path, why: str) -> InputError:
         "this checkpoint is damaged",
         where=str(file),
         why=why,
-        fix=f"rm -r {file.parent}, then resume from the checkpoint before it",
+        fix=f"rm -r {file.parent}; --resume then takes the one before it, if there is one",
     )

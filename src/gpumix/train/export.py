@@ -79,7 +79,7 @@ def export(
             "cannot write the exported model",
             where=str(to),
             why=str(error).splitlines()[0],
-            fix="free space on that disk, or choose another folder",
+            fix="choose another folder, or make room on that disk",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

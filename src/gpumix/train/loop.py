@@ -12,6 +12,7 @@ from typing import Any
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
+from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
@@ -71,8 +72,11 @@ class Trainer:
         self.plan = plan
         job, ranks = context.job, context.ranks
         self.job = job
+        model = model_of(job.model, folder=context.task.folder, seed=job.seed)
+        if context.first and job.model.weights is not None:
+            self._tell_of_unused(unused(model, job.model.weights))
         self.engine = prepare(
-            model_of(job.model, folder=context.task.folder, seed=job.seed),
+            model,
             plan,
             comm=ranks.communicator(plan),
             weights=job.model.weights,
@@ -199,6 +203,14 @@ class Trainer:
             self._log.step(record)
             self._display.step(record)
 
+    def _tell_of_unused(self, names: list[str]) -> None:
+        """A head of another task, say, is left out on purpose; a wrong prefix is not."""
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            stderr().print(
+                f"the weights hold tensors without a place: {', '.join(names[:3])}{more}"
+            )
+
     def _exchange_records(self) -> None:
         """Collective: how every rank did since the last time."""
         now = time.perf_counter()
@@ -275,7 +287,7 @@ class Trainer:
 
     def _not_finite(self, what: str, value: float, cursor: dict[str, Any]) -> None:
         """The weights are still those of before the step; so is what is saved."""
-        self.engine.steps -= 1
+        self.engine.take_back_step()
         path = self.save(cursor)
         ranks = self.context.ranks
         who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())

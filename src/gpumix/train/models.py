@@ -13,6 +13,7 @@ from torch import nn
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
+from gpumix.engine.weights import source_of
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
@@ -35,11 +36,20 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     """The model, without its large tensors (see `engine.deferred`).
 
     Raises:
-        InputError: the configuration is no valid one, or the factory returns no module.
+        InputError: the configuration is no valid one, the factory returns no module, or the weights
+            are not the model's.
         MachineError: transformers is not installed.
     """
     if spec.factory is not None:
-        return build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
+        model = build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
+    else:
+        model = _of_transformers(spec, seed)
+    if spec.weights is not None:
+        source_of(model, spec.weights)  # now, not after a profile
+    return model
+
+
+def _of_transformers(spec: ModelSpec, seed: int) -> nn.Module:
     config = config_of(spec)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[spec.task])
     try:

@@ -82,6 +82,10 @@ class Pipeline:
         self._check_output(resume)
         if plan is not None:
             self._check_plan(plan)
+        with self._output_for_one():
+            return self._train(plan, resume)
+
+    def _train(self, plan: Plan | None, resume: bool) -> Summary:
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
         profile = None
@@ -93,10 +97,9 @@ class Pipeline:
         from gpumix.train import work
 
         devices = self._runs.devices(self.cluster)
-        with self._output_for_one():
-            summary: Summary = self._runs.run(
-                work.train, self.cluster, self._task(), plan, profile, devices, resume, saves=True
-            )
+        summary: Summary = self._runs.run(
+            work.train, self.cluster, self._task(), plan, profile, devices, resume, saves=True
+        )
         return summary
 
     def try_out(self, plan: Plan, steps: int) -> Trial:
