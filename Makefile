@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format docs bench clean
+.PHONY: help install demo test lint format docs golden bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
@@ -13,6 +13,7 @@ help:
 	@echo "make test      run all tests"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write the reference pages that come from the code"
+	@echo "make golden    write plans and losses that tests compare with anew"
 	@echo "make bench     run all benchmarks"
 
 install: $(STAMP)
@@ -40,6 +41,9 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+
+golden: $(STAMP)
+	$(BIN)/pytest -q --refresh-golden tests/planner/test_golden_plans.py tests/engine/test_golden_losses.py
 
 bench: $(STAMP)
 	for script in benchmarks/[a-z]*.py; do \

@@ -3,12 +3,17 @@
 All tests run on the CPU, but those that `pytest -m gpu` chooses. Properties are tried on the same
 examples every time, so that a failure is no matter of luck; `--hypothesis-profile=explore` draws
 new and many more.
+
+What must not change by accident is in golden files; `make golden` writes them anew.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Examples that start processes take as long as they take.
@@ -29,3 +34,38 @@ settings.load_profile("ci")
 def pytest_configure(config):
     if "gpu" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks; ranks inherit it
+
+
+def pytest_addoption(parser):
+    parser.addoption("--refresh-golden", action="store_true", help="write the golden files anew")
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, found, rel)`: `found`, what JSON can hold, is in the file of that name in the
+    folder `golden` beside the test; numbers may differ by a part `rel`."""
+
+    def check(name: str, found: Any, *, rel: float) -> None:
+        file = request.path.parent / "golden" / f"{name}.json"
+        if request.config.getoption("refresh_golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        expected = json.loads(file.read_text(encoding="utf-8"))
+        differing = list(_differences(json.loads(json.dumps(found)), expected, rel))
+        assert not differing, "if that is on purpose: make golden"
+
+    return check
+
+
+def _differences(found: Any, expected: Any, rel: float, path: str = ""):
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        for key, value in found.items():
+            yield from _differences(value, expected[key], rel, f"{path}.{key}")
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for number, (mine, theirs) in enumerate(zip(found, expected)):
+            yield from _differences(mine, theirs, rel, f"{path}[{number}]")
+    elif isinstance(found, float) and isinstance(expected, float):
+        if found != pytest.approx(expected, rel=rel):
+            yield f"{path} is {found}, was {expected}"
+    elif found != expected:
+        yield f"{path} is {found}, was {expected}"
