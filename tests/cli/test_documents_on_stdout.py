@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from jobs import EMULATED, Done, gpumix, metrics, write_job
+from jobs import EMULATED, gpumix, metrics, write_job
 
+from commands import Done
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile

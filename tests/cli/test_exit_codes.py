@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import CLUSTER, Done, gpumix, plan_for, toy, train, write_job
+from jobs import CLUSTER, gpumix, plan_for, toy, train, write_job
 
+from commands import Done
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
@@ -155,6 +156,24 @@ def test_a_demo_clears_nothing_but_a_former_demo(tmp_path):
     (tmp_path / "mine" / "precious").rename(tmp_path / "mine" / "plan.json")
     refused(tmp_path, 2, "demo", "--output", "mine", "--set", "nonsense=1")
     assert (tmp_path / "mine" / "plan.json").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("run", "to", "said"),
+    [
+        ("no-run", "model", "no checkpoint"),
+        ("profiles", "model", "no checkpoint"),
+        ("run", "job.yaml", "not overwritten"),
+        ("run", "run", "not overwritten"),
+    ],
+    ids=["no such run", "a run without checkpoint", "to a file", "to the run itself"],
+)
+def test_an_export_that_cannot_be_is_told(planned, run, to, said):
+    done = refused(planned, 2, "export", run, "--to", to, "--json")
+    assert said in done.err
+    assert done.json()["exit_code"] == 2
+    assert done.json()["where"].endswith(run if to == "model" else to)
+    assert not (planned / "model").exists()
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("train", "job.yaml", "--fast"), ("trane",)])

@@ -1,4 +1,4 @@
-"""What several tests of the hardware need: a clock that only moves when told, a fake NVML."""
+"""What several tests of the hardware need: an emulated class, a fake NVML."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 from gpumix.spec.cluster import DeviceClass
-
-
-class VirtualClock:
-    """Seconds that pass only by `sleep`, which the device does, and `spend`, as the CPU does."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.sleeps: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
-        self.now += seconds
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def emulated_class(**changes) -> DeviceClass:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hardware_helpers import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.hardware.emulation.timeline import CREDIT_S, LEAD_S, Timeline
+from virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hardware_helpers import VirtualClock
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gpumix.hardware.emulation import Pacer
+from virtual_clock import VirtualClock
 
 RANKS, ROWS, WIDTH, STEPS = 2, 4, 8, 3
 RATE = 1e3  # every product is longer than the lead that hides behind a wait

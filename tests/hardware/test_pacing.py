@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from hardware_helpers import VirtualClock
 from torch import nn
 
 from gpumix.hardware.emulation import Pacer
 from gpumix.hardware.emulation.timeline import CREDIT_S
+from virtual_clock import VirtualClock
 
 SIDE = 10
 MM_FLOPS = 2 * SIDE**3

@@ -7,23 +7,18 @@ a process of its own (`gpumix`), where exit codes, stderr and signals matter.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import toys
 import yaml
 
+import commands
+from commands import Done
 from gpumix.engine.deferred import build
 from gpumix.engine.units import dissect
-from gpumix.hardware.memory.build import capped_allocator_library
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.read import read_job
@@ -114,19 +109,6 @@ def train(
 # -- as a user -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        """The one document on stdout."""
-        return json.loads(self.out)
-
-
 def gpumix(
     *arguments: str | Path,
     folder: Path,
@@ -140,63 +122,13 @@ def gpumix(
 def run(
     command: Sequence[str | Path], folder: Path, env: Mapping[str, str], timeout_s: float
 ) -> Done:
-    """Run a command in a session of its own, so that signals to its group reach nobody else."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment(folder) | env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-        assert not _remain(process.pid), "processes are left behind"
-    finally:
-        _end(process)
-    return Done(process.returncode, out, err)
+    """Run any command in `folder`, with `env` beside `environment`."""
+    return commands.run(command, folder=folder, env=environment(folder) | env, timeout_s=timeout_s)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The toys can be imported, caches are the test's own, ranks talk on loopback."""
-    cache = folder / "cache"
-    _share_compiled(cache / "gpumix")
-    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
-    return kept | {
-        "PYTHONPATH": str(HERE),
-        "XDG_CACHE_HOME": str(cache),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def _share_compiled(cache: Path) -> None:
-    """What takes long to make: the compiler needs ten seconds for the counting allocator."""
-    built = capped_allocator_library()
-    cache.mkdir(parents=True, exist_ok=True)
-    if not (cache / built.name).exists():
-        shutil.copy(built, cache)
-
-
-def _remain(group: int, patience_s: float = 5.0) -> bool:
-    """Whether processes of the group live on: the server of ranks needs a moment to notice."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.communicate()
+    """The toys can be imported."""
+    return commands.environment(folder / "cache") | {"PYTHONPATH": str(HERE)}
 
 
 # -- what a run leaves -----------------------------------------------------------------------------

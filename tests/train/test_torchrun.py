@@ -7,8 +7,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import EMULATED, Done, metrics, run, train, write_job
+from jobs import EMULATED, metrics, run, train, write_job
 
+from commands import Done
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 

@@ -1,0 +1,60 @@
+"""`gpumix demo` goes its whole way, on its own text and devices; only the model is smaller."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import checkpoints, gpumix, metrics, progress
+
+from commands import Done
+from gpumix.spec.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+SMALLER = [
+    "model.config.n_layer=2",
+    "model.config.n_embd=48",
+    "sequence_length=32",
+    "global_batch=8",
+]
+
+
+def demo(folder, *arguments) -> Done:
+    sets = [word for change in SMALLER for word in ("--set", change)]
+    command = ("demo", "--output", "mine", *sets, *arguments)
+    done = gpumix(*command, folder=folder, timeout_s=200)
+    assert done.code == 0, done.err
+    assert "Traceback" not in done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def first(folder):
+    return demo(folder, "--steps", "3", "--json")
+
+
+def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
+    summary = first.json()
+    assert summary["losses"] == [r["loss"] for r in metrics(folder / "mine")]
+    assert len(summary["losses"]) == 3
+    assert summary["losses"][-1] < summary["losses"][0]
+    assert {c["device_class"] for c in summary["classes"]} == {"fast", "medium", "slow"}
+    assert Plan.load(folder / "mine" / "plan.json").emulated
+    assert summary["speedup_vs_even"] > 0
+    last = first.err.splitlines()[-1]
+    assert last.startswith(f"{summary['tokens_per_s']:.0f} tokens/s, ")
+    assert f"{summary['speedup_vs_even']:.2f} times an even split" in last
+    assert ("too busy for the numbers to count" in first.err) == (summary["all_overruns"] > 0)
+
+
+def test_a_demo_replaces_a_former_one(first, folder):
+    done = demo(folder, "--steps", "4")
+    assert done.out == ""
+    assert "step 4/4" in done.err
+    assert len(metrics(folder / "mine")) == 4
+    assert checkpoints(folder / "mine") == ["step-00000004"]
+    assert progress(folder / "mine")["state"] == "finished"

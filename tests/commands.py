@@ -1,0 +1,88 @@
+"""Runs commands as a user does, in a session of their own that leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpumix.hardware.memory.build import BuildError, capped_allocator_library
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """The one document on stdout."""
+        return json.loads(self.out)
+
+
+def run(
+    command: Sequence[str | Path], *, folder: Path, env: Mapping[str, str], timeout_s: float
+) -> Done:
+    """Run a command in `folder`; signals to its group reach nobody else."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+        assert not _remain(process.pid), "processes are left behind"
+    finally:
+        _end(process)
+    return Done(process.returncode, out, err)
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """This process's own, but caches are the test's, ranks talk on loopback, nothing is styled."""
+    _share_compiled(cache / "gpumix")
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    return kept | {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _share_compiled(cache: Path) -> None:
+    """What takes long to make: the compiler needs ten seconds for the counting allocator."""
+    with suppress(BuildError):  # without a compiler commands find none either
+        built = capped_allocator_library()
+        cache.mkdir(parents=True, exist_ok=True)
+        if not (cache / built.name).exists():
+            shutil.copy(built, cache)
+
+
+def _remain(group: int, patience_s: float = 5.0) -> bool:
+    """Whether processes of the group live on: the server of ranks needs a moment to notice."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.communicate()

@@ -1,0 +1,88 @@
+"""A model whose blocks say what they cost, and how far the sweep over micro-batches goes with it.
+
+Time is virtual, so what is measured is exact, and the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumix.hardware.emulation import Pacer, device
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.profiler import compute
+from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.spec.profile import ROOT, ClassMeasurement
+from models import WIDTH, Batch, Regression
+from virtual_clock import VirtualClock
+
+ROWS = 4
+Cost = Callable[[Tensor], object]
+"""Called with what goes into a block, whose first dimension are the samples."""
+
+
+class CostlyBlock(nn.Module):
+    def __init__(self, cost: Cost) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.cost = cost
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cost(x)
+        return x + self.linear(x)
+
+
+def costly_model(cost: Cost) -> nn.Module:
+    return Regression([CostlyBlock(cost) for _ in range(2)])
+
+
+def some_batch(samples: int) -> Batch:
+    return {"x": torch.randn(samples, ROWS, WIDTH), "target": torch.randn(samples, ROWS, 4)}
+
+
+@contextmanager
+def virtual_time() -> Iterator[VirtualClock]:
+    """The profiler, and emulated devices that are opened inside, go by this clock."""
+    clock = VirtualClock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, "time", SimpleNamespace(perf_counter=clock))
+        patch.setattr(device, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
+        yield clock
+
+
+def measure(
+    runtime: DeviceRuntime,
+    model: Callable[[], nn.Module],
+    *,
+    largest: int,
+    budget_s: float = 1e9,
+    make_batch: Callable[[int], Batch] = some_batch,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ClassMeasurement:
+    """What `gpumix profile` measures on one device, up to `largest` samples."""
+    subject = Subject(
+        build=model,
+        make_batch=make_batch,
+        optimizer_of=partial(torch.optim.SGD, lr=0.1),
+        shape=Shape(sequence_length=ROWS, global_batch=largest, precision="fp32"),
+        budget_s=budget_s,
+    )
+    return measure_class(subject, runtime, device_class="one", progress=progress)
+
+
+def sizes(found: ClassMeasurement) -> list[int]:
+    """The micro-batches that were recorded, the same ones in every curve."""
+    measured = found.device_class
+    root, kind = found.model.root, found.model.kinds[0]
+    curves = [kind.kept, kind.gradient, kind.forward, kind.backward, root.kept, root.head]
+    curves += [c for unit in measured.units.values() for c in (unit.forward, unit.backward)]
+    (same,) = {curve.sizes for curve in curves}
+    assert measured.largest_micro_batch == same[-1]
+    assert ROOT in measured.units
+    return [int(size) for size in same]

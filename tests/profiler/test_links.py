@@ -1,0 +1,216 @@
+"""What links cost: measured between the ranks that will run, and the fastest forms chosen."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from sweeps import ROWS, some_batch
+from torch import nn
+
+import gpumix
+from gpumix.engine.comm import Communicator
+from gpumix.profiler import network
+from gpumix.profiler.network import measure_links
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import Profile
+from harness import run_ranks
+from models import WIDTH, Regression
+from virtual_clock import VirtualClock
+
+KIB = 1024
+# gloo has one form of each that takes unequal shares.
+ON_GLOO = Collectives(gather="broadcast", reduce="all_to_all")
+
+
+def all_ranks() -> Communicator:
+    return Communicator(dist.group.WORLD, rank=dist.get_rank(), world=dist.get_world_size())
+
+
+def curves(found):
+    return {(of.operation, of.form): of.times for of in found.network}
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+
+
+class Recorded(Communicator):
+    """Keeps the cuts of the buffers that it gathers and reduces."""
+
+    log: list[tuple[str, tuple[int, ...]]]
+
+    def gather(self, full, shard, offsets, label):
+        self.log.append(("gather", tuple(offsets)))
+        return super().gather(full, shard, offsets, label)
+
+    def reduce(self, full, offsets, label, deliver):
+        self.log.append(("reduce", tuple(offsets)))
+        return super().reduce(full, offsets, label, deliver)
+
+
+def measured(largest_bytes):
+    """On a rank: what was measured, and the collectives that ran for it."""
+    Recorded.log = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "Communicator", Recorded)
+        found = measure_links(all_ranks(), largest_bytes=largest_bytes, progress=lambda line: None)
+    return found, Recorded.log
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_measure_every_size_together(world):
+    (first, log), *others = run_ranks(measured, world, 300 * KIB)
+    for other, its_log in others:
+        own_clock = {"seconds_spent": first.seconds_spent}
+        assert other.model_copy(update=own_clock) == first
+        assert its_log == log
+    assert first.collectives == ON_GLOO
+    assert set(curves(first)) == {("gather", "broadcast"), ("reduce", "all_to_all")}
+    for times in curves(first).values():
+        assert times.sizes == (64 * KIB, 300 * KIB)
+        assert min(times.values) > 0
+    assert first.step_overhead_s > 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_size_is_sent_several_times_in_unequal_shares(world):
+    _, log = run_ranks(measured, world, 300 * KIB)[0]
+    sent = [(operation, offsets[-1] * 4) for operation, offsets in log]
+    for operation in ("gather", "reduce"):
+        for size in (64 * KIB, 300 * KIB):
+            near = [b for o, b in sent if o == operation and size <= b < size + 4 * world]
+            assert len(near) == 1 + network.REPEATS
+    for _, offsets in log:
+        shares = [b - a for a, b in pairwise(offsets)]
+        assert len(shares) == world
+        assert 1 <= max(shares) - min(shares) <= 2
+
+
+def sizes_up_to(*largest):
+    found = [measured(largest_bytes)[0] for largest_bytes in largest]
+    return [curves(links)["reduce", "all_to_all"].sizes for links in found]
+
+
+def test_sizes_grow_eightfold_and_end_with_the_largest():
+    assert run_ranks(sizes_up_to, 2, 1, 100 * KIB, 128 * KIB, 600 * KIB, 2048 * KIB)[0] == [
+        (64 * KIB,),
+        (100 * KIB,),
+        (64 * KIB, 128 * KIB),
+        (64 * KIB, 600 * KIB),  # 512 is too near
+        (64 * KIB, 512 * KIB, 2048 * KIB),
+    ]
+
+
+def agreed_s(seconds):
+    """On a rank, whose runs take `seconds[rank]`, in turn."""
+    clock, left = VirtualClock(), iter(seconds[dist.get_rank()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "time", SimpleNamespace(perf_counter=clock))
+        found = network._agreed_s(all_ranks(), lambda: clock.spend(next(left)))
+    assert not list(left)
+    return found
+
+
+def test_the_median_of_the_slowest_rank_counts_without_the_first_run():
+    seconds = [(90, 1, 1, 1, 1, 1), (0, 2, 80, 3, 4, 5), (90, 9, 3, 3, 3, 9)]
+    assert run_ranks(agreed_s, 3, seconds) == pytest.approx([4.0] * 3)
+
+
+def test_a_single_device_has_no_links():
+    found = measure_links(
+        Communicator(None, rank=0, world=1), largest_bytes=2**20, progress=pytest.fail
+    )
+    assert (found.network, found.step_overhead_s) == ((), 0)
+
+
+# -- up to which size ------------------------------------------------------------------------------
+
+BLOCK_BYTES = 2 * WIDTH * 2048 * 4
+
+
+def wide_model():
+    def block():
+        into, out = nn.Linear(WIDTH, 2048, bias=False), nn.Linear(2048, WIDTH, bias=False)
+        return nn.Sequential(into, nn.GELU(), out)
+
+    return Regression([block() for _ in range(2)])
+
+
+def profile(cluster) -> Profile:
+    return gpumix.profile(
+        wide_model,
+        some_batch,
+        sequence_length=ROWS,
+        global_batch=2,
+        cluster=cluster,
+        progress=lambda line: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest_buffer"),
+    [(32 * BLOCK_BYTES, BLOCK_BYTES), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES // 8)],
+    ids=["the largest unit", "an eighth of the smallest device"],
+)
+def test_links_are_measured_up_to_the_largest_buffer(smallest, largest_buffer):
+    classes = (
+        DeviceClass(name="big", accelerator="cpu", memory_bytes=64 * BLOCK_BYTES),
+        DeviceClass(name="small", accelerator="cpu", memory_bytes=smallest),
+    )
+    devices = tuple(Device(id=f"{c.name}-0", device_class=c.name) for c in classes)
+    first, second = run_ranks(profile, 2, Cluster(classes=classes, devices=devices))
+    assert first.network == second.network
+    for times in curves(first).values():
+        assert times.sizes[-1] == largest_buffer
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def linear(latency_s, bytes_per_s):
+    return lambda size: latency_s + size / bytes_per_s
+
+
+# Of NCCL: one form is better below a MB, another above; `native` takes equal shares only.
+NIMBLE, STRONG, NATIVE = linear(1e-5, 1e9), linear(1e-3, 9e9), linear(0, 1e12)
+GATHERS = {"list": NIMBLE, "broadcast": STRONG, "native": NATIVE}
+REDUCES = {"list": STRONG, "all_to_all": NIMBLE, "native": NATIVE}
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Two ranks whose collectives take what the tables say."""
+    monkeypatch.setattr(network, "_gather_s", lambda comm, form, size: GATHERS[form](size))
+    monkeypatch.setattr(network, "_reduce_s", lambda comm, form, size: REDUCES[form](size))
+    monkeypatch.setattr(network, "_small_s", lambda comm: 3e-5)
+    return SimpleNamespace(world=2, on_gloo=False)
+
+
+@pytest.mark.parametrize(
+    ("largest", "best"),
+    [
+        (256 * KIB, Collectives(gather="list", reduce="all_to_all")),
+        (8192 * KIB, Collectives(gather="broadcast", reduce="list")),
+    ],
+)
+def test_the_form_that_is_fastest_for_the_largest_buffer_is_chosen(nccl, largest, best):
+    """Not `native`, which equal shares use in any case."""
+    told = []
+    found = measure_links(nccl, largest_bytes=largest, progress=told.append)
+    assert found.collectives == best
+    assert told[0].startswith(f"all-gather by {best.gather}: ")
+    assert told[1].startswith(f"reduction by {best.reduce}: ")
+
+
+def test_all_forms_are_told_to_the_planner(nccl):
+    found = measure_links(nccl, largest_bytes=4096 * KIB, progress=lambda line: None)
+    wanted = {("gather", form): seconds for form, seconds in GATHERS.items()}
+    wanted |= {("reduce", form): seconds for form, seconds in REDUCES.items()}
+    assert curves(found).keys() == wanted.keys()
+    for key, times in curves(found).items():
+        assert times.sizes == (64 * KIB, 512 * KIB, 4096 * KIB)
+        assert times.values == tuple(map(wanted[key], times.sizes))
+    assert found.step_overhead_s == pytest.approx(6e-5)  # losses, and the gradient norm

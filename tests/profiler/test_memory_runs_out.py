@@ -1,0 +1,141 @@
+"""The sweep where a micro-batch does not fit: half-way is tried, and nothing that failed is kept.
+
+On a real allocator with a cap. One place of the model takes `SCRATCH` bytes a sample for a moment;
+beside that all else is small.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from sweeps import ROWS, costly_model, measure, sizes, some_batch, virtual_time
+
+import gpumix
+from gpumix.hardware.memory import limit_memory
+from gpumix.hardware.runtime import device_in_use, open_device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import GpumixError, NoFeasiblePlanError
+from harness import run_ranks
+
+SCRATCH = 4 * 2**20
+PLACES = ["block", "backward of the block", "head"]
+
+
+@pytest.fixture(autouse=True)
+def _counted():
+    limit = limit_memory(None)
+    if not limit.exact:
+        pytest.skip(f"bytes cannot be counted here: {limit.why_inexact}")
+
+
+def device_class(name, samples) -> DeviceClass:
+    """With memory for the scratch of so many samples."""
+    return DeviceClass(name=name, accelerator="cpu", memory_bytes=int(samples * SCRATCH))
+
+
+def scratch(x):
+    torch.empty(len(x), SCRATCH, dtype=torch.uint8)
+
+
+def hungry_model(place, spend=lambda: None):
+    """Blocks `spend` a second, however many samples they have: the larger, the better."""
+
+    def cost(x):
+        spend()
+        if place == "block":
+            scratch(x)
+        elif place == "backward of the block" and x.requires_grad:
+            x.register_hook(scratch)
+
+    model = costly_model(cost)
+    if place == "head":
+        model.norm.register_forward_pre_hook(lambda module, inputs: scratch(*inputs))
+    return model
+
+
+def swept(place, memory):
+    """On a rank: the sizes that were tried, those that were recorded, and the bytes that were in
+    use before each."""
+    tried, in_use = [], []
+
+    def make_batch(samples):
+        tried.append(samples)
+        in_use.append(device_in_use().current_bytes())
+        return some_batch(samples)
+
+    with virtual_time() as clock, open_device(device_class("small", memory), 0) as runtime:
+        model = partial(hungry_model, place, partial(clock.spend, 1.0))
+        found = measure(runtime, model, largest=8, make_batch=make_batch)
+    return tried, sizes(found), in_use
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("memory", "tried", "recorded"),
+    [
+        (8.5, [1, 2, 4, 8], [1, 2, 4, 8]),
+        (6.5, [1, 2, 4, 8, 6], [1, 2, 4, 6]),
+        (5.5, [1, 2, 4, 8, 6], [1, 2, 4]),
+        (2.5, [1, 2, 4, 3], [1, 2]),
+        (1.5, [1, 2], [1]),
+    ],
+)
+def test_half_way_is_tried_after_running_out(place, memory, tried, recorded):
+    (found,) = run_ranks(swept, 1, place, memory)
+    assert found[:2] == (tried, recorded)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_did_not_fit_leaves_nothing_behind(place):
+    """So half-way has as much room as it would have had in the first place."""
+    ((tried, _, in_use),) = run_ranks(swept, 1, place, 5.5)
+    assert tried[-2:] == [8, 6]
+    assert in_use[-1] == in_use[-2]
+
+
+# -- not even one sample ---------------------------------------------------------------------------
+
+
+def profile(place, cluster):
+    """On a rank: how `gpumix.profile` fails."""
+    with pytest.raises(GpumixError) as caught:
+        gpumix.profile(
+            partial(hungry_model, place),
+            some_batch,
+            sequence_length=ROWS,
+            global_batch=2,
+            cluster=cluster,
+            progress=lambda line: None,
+        )
+    return caught.value.exit_code, str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_device_that_cannot_hold_one_sample_is_named_on_every_rank(place):
+    classes = (device_class("big", 4), device_class("small", 0.5))
+    devices = tuple(Device(id=f"{c.name}-0", device_class=c.name) for c in classes)
+    told = run_ranks(profile, 2, place, Cluster(classes=classes, devices=devices))
+    assert told[0] == told[1]
+    exit_code, text = told[0]
+    assert exit_code == NoFeasiblePlanError.exit_code
+    what, why, fix = text.splitlines()
+    assert what == "device class 'small', 2.0 MiB: one unit with one sample does not fit"
+    assert f"tried to allocate {SCRATCH} bytes" in why
+    assert "sequence_length" in fix and "out of the cluster" in fix
+
+
+def wrong_at_two_samples(x):
+    if len(x) == 2:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def measure_wrong():
+    with open_device(device_class("small", 4), 0) as runtime:
+        measure(runtime, lambda: costly_model(wrong_at_two_samples), largest=8)
+
+
+def test_another_error_is_no_want_of_memory():
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_ranks(measure_wrong, 1)
