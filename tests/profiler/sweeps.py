@@ -66,14 +66,24 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
 ) -> ClassMeasurement:
     """What `gpumix profile` measures on one device, up to `largest` samples."""
-    subject = Subject(
+    measured = subject(model, largest=largest, budget_s=budget_s, make_batch=make_batch)
+    return measure_class(measured, runtime, device_class="one", progress=progress)
+
+
+def subject(
+    model: Callable[[], nn.Module],
+    *,
+    largest: int,
+    budget_s: float = 1e9,
+    make_batch: Callable[[int], Batch] = some_batch,
+) -> Subject:
+    return Subject(
         build=model,
         make_batch=make_batch,
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
         shape=Shape(sequence_length=ROWS, global_batch=largest, precision="fp32"),
         budget_s=budget_s,
     )
-    return measure_class(subject, runtime, device_class="one", progress=progress)
 
 
 def sizes(found: ClassMeasurement) -> list[int]:

@@ -7,8 +7,12 @@ import shutil
 
 import pytest
 from jobs import CLUSTER, write_job
+from sweeps import costly_model, subject, virtual_time
 
+from gpumix.engine.ranks import Ranks
+from gpumix.hardware.runtime import open_device
 from gpumix.profiler.cache import MeasurementCache
+from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.spec.profile import ClassMeasurement, Profile
 from gpumix.train.pipeline import Pipeline
 
@@ -152,3 +156,22 @@ def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
     assert ClassMeasurement.load(file).device_class.device_class == "big"
     renamed = measured.cluster.class_named("big").model_copy(update={"name": "other"})
     assert cache(tmp_path).class_file(renamed) == file
+
+
+@pytest.mark.parametrize("stall_s", [0.0, 1.0])
+def test_times_of_a_machine_that_was_too_busy_are_not_kept(tmp_path, stall_s):
+    emulated = {"class": "one", "emulate": "1 MFLOP/s", "memory": "64 MiB"}
+    write_job(tmp_path, cluster=[emulated])
+    kept, told = cache(tmp_path), []
+    cluster = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).cluster
+    with virtual_time() as clock, open_device(cluster.classes[0], 0) as runtime:
+        ClusterProfiler(
+            subject(lambda: costly_model(lambda x: clock.spend(stall_s)), largest=1),
+            cluster,
+            ranks=Ranks(None, rank=0, world=1, device=runtime.torch_device, timeout_s=10),
+            devices=cluster.devices,
+            runtime=runtime,
+            cache=kept,
+        ).run(told.append)
+    assert kept.missing() == (["one"] if stall_s else [])
+    assert any("too busy to measure one" in line for line in told) == bool(stall_s)

@@ -4,6 +4,7 @@ again where an emulated device fell behind its speed."""
 from __future__ import annotations
 
 import pytest
+import torch
 from sweeps import costly_model, measure, sizes, virtual_time
 
 from gpumix.hardware.runtime import open_device
@@ -85,6 +86,19 @@ def test_no_size_is_begun_that_would_end_after_the_budget(cpu, clock):
     assert reached == [whole[:n] for n in (1, 1, 2, 3, 4, 5, 6)]
 
 
+def test_half_way_is_not_begun_after_the_budget(cpu, clock):
+    """Running out of memory may take long too."""
+
+    def cost(x):
+        clock.spend(1.0)
+        if len(x) == 8:
+            clock.spend(1000.0)
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert sizes(measure(cpu, lambda: costly_model(cost), largest=64, budget_s=200)) == [1, 2, 4]
+    assert sizes(measure(cpu, lambda: costly_model(cost), largest=64)) == [1, 2, 4, 6]
+
+
 def test_one_sample_is_measured_whatever_the_budget(cpu, clock):
     found = measure(cpu, spends(clock, lambda samples: 1 / samples), largest=8, budget_s=0)
     assert sizes(found) == [1]
@@ -136,6 +150,10 @@ def test_an_overrun_at_one_size_repeats_no_other(emulated, clock):
 
 def test_a_machine_that_is_always_too_busy_is_tried_three_times(emulated, clock):
     quiet, busy = Busy(clock, 0), Busy(clock, 10**9)
-    measure(emulated, lambda: costly_model(quiet), largest=1)
-    assert sizes(measure(emulated, lambda: costly_model(busy), largest=1)) == [1]
+    assert measure(emulated, lambda: costly_model(quiet), largest=1).overruns == 0
+    told = []
+    found = measure(emulated, lambda: costly_model(busy), largest=1, progress=told.append)
+    assert sizes(found) == [1]
+    assert found.overruns > 0
+    assert f"after {found.overruns} overruns" in told[0]
     assert 2 * quiet.calls < busy.calls < 3 * quiet.calls  # what counts memory runs once

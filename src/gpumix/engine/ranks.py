@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError, Communicator
-from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    Interrupted,
+    MachineError,
+    NoFeasiblePlanError,
+    TrainingError,
+)
 from gpumix.spec.plan import Plan
 
 BEAT_S = 0.5
@@ -30,6 +37,18 @@ NOTICE_S = 1.0
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # How long a rank that lost a peer waits for somebody's own account of what happened.
 ACCOUNT_S = 5.0
+# What another rank's error is here, by its exit code.
+KINDS = {
+    kind.exit_code: kind
+    for kind in (
+        GpumixError,
+        InputError,
+        MachineError,
+        NoFeasiblePlanError,
+        TrainingError,
+        Interrupted,
+    )
+}
 
 
 class Ranks:
@@ -283,11 +302,9 @@ def _account(error: BaseException) -> str:
 
 
 def _retold(account: str, who: str = "") -> GpumixError:
-    """Another rank's error, with its exit code."""
+    """Another rank's error, as whoever catches it knows it."""
     fields = json.loads(account)
-    exit_code = fields.pop("exit_code")
+    kind = KINDS[fields.pop("exit_code")]
     if not fields["where"]:
         fields["where"] = who
-    error = TrainingError(fields.pop("what"), **fields)
-    error.exit_code = exit_code
-    return error
+    return kind(fields.pop("what"), **fields)

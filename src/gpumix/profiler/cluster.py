@@ -56,9 +56,16 @@ class ClusterProfiler:
         mine = self._measure_mine(known, progress)
         measured = {m.device_class.device_class: m for m in mine}
         classes = known | measured
+        spoiled = [name for name, m in measured.items() if m.overruns]
+        if spoiled and self._ranks.rank == 0:
+            progress(
+                f"this machine was too busy to measure {', '.join(spoiled)}: the profile is not "
+                "kept, and its times are too long"
+            )
         links = self._links(classes, progress)
         if self._ranks.rank == 0 and self._cache is not None:
-            self._cache.save(measured, links)
+            sound = {name: m for name, m in measured.items() if not m.overruns}
+            self._cache.save(sound, links)
         shape = self._subject.shape
         return assemble(shape.sequence_length, shape.precision, self._cluster, classes, links)
 

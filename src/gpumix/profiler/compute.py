@@ -39,9 +39,13 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Point:
-    """One micro-batch size: seconds and bytes by unit kind, `ROOT` for the root unit."""
+    """One micro-batch size: seconds and bytes by unit kind, `ROOT` for the root unit.
+
+    `overruns` of an emulated device while the times were taken spoil them.
+    """
 
     size: int
+    overruns: int = 0
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
@@ -95,9 +99,14 @@ def sweep(
             between = (fitted + size) // 2
             sizes = [between] if between > fitted and not ran_out else []
             ran_out = True
+            if time.perf_counter() - begun > budget_s:
+                break
             continue
         found.points.append(point)
-        progress(f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample")
+        spoiled = f", after {point.overruns} overruns" if point.overruns else ""
+        progress(
+            f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample{spoiled}"
+        )
         now = time.perf_counter()
         if _saturated(found.points) or now - begun + 2 * (now - started) > budget_s:
             break
@@ -140,7 +149,8 @@ class _Measurement:
                 before = self._runtime.overruns
                 self._time_units()
                 self._time_root(batch, len(calls))
-                if self._runtime.overruns == before:
+                self._point.overruns = self._runtime.overruns - before
+                if not self._point.overruns:
                     break
         return self._point, calls
 

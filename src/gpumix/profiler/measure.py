@@ -121,6 +121,7 @@ def _measured(
         model=_model_profile(anatomy, found, model, dtype),
         optimizer_bytes_per_element=optimizer.state_bytes_per_element,
         seconds_spent=time.perf_counter() - begun,
+        overruns=sum(p.overruns for p in found.points),
     )
 
 

@@ -164,6 +164,7 @@ class ClassMeasurement(Document):
     model: ModelProfile
     optimizer_bytes_per_element: int = Field(ge=0)
     seconds_spent: float = Field(ge=0)
+    overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
 
 
 class LinkMeasurement(Document):
