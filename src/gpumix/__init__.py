@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpumix.spec.errors import GpumixError
     from gpumix.spec.plan import Plan
     from gpumix.spec.profile import Profile
+    from gpumix.train.checkpoint import Checkpointer
 
 __version__ = "0.1.0"
 
@@ -42,9 +43,11 @@ _HOME = {
     "GpumixError": "gpumix.spec.errors",
     "Plan": "gpumix.spec.plan",
     "Profile": "gpumix.spec.profile",
+    "Checkpointer": "gpumix.train.checkpoint",
 }
 
 __all__ = [
+    "Checkpointer",
     "Cluster",
     "Device",
     "DeviceClass",

@@ -150,6 +150,32 @@ def test_a_changed_factory_is_measured_again(tmp_path):
         Pipeline.of_file(job, [], debug=False).profile()
 
 
+def test_a_change_of_what_a_factory_imports_is_measured_again(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from . import inner\n")
+    (tmp_path / "parts" / "inner.py").write_text("from toys import model\n")
+    (tmp_path / "own.py").write_text("import os, torch\nfrom parts.inner import model\n")
+    (tmp_path / "unused.py").write_text("")
+    job = write_job(tmp_path, cluster=ALONE, model={"factory": "own:model"})
+    Pipeline.of_file(job, [], debug=False).profile()
+    (tmp_path / "unused.py").write_text("x = 1\n")
+    assert missing(tmp_path) == []
+    for name in ("parts/inner.py", "parts/__init__.py"):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before + "# changed\n")
+        assert missing(tmp_path) == ["one"]
+        (tmp_path / name).write_text(before)
+        assert missing(tmp_path) == []
+
+
+def test_a_larger_budget_measures_what_a_smaller_one_left(tmp_path):
+    write_job(tmp_path, cluster=ALONE)
+    Pipeline.of_file(tmp_path / "job.yaml", ["profile.budget=0.001"], debug=False).profile()
+    assert missing(tmp_path, "profile.budget=0.001") == []
+    assert missing(tmp_path, "profile.budget=0.0005") == []
+    assert missing(tmp_path) == ["one"]
+
+
 def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
     """Two jobs may call the same device differently, and each finds its own name."""
     [file] = [cache(tmp_path).class_file(c) for c in measured.cluster.classes if c.name == "big"]

@@ -84,7 +84,7 @@ def swept(place, memory):
 )
 def test_half_way_is_tried_after_running_out(place, memory, tried, recorded):
     (found,) = run_ranks(swept, 1, place, memory)
-    assert found[:2] == (tried, recorded)
+    assert found[:2] == ([1, *tried], recorded)  # once to warm up
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,10 +209,36 @@ def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path):
     engine, optimizer = trained(ALONE)
     (tmp_path / "step-00000007.part").mkdir()
     (tmp_path / "step-00000007.part" / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / "step-00000003.old.part").mkdir()
+    (tmp_path / "step-00000003.former.part").mkdir()
+    (tmp_path / "step-00000002.gone.part").mkdir()
     (tmp_path / "notes.part").mkdir()  # not ours
     checkpointer(tmp_path).save(8, engine, optimizer, cursor={})
     assert names(tmp_path) == ["notes.part", "step-00000008"]
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["then nothing", "then saved again"])
+def test_a_crash_between_an_old_and_a_new_one_of_a_step_loses_neither(
+    tmp_path, monkeypatch, finished
+):
+    engine, optimizer = trained(ALONE)
+    saver = checkpointer(tmp_path, keep=2)
+    saver.save(10, engine, optimizer, cursor={}, extra={"note": "first"})
+    rename = Path.rename
+
+    def crash(path, target):
+        if path.name == "step-00000010.part":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", crash)
+        saver.save(10, engine, optimizer, cursor={}, extra={"note": "second"})
+    assert names(tmp_path) == ["step-00000010.former.part", "step-00000010.part"]
+    if finished:
+        saver.save(11, engine, optimizer, cursor={}, extra={"note": "third"})
+        assert names(tmp_path) == ["step-00000010", "step-00000011"]
+    source = None if not finished else tmp_path / "step-00000010"
+    assert saver.load(engine, optimizer, source=source).extra == {"note": "first"}
 
 
 def test_other_readers_of_the_format_can_read_it(tmp_path):

@@ -85,14 +85,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, fault
     assert "--resume" in error.fix
     run = tmp_path / "run"
     assert [record["step"] for record in metrics(run)] == [1, 2]
-    assert progress(run) | {"time": 0, "tokens_per_s": 0, "remaining_s": 0} == {
+    told = ("state", "step", "steps", "loss")
+    assert {key: progress(run)[key] for key in told} == {
         "state": "failed",
         "step": 2,
         "steps": 6,
         "loss": metrics(run)[-1]["loss"],
-        "tokens_per_s": 0,
-        "remaining_s": 0,
-        "time": 0,
     }
 
 
@@ -110,6 +108,16 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(tmp_path):
     job = write_job(tmp_path)
     losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+
+
+def test_weights_that_are_not_finite_already_are_not_saved(tmp_path):
+    """The step before had made them so: what was saved earlier is worth more."""
+    fast = {"name": "sgd", "lr": 1e300, "clip_norm": None}
+    job = write_job(tmp_path, optimizer=fast, schedule={"kind": "constant"})
+    error = failure(job)
+    assert error.what.startswith("the loss of step 2 is")
+    assert "nothing was saved" in error.fix
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_gradient_that_is_not_finite_is_seen_without_clipping_too(tmp_path):

@@ -74,6 +74,8 @@ def test_progress_is_json_at_any_time(run):
     assert found["loss"] == summary.losses[-1]
     assert found["remaining_s"] == 0
     assert found["tokens_per_s"] > 0
+    assert found["step_s"] > 0
+    assert found["predicted_step_s"] == summary.predicted_step_s
 
 
 def test_the_newest_checkpoints_are_kept(run):
@@ -105,7 +107,12 @@ def test_a_runs_profile_gives_its_plan(run):
 def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     job = write_job(tmp_path, cluster=EMULATED, steps=2)
     first = train(job)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     again = train(job, resume=True)
+    kept = {"plan.json", "profile.json", ".lock"}  # what it was going to run by
+    assert {p for p, t in files.items() if p.stat().st_mtime_ns != t and p.is_file()} <= {
+        tmp_path / "run" / name for name in kept
+    }
     assert (again.steps, again.loss, again.losses) == (2, None, [])
     assert progress(tmp_path / "run")["step"] == 2
     assert progress(tmp_path / "run")["state"] == "finished"

@@ -204,6 +204,40 @@ def test_a_model_may_have_more_of_everything(tmp_path):
     check(tmp_path, n_positions=16, vocab_size=300)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("llama", "rope_theta", 1e6),
+        ("gpt_neox", "rotary_pct", 0.5),
+        ("t5", "decoder_start_token_id", 0),
+        ("gpt2", "num_labels", 3),
+    ],
+)
+def test_keys_that_a_configuration_shows_under_another_name_are_taken(
+    tmp_path, model_type, key, value
+):
+    job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
+    found = config_of(
+        job.model.model_copy(update={"config": {"model_type": model_type, key: value}})
+    )
+    assert str(value) in str(found.to_dict())
+
+
+def test_text_is_for_models_that_foretell_the_next_token(tmp_path, text):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+    bert = {"config": {"model_type": "bert", **small, "intermediate_size": 16}}
+    job = write_job(tmp_path, model=bert, data={"text": ["text"]}, cluster=ALONE)
+    with pytest.raises(InputError, match="text has its own tokens as labels"):
+        train(job, "model.task=masked-lm", "steps=1")
+
+
+def test_a_token_that_the_model_does_not_know_is_named_with_its_sample(tmp_path):
+    data = {"factory": "toys:tokens", "held_out": 0}
+    job = gpt_job(tmp_path, data, config={"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0})
+    with pytest.raises(InputError, match=r"sample \d+ holds token \d+, the model knows 0 to 19"):
+        train(job, "steps=2")
+
+
 def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
     wrong = job.model.model_copy(update={"task": "seq2seq-lm"})

@@ -205,7 +205,10 @@ def evaluation_batches(
 def pin_device(device: torch.device | str) -> torch.device | None:
     """The CUDA device whose copies want pinned memory; None for any other device."""
     target = torch.device(device)
-    return target if target.type == "cuda" and torch.cuda.is_available() else None
+    if target.type != "cuda" or not torch.cuda.is_available():
+        return None
+    # Now: the thread that pins has another current device.
+    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _fetch(

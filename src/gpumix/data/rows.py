@@ -63,6 +63,41 @@ class PackedSource(Source):
         return {"input_ids": tokens, "labels": tokens.clone()}  # a caller may mask labels in place
 
 
+class KnownTokens(Source):
+    """Another source, whose `input_ids` must be tokens of the model's vocabulary: others fail
+    somewhere inside the model, on a GPU without a word about the sample."""
+
+    def __init__(self, whole: Source, vocabulary: int) -> None:
+        self._whole = whole
+        self._vocabulary = vocabulary
+
+    @property
+    def fingerprint(self) -> str:
+        return self._whole.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        batch = self._whole.rows(indices)
+        tokens = batch.get("input_ids")
+        if tokens is not None and tokens.numel() and not tokens.is_floating_point():
+            unknown = ((tokens < 0) | (tokens >= self._vocabulary)).flatten(1).any(1)
+            if unknown.any():
+                row = int(unknown.nonzero()[0])
+                raise InputError(
+                    f"sample {int(indices[row])} holds token {self._worst(tokens[row])}, the model "
+                    f"knows 0 to {self._vocabulary - 1}",
+                    where="data",
+                    fix="raise vocab_size, or make the samples with the model's own tokenizer",
+                )
+        return batch
+
+    def _worst(self, tokens: Tensor) -> int:
+        least, most = int(tokens.min()), int(tokens.max())
+        return most if most >= self._vocabulary else least
+
+
 class View(Source):
     """Samples [start, stop) of another source."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpumix.data.factory import call_factory
-from gpumix.data.rows import PackedSource, Source, split_held_out
+from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved
 from gpumix.data.text import pack_text
@@ -14,19 +14,31 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 
 
-def open_data(job: Job, folder: Path, cache: Path) -> tuple[Source, Source]:
+def open_data(
+    job: Job, folder: Path, cache: Path, *, vocabulary: int | None = None
+) -> tuple[Source, Source]:
     """(train, held out) as `job.data` names them; held out is empty where it says 0.
 
     Args:
         job: the job.
         folder: what the job's relative paths start from, and where a factory's module lies.
         cache: where token files are kept; best on a disk of this machine.
+        vocabulary: how many tokens the model knows, if that is known.
 
     Raises:
         InputError: the data is missing, unfit, or too little for one sample.
         MachineError: a package is missing, or the cache cannot be written.
     """
-    return split_held_out(_open_whole(job, folder, cache), job.data.held_out)
+    whole = _open_whole(job, folder, cache)
+    if not isinstance(whole, PackedSource):
+        whole = whole if vocabulary is None else KnownTokens(whole, vocabulary)
+    elif job.model.task != "causal-lm":
+        raise InputError(
+            f"text has its own tokens as labels, from which a {job.model.task} learns to copy",
+            where="model.task",
+            fix="give samples with `labels`: data.factory, or a data.dataset that has that column",
+        )
+    return split_held_out(whole, job.data.held_out)
 
 
 def _open_whole(job: Job, folder: Path, cache: Path) -> Source:

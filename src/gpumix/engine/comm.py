@@ -103,8 +103,8 @@ def reported(label: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise  # an error of this device's own work, which only shows here
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CommunicationError(f"the {label} failed", why=lines[0]) from error
 
@@ -136,7 +136,7 @@ class Communicator:
         self.forms = forms or Collectives()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self.device = torch.device(device)
+        self.device = indexed(device)
         self.clock = WaitClock(self.device)
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
@@ -285,13 +285,28 @@ class Communicator:
         self.bytes[operation] += tensor.numel() * tensor.element_size()
 
 
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its number: "cuda" is this process's current one."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 def _own_device(plan: Plan) -> torch.device:
     opened = device_in_use()
     if opened is not None:
         return opened.torch_device
-    if torch.cuda.is_available() and not plan.emulated:
+    if torch.cuda.is_available() and not plan.emulated and _speaks_cuda():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _speaks_cuda() -> bool:
+    """Whether the default group takes tensors on GPUs; gloo lacks what uneven shares need there."""
+    if not dist.is_initialized():
+        return True
+    return "cuda:nccl" in str(dist.get_backend_config())
 
 
 def _equal(parts: Sequence[torch.Tensor]) -> bool:

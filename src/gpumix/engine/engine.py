@@ -152,6 +152,12 @@ class Engine:
         """Ranks whose summed loss was not finite in the last step."""
         return [r for r, loss in enumerate(self._stats[:, 0].tolist()) if not math.isfinite(loss)]
 
+    def finite(self) -> bool:
+        """Whether all trained parameters are finite. Collective."""
+        masters = [group.master for group in self.groups() if group.trainable]
+        bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float()
+        return not self.comm.all_reduce(bad, "check of the weights").item()
+
     def notices_by_rank(self) -> list[float]:
         """Each rank's `notice` in the last step."""
         return self._stats[:, 2].tolist()

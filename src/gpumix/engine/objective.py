@@ -61,8 +61,8 @@ def summed_by_model(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.T
     if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
         raise ModelError(
             f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, count)",
-            fix="return that from forward, or give `loss=function(model, batch)` to gpumix.prepare "
-            "that returns it",
+            fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
+            "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it instead",
         )
     return result
 

@@ -34,7 +34,7 @@ class Randomness:
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+            torch.cuda.default_generators[self._device.index].manual_seed(seed)
 
 
 @contextlib.contextmanager

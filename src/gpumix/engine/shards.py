@@ -41,6 +41,9 @@ class Piece:
     local: nn.Parameter
 
 
+ROUND_NUMEL = 64  # of which a multiple keeps the next parameter aligned, in every dtype
+
+
 class FlatGroup:
     """The parameters of one unit that are alike in dtype and in being trained or not.
 
@@ -261,7 +264,8 @@ def shard(
 ) -> ShardedUnit:
     """Replace a unit's parameters by views of flat buffers that are sharded by `shares`."""
     alike: dict[tuple[bool, torch.dtype | None], list[Slot]] = {}
-    for slot in unit.slots:
+    # Odd sizes last: kernels want the others to begin at round addresses.
+    for slot in sorted(unit.slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
         p = slot.parameter
         alike.setdefault((p.requires_grad, None if p.is_floating_point() else p.dtype), []).append(
             slot

@@ -1,4 +1,4 @@
-"""The environment variables that this package reads, all of them, in one place.
+"""The environment variables that this package reads or sets, all of them, in one place.
 
 `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own; `CXX` and `XDG_CACHE_HOME` have
 their usual meaning; torchrun sets the others. Nothing here imports torch.
@@ -22,6 +22,12 @@ def visible_cuda_devices() -> tuple[str, ...] | None:
 def cuda_counts_by_bus() -> bool:
     """Whether CUDA numbers devices as NVML does; its default is the fastest first."""
     return os.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
+
+
+def hide_gpus() -> None:
+    """Keep this process, which computes on the CPU, from opening a context on a GPU: libraries do
+    so wherever they see one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def chosen_compiler() -> str | None:

@@ -6,6 +6,8 @@ Bytes and seconds; what cannot be known is None, never a guess.
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from types import TracebackType
 
@@ -70,8 +72,8 @@ class DeviceRuntime(ABC):
 
     def close(self) -> None:
         """Give the device back; the runtime must not be used afterwards."""
-        self._close()
         _in_use.clear()
+        self._close()
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -194,6 +196,8 @@ class _CudaRuntime(DeviceRuntime):
     def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
         _check_product(device_class, ordinal)
         torch.cuda.set_device(ordinal)
+        # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))
         self.torch_device = torch.device("cuda", ordinal)
         self.memory_limit_bytes = device_class.memory_bytes
         _, total = torch.cuda.mem_get_info(self.torch_device)  # makes the context
@@ -220,9 +224,11 @@ class _CudaRuntime(DeviceRuntime):
         return max(total, self.memory_limit_bytes) - obtainable
 
     def _close(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        # After a failed kernel nothing works any more, and collectives that lost a peer never end.
+        if sys.exception() is None:
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
 
 def _cuda_ordinal(ordinal: int, device_id: str) -> int:

@@ -10,19 +10,28 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from gpumix.hardware.environment import cache_folder
+from gpumix.profiler.code import code_of_factory, hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import ComputeDtype
-from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
+from gpumix.spec.profile import (
+    ClassMeasurement,
+    Curve,
+    LinkMeasurement,
+    ModelProfile,
+    Profile,
+    RootUnit,
+    UnitKind,
+)
 
+U = TypeVar("U", UnitKind, RootUnit)
 D = TypeVar("D", ClassMeasurement, LinkMeasurement)
 
 # What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
@@ -85,7 +94,7 @@ class MeasurementCache:
 
     def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = _load(ClassMeasurement, self.class_file(device_class))
-        if found is None:
+        if found is None or _more_time(found, self._job.profile.budget):
             return None
         renamed = found.device_class.model_copy(update={"device_class": device_class.name})
         return found.model_copy(update={"device_class": renamed})
@@ -115,7 +124,7 @@ def assemble(
         optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
-        model=_widest([m.model for m in classes.values()]),
+        model=_most([m.model for m in classes.values()]),
         classes=tuple(classes[c.name].device_class for c in cluster.classes),
         collectives=links.collectives,
         network=links.network,
@@ -124,13 +133,28 @@ def assemble(
     )
 
 
-def _widest(models: list[ModelProfile]) -> ModelProfile:
-    """The one with the most points: a small device runs out of memory early. Where several have
-    as many, the one that saw the largest working sets."""
-    return max(
-        models,
-        key=lambda m: (len(m.root.kept.sizes), max(k.backward.values[-1] for k in m.kinds)),
-    )
+def _most(models: list[ModelProfile]) -> ModelProfile:
+    """At each size the most that any device held: kernels differ, and so do their working sets. A
+    small device runs out of memory early, and says nothing of larger sizes."""
+    widest = max(models, key=lambda m: len(m.root.kept.sizes))
+    kinds = tuple(_raised(kind, [m.kind(kind.name) for m in models]) for kind in widest.kinds)
+    root = _raised(widest.root, [m.root for m in models])
+    return widest.model_copy(update={"kinds": kinds, "root": root})
+
+
+def _raised(value: U, others: list[U]) -> U:
+    curves = {
+        name: _upper(curve, [getattr(other, name) for other in others])
+        for name, curve in value
+        if isinstance(curve, Curve)
+    }
+    return value.model_copy(update=curves)
+
+
+def _upper(widest: Curve, curves: list[Curve]) -> Curve:
+    at = [dict(zip(curve.sizes, curve.values)) for curve in curves]
+    values = tuple(max(found.get(size, 0.0) for found in at) for size in widest.sizes)
+    return Curve(sizes=widest.sizes, values=values)
 
 
 def work_key(job: Job, folder: Path) -> dict[str, object]:
@@ -143,7 +167,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
         "model": model,
-        "code": [_code_of(f, folder) for f in (job.model.factory, job.data.factory)],
+        "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
@@ -153,27 +177,11 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
     }
 
 
-def _code_of(factory: str | None, folder: Path) -> str:
-    """A hash of the source file of a factory: it may change while its name stays."""
-    if factory is None:
-        return ""
-    module = factory.partition(":")[0]
-    candidate = folder / (module.replace(".", "/") + ".py")
-    if not candidate.is_file():
-        spec = importlib.util.find_spec(module.split(".")[0])
-        candidate = Path(spec.origin) if spec is not None and spec.origin else candidate
-    return hashlib.sha256(candidate.read_bytes()).hexdigest() if candidate.is_file() else ""
-
-
 @functools.cache
 def _own_code() -> str:
     """A hash of the code that measures and is measured."""
-    digest = hashlib.sha256()
     home = Path(__file__).parents[1]
-    for package in MEASURED_CODE:
-        for path in sorted((home / package).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hash_of_files(f for package in MEASURED_CODE for f in (home / package).rglob("*.py"))
 
 
 def _version_of(package: str) -> str:
@@ -186,6 +194,11 @@ def _version_of(package: str) -> str:
 def _hash(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
+    """Whether a larger budget may find more than it did."""
+    return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
 
 
 def _replace(measurement: ClassMeasurement | LinkMeasurement, path: Path) -> None:

@@ -30,7 +30,7 @@ WORTHWHILE_GAIN = 0.02
 REPEATS = 3
 TRIES = 3  # of a size, where an emulated device falls behind its speed
 GRADIENT_STD = 1e-3
-OPTIMIZER_NUMEL = 2**20
+OPTIMIZER_NUMEL = 2**26  # enough to hide that a GPU takes time to start
 
 Batch = Any
 MakeBatch = Callable[[int], Batch]
@@ -60,10 +60,11 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size."""
+    """All points of one device, in growing size; `cut_short`: there was no time for more."""
 
     calls: tuple[str, ...]
     points: list[Point]
+    cut_short: bool = False
 
 
 def sweep(
@@ -86,6 +87,9 @@ def sweep(
         torch.OutOfMemoryError: one sample is too much.
     """
     begun = time.perf_counter()
+    with MemoryCounter(runtime) as memory:
+        # What libraries allocate at their first call is none of the model's.
+        _Measurement(specimens, runtime, memory).warm_up(make_batch(1))
     found, sizes, ran_out = Sweep((), []), list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
@@ -99,7 +103,8 @@ def sweep(
             between = (fitted + size) // 2
             sizes = [between] if between > fitted and not ran_out else []
             ran_out = True
-            if time.perf_counter() - begun > budget_s:
+            found.cut_short = bool(sizes) and time.perf_counter() - begun > budget_s
+            if found.cut_short:
                 break
             continue
         found.points.append(point)
@@ -108,8 +113,13 @@ def sweep(
             f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample{spoiled}"
         )
         now = time.perf_counter()
-        if _saturated(found.points) or now - begun + 2 * (now - started) > budget_s:
+        if _saturated(found.points):
             break
+        found.cut_short = bool(sizes) and now - begun + 2 * (now - started) > budget_s
+        if found.cut_short:
+            break
+    if found.cut_short:
+        progress(f"the budget of {budget_s:g} s ended it: larger micro-batches may be faster")
     return found
 
 
@@ -137,13 +147,18 @@ class _Measurement:
         self._memory = memory
         self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
 
-    def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
+    def warm_up(self, batch: Batch) -> tuple[str, ...]:
+        """Compute everything once; the names of the calls."""
         size = next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
         self._point = Point(size)
         self._point.kept[ROOT] = 0
         calls = self._first_walk(batch)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
+        return calls
+
+    def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
+        calls = self.warm_up(batch)
         with self._memory.paused():
             for _ in range(TRIES):
                 before = self._runtime.overruns

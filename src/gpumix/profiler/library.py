@@ -172,7 +172,7 @@ def _together(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
         twice = next(i for i in ids if ids.count(i) > 1)
         raise InputError(
             f"{ids.count(twice)} ranks have the device {twice}",
-            fix="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first, or give "
-            "`cluster=` the devices",
+            fix="on GPUs call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first; several "
+            "ranks on one CPU need `cluster=` with a device for each",
         )
     return Cluster(classes=tuple(classes.values()), devices=tuple(devices)), tuple(devices)

@@ -90,7 +90,6 @@ def _measured(
     subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
 ) -> ClassMeasurement:
     begun = time.perf_counter()
-    framework = runtime.framework_bytes()
     model = subject.build()
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
@@ -115,12 +114,13 @@ def _measured(
             device_class=device_class,
             units=_times(found),
             optimizer_s_per_element=optimizer.s_per_element,
-            framework_bytes=framework,
+            framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
             largest_micro_batch=found.points[-1].size,
         ),
         model=_model_profile(anatomy, found, model, dtype),
         optimizer_bytes_per_element=optimizer.state_bytes_per_element,
         seconds_spent=time.perf_counter() - begun,
+        ended_by_budget_s=subject.budget_s if found.cut_short else None,
         overruns=sum(p.overruns for p in found.points),
     )
 

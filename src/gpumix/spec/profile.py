@@ -164,6 +164,9 @@ class ClassMeasurement(Document):
     model: ModelProfile
     optimizer_bytes_per_element: int = Field(ge=0)
     seconds_spent: float = Field(ge=0)
+    ended_by_budget_s: float | None = Field(
+        default=None, description="the budget that left larger micro-batches unmeasured, if it did"
+    )
     overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
 
 

@@ -55,7 +55,7 @@ class Checkpointer:
         folder: where they are; hosts must share it.
         keep: how many complete ones are kept.
         group: all ranks, in the engine's order, with CPU tensors and its own timeout; used for
-            nothing else. None for a single process.
+            nothing else (`dist.new_group(backend="gloo")`). None for a single process.
     """
 
     def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup | None = None) -> None:

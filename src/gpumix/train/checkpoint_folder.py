@@ -1,7 +1,9 @@
 """The folder of a run's checkpoints: which is newest, how one comes to be, which ones go.
 
-A checkpoint is written into `step-00000010.part` and renamed once it is complete, and renamed back
-before it is removed: a crash at any moment leaves whole checkpoints and parts, nothing between.
+A checkpoint is written into `step-00000010.part` and renamed once it is complete, and renamed to
+`.gone.part` before it is removed. One that another of the same step replaces is `.former.part`
+for a moment, and counts while there is no other. So a crash at any moment leaves whole checkpoints
+and parts, nothing between.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from gpumix.train.checkpoint_file import MANIFEST, Manifest, SavedFile, read_man
 
 _STEP = re.compile(r"step-\d{8,}")
 _PARTS = "step-*.part"
+_FORMER = ".former.part"
+_GONE = ".gone.part"
 
 
 def find(path: Path) -> Path:
@@ -53,7 +57,15 @@ def _in_order(folder: Path) -> list[tuple[float, Path]]:
     """(sequence, path) of the complete checkpoints in `folder`, oldest first. One that cannot be
     read counts as newest, so that nobody passes over it without a word."""
     paths = [p for p in folder.glob("step-*") if _STEP.fullmatch(p.name)]
+    paths += [former for former, _ in _formers(folder)]
     return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
+
+
+def _formers(folder: Path) -> list[tuple[Path, Path]]:
+    """Checkpoints that were about to be replaced, and where each of them was: nothing is there."""
+    formers = [f for f in folder.glob(f"step-*{_FORMER}") if (f / MANIFEST).exists()]
+    found = [(f, f.with_name(f.name.removesuffix(_FORMER))) for f in formers]
+    return [(former, final) for former, final in found if not final.exists()]
 
 
 def _sequence(path: Path) -> float:
@@ -66,6 +78,8 @@ def _sequence(path: Path) -> float:
 def begin(folder: Path, step: int) -> Path:
     """A new, empty part for a checkpoint of `step`; those of earlier crashes are removed."""
     folder.mkdir(parents=True, exist_ok=True)
+    for former, final in _formers(folder):
+        former.rename(final)
     for leftover in folder.glob(_PARTS):
         shutil.rmtree(leftover)
     part = folder / f"step-{step:08d}.part"
@@ -97,7 +111,7 @@ def finish(part: Path, manifest: Manifest) -> Path:
     manifest = manifest.model_copy(update={"sequence": int(max(sequences, default=0)) + 1})
     write_durably(part / MANIFEST, manifest.sealed())
     _sync(part)
-    former = final.with_name(f"{final.name}.old.part")
+    former = final.with_name(final.name + _FORMER)
     if final.exists():  # this step was saved before, and the run went on from an older one
         final.rename(former)
     part.rename(final)
@@ -116,7 +130,7 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints; one that cannot be read is left alone."""
     readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]
     for path in readable[:-keep]:
-        part = path.with_name(f"{path.name}.old.part")
+        part = path.with_name(path.name + _GONE)
         path.rename(part)
         shutil.rmtree(part)
 

@@ -241,6 +241,12 @@ class _Writer(dcp.FileSystemWriter):
             what = f"rank {self._own_rank} could not write its part of a checkpoint"
             raise explained(error, what, self._folder) from error
 
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        # torch 2.11 notes the places in a copy of `metadata`.
+        places = {written.index: written.storage_data for rank in results for written in rank}
+        metadata.storage_data = places
+
 
 class _Reader(dcp.FileSystemReader):
     """Takes the places of boxes from our index."""

@@ -22,8 +22,8 @@ from gpumix.spec.errors import GpumixError, MachineError, TrainingError
 T = TypeVar("T")
 
 _FIXES = {
-    errno.ENOSPC: "free space on that disk, or keep fewer checkpoints (`checkpoint: {keep: 1}`)",
-    errno.EDQUOT: "free space in that quota, or keep fewer checkpoints (`checkpoint: {keep: 1}`)",
+    errno.ENOSPC: "make room on that disk, if need be by removing this run's older checkpoints",
+    errno.EDQUOT: "make room in that quota, if need be by removing this run's older checkpoints",
     errno.EACCES: "make the folder accessible, or choose another `output` in the job",
     errno.EPERM: "make the folder accessible, or choose another `output` in the job",
     errno.EROFS: "choose another `output` in the job",

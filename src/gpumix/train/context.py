@@ -20,7 +20,7 @@ from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
 from gpumix.engine.ranks import STORE_ERRORS, Ranks
-from gpumix.hardware.environment import cache_folder
+from gpumix.hardware.environment import cache_folder, hide_gpus
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -29,7 +29,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
-from gpumix.train.models import check_fits
+from gpumix.train.models import check_fits, vocabulary_of
 from gpumix.train.tables import stderr
 
 MEETING_S = 120.0  # how long ranks wait for each other's devices
@@ -79,6 +79,8 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
     """
     device_class = task.cluster.class_named(seat.device.device_class)
     store = _store(seat, task.job.timeout)
+    if device_class.accelerator == "cpu":
+        hide_gpus()
     with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
         ranks = Ranks(
             store,
@@ -125,7 +127,8 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
     except ValidationError as error:
         raise InputError(
             f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
-            fix="start one process per device, each with a device of its own",
+            fix="start one process per device, each with a device of its own; several processes on "
+            "one CPU need a `cluster` in the job with a device for each",
         ) from error
 
 
@@ -165,7 +168,12 @@ def _without_paths(value: Any) -> Any:
 
 def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
     """Open the data; hosts may hold different files, which would train on a mixture of both."""
-    train, held_out = open_data(task.job, task.folder, cache_folder() / "tokens")
+    train, held_out = open_data(
+        task.job,
+        task.folder,
+        cache_folder() / "tokens",
+        vocabulary=vocabulary_of(task.job.model),
+    )
     if task.job.evaluation.every_steps and not len(held_out):
         raise InputError(
             "there are no held-out samples to evaluate on",

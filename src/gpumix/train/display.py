@@ -79,7 +79,9 @@ class Display:
         )
 
     def _render(self) -> RenderableType:
-        steps = Table(title="training", title_justify="left", title_style="bold", box=None)
+        predicted = self._log.predicted_step_s
+        title = f"training; planned: {show_seconds(predicted)} a step" if predicted else "training"
+        steps = Table(title=title, title_justify="left", title_style="bold", box=None)
         for column in ("step", "loss", "lr", "grad norm", "step time", "tokens/s"):
             steps.add_column(column, justify="right", min_width=7)
         for r in self._rows:

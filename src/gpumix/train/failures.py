@@ -14,6 +14,8 @@ from gpumix.spec.errors import GpumixError, InputError, MachineError, TrainingEr
 
 _PACKAGE = Path(gpumix.__file__).parent
 # Here gpumix calls code that the job brought along: a model, a factory, a dataset.
+# What sees every operation on its way, whoever's it is.
+_BETWEEN = ("hardware/emulation/pacer.py", "profiler/counter.py", "engine/recompute.py")
 _CALLS_JOB = {"engine/objective.py", "engine/boundary.py", "data/factory.py", "data/samples.py"}
 
 
@@ -25,9 +27,9 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     if isinstance(error, GpumixError):
         return error
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if _place(frame) is not None]
+    own = [number for number, frame in enumerate(frames) if _place(frame) not in (None, *_BETWEEN)]
     last = own[-1] if own else -1
-    jobs = [f for f in frames[last + 1 :] if not _of_torch(f)]
+    jobs = [f for f in frames[last + 1 :] if not _of_torch(f) and _place(f) is None]
     of_job = bool(own and jobs) and _place(frames[last]) in _CALLS_JOB
     at = [_line(jobs[-1] if of_job else frames[last])] if frames else []
     where = ", ".join(filter(None, [where, *at]))

@@ -259,11 +259,11 @@ def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debu
     threading.Thread(target=_end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))
+        pipe.close()
     except BaseException as error:
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
         pipe.send(("error", in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")))
-    finally:
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group may hang in their destructors; the parent knows all.

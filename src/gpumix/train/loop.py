@@ -20,7 +20,7 @@ from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
 from gpumix.train.display import Display
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
-from gpumix.train.models import config_of, model_of
+from gpumix.train.models import model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for
 from gpumix.train.stop import StopRequest
 from gpumix.train.tables import stderr
@@ -97,6 +97,7 @@ class Trainer:
             group=ranks.checkpoint_group(),
         )
         self.step = 0
+        self._resumed_from: Path | None = None
         if resume:
             self._resume()
         context.runtime.reset_peak()
@@ -116,6 +117,8 @@ class Trainer:
             Interrupted: asked to stop; the state is saved.
             TrainingError: the loss is not finite; the state before that step is saved.
         """
+        if self._resumed_from is not None and self.step >= self.job.steps:
+            return self._summary(self._resumed_from)  # nothing is left to do, or to write
         with ExitStack() as stack:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
@@ -260,8 +263,9 @@ class Trainer:
     def save(self, cursor: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint; the data goes on at `cursor`, by default behind the last batch."""
         extra = {"job": self.job.model_dump(mode="json"), "plan": self.plan.model_dump(mode="json")}
-        if self.job.model.config is not None:
-            extra["model_config"] = config_of(self.job.model).to_dict()
+        config: Any = getattr(self.engine.model, "config", None)
+        if hasattr(config, "to_dict"):  # of transformers, also if a factory made the model
+            extra["model_config"] = config.to_dict()
         return self.checkpointer.save(
             self.step,
             self.engine,
@@ -273,9 +277,15 @@ class Trainer:
     def _resume(self) -> None:
         state = self.checkpointer.load(self.engine, self.optimizer)
         self.loader.load_state_dict(state.cursor)
-        self.step = state.step
+        self.step, self._resumed_from = state.step, state.path
         if self.context.first:
             stderr().print(f"going on from {state.path}")
+            before = state.extra["job"]["steps"]
+            if before != self.job.steps and self.job.schedule.kind != "constant":
+                stderr().print(
+                    f"the schedule of the learning rate now ends at step {self.job.steps}, it "
+                    f"ended at step {before}: the rate may jump here"
+                )
 
     def _stop(self) -> None:
         path = self.save()
@@ -286,13 +296,23 @@ class Trainer:
         )
 
     def _not_finite(self, what: str, value: float, cursor: dict[str, Any]) -> None:
-        """The weights are still those of before the step; so is what is saved."""
+        """The weights are still those of before the step; so is what is saved, unless they are
+        spoilt already."""
         self.engine.take_back_step()
-        path = self.save(cursor)
         ranks = self.context.ranks
         who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())
+        wrong = f"the {what} of step {self.step + 1} is {value}"
+        if not self.engine.finite():
+            raise TrainingError(
+                wrong,
+                where=who,
+                why="an earlier step had made weights that are not finite: its rate was too high",
+                fix="nothing was saved; --resume goes on from an earlier checkpoint, if there is "
+                "one, with a lower --set optimizer.lr=...",
+            )
+        path = self.save(cursor)
         raise TrainingError(
-            f"the {what} of step {self.step + 1} is {value}",
+            wrong,
             where=who,
             why="a rate too high, fp16 out of its range, or bad samples in that rank's share",
             fix=f"the state before that step is in {path}: go on from there with --resume and a "

@@ -146,10 +146,16 @@ class RunLog:
             "steps": self.steps,
             "loss": self.loss,
             "tokens_per_s": self.tokens_per_s(),
+            "step_s": self.step_s(),
+            "predicted_step_s": self.predicted_step_s,
             "remaining_s": (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
         _replace(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self.plan.prediction.step_s if self.plan.prediction is not None else None
 
     def step_s(self) -> float:
         """Median seconds of the recent steps, 0 before the first."""

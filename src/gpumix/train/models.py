@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LONGEST_WHY = 300
-# Keys of any configuration that its values do not show.
-BESIDE_VALUES = ("attn_implementation", "torch_dtype", "dtype", "pruned_heads")
+# Keys that configurations take, though their values do not show them under these names.
+BESIDE_VALUES = (
+    "add_cross_attention", "architectures", "attn_implementation", "auto_map",
+    "bos_token_id", "cross_attention_hidden_size", "decoder_start_token_id", "dtype",
+    "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "is_decoder", "is_encoder_decoder", "label2id", "num_labels", "output_attentions",
+    "output_hidden_states", "pad_token_id", "partial_rotary_factor", "problem_type",
+    "pruned_heads", "quantization_config", "return_dict", "rope_parameters", "rope_scaling",
+    "rope_theta", "rotary_emb_base", "rotary_pct", "sep_token_id", "task_specific_params",
+    "tie_word_embeddings", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -92,14 +101,15 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
             why=" ".join(str(error).split())[:LONGEST_WHY],
             fix=did_you_mean(None if meant == model_type else meant),
         ) from error
-    known = [*usual.to_dict(), *config.attribute_map, *BESIDE_VALUES]
+    shown = [*usual.to_dict(), *config.attribute_map]
+    known = {*shown, *BESIDE_VALUES}
     unknown = [key for key in values if key not in known]
     # A config.json may hold what other tools left there.
     if unknown and isinstance(spec.config, dict):
         raise InputError(
             f"unknown key 'model.config.{unknown[0]}'",
             where=where,
-            fix=did_you_mean(nearest(unknown[0], known)) or f"valid keys: {', '.join(known)}",
+            fix=did_you_mean(nearest(unknown[0], known)) or f"valid keys: {', '.join(shown)}",
         )
     return config
 
@@ -125,13 +135,21 @@ def check_fits(job: Job, folder: Path) -> None:
         return
     named = job.tokenizer
     tokenizer = open_tokenizer(folder / named if isinstance(named, Path) else named)
-    vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
+    vocabulary = vocabulary_of(job.model)
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}",
             where="model.config",
             fix=f"set vocab_size to {tokenizer.vocab_size} or more",
         )
+
+
+def vocabulary_of(spec: ModelSpec) -> int | None:
+    """How many tokens a model of `transformers` knows; None if its configuration does not say."""
+    if spec.config is None:
+        return None
+    found = getattr(config_of(spec).get_text_config(), "vocab_size", None)
+    return found if isinstance(found, int) else None
 
 
 def _values(spec: ModelSpec) -> dict[str, Any]:

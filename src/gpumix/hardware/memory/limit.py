@@ -20,6 +20,9 @@ _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # its workspace found no room
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's words
 )
 
 
