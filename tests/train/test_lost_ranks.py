@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
+from jobs import EMULATED, checkpoints, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError
 
@@ -73,6 +73,13 @@ def test_what_a_rank_raises_is_told_with_its_place(tmp_path):
     assert "rank 1 (device 'small-0' on localhost)" in error.where
     assert re.search(r"toys\.py:\d+ in _raise", error.where)
     assert "--debug" in error.fix
+
+
+def test_what_torch_raises_in_the_jobs_own_code_is_told_as_its_own(tmp_path):
+    """Also on an emulated device, which sees every operation on its way."""
+    error = failure(harmed(tmp_path, "multiply-wrongly", cluster=EMULATED))
+    assert error.what.startswith("the job's own code failed: RuntimeError: mat1 and mat2")
+    assert re.search(r"toys\.py:\d+ in _multiply_wrongly", error.where)
 
 
 @pytest.mark.parametrize(("fault", "value"), [("nan", "nan"), ("inf", "inf")])

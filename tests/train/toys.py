@@ -117,6 +117,10 @@ def _raise() -> float:
     raise ValueError("no such token\nin any vocabulary")
 
 
+def _multiply_wrongly() -> float:
+    return float((torch.ones(2, 3) @ torch.ones(2, 3)).sum())
+
+
 def _to_launcher(number: signal.Signals) -> Callable[[], float]:
     def send() -> float:
         launcher = multiprocessing.parent_process()
@@ -152,6 +156,7 @@ FAULTS: dict[str, Callable[[], float]] = {
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
     "raise": _raise,
+    "multiply-wrongly": _multiply_wrongly,
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "terminate": _signal(signal.SIGTERM),
