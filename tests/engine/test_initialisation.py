@@ -61,6 +61,20 @@ def test_parameters_differ_from_each_other_and_with_the_seed():
     assert not torch.equal(first["blocks.0.wide.weight"], first["blocks.1.wide.weight"])
 
 
+def test_a_module_that_is_imported_meanwhile_changes_nothing():
+    """Importing may compute something, which happens once in a process."""
+    imported = []
+
+    def factory():
+        if not imported:
+            imported.append(torch.arange(3) * 2.0)
+        return large_model()
+
+    first, second = whole(factory), whole(factory)
+    for name, values in first.items():
+        assert torch.equal(values, second[name]), name
+
+
 def test_building_leaves_the_callers_random_numbers_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

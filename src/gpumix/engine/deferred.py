@@ -2,8 +2,9 @@
 
 `build` runs a constructor while large tensors live on the meta device and every operation on them
 is written down; `Log.materialize` replays what one tensor needs. Random operations are seeded by
-their number, so a tensor's values do not depend on which others are made, nor by whom: this is how
-every rank gets its part of the model's own initialisation and none ever holds the whole.
+their number among the random ones (a module that is imported meanwhile may run others), so a
+tensor's values do not depend on which others are made, nor by whom: this is how every rank gets its
+part of the model's own initialisation and none ever holds the whole.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 @dataclass
 class Operation:
-    """One recorded call; `outputs` are the meta tensors that it returned, None for the others."""
+    """One recorded call; `outputs` are the meta tensors that it returned, None for the others.
+
+    `number` orders the calls; `draw` counts those that draw random numbers, up to this one.
+    """
 
     number: int
+    draw: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -83,7 +88,7 @@ class Log:
             )
             if "device" in kwargs:
                 kwargs["device"] = _CPU
-            result = _seeded(self.seed, operation.number, operation.function, args, kwargs)
+            result = _seeded(self.seed, operation.draw, operation.function, args, kwargs)
             for meta, made in zip(operation.outputs, _tensors(result)):
                 if meta is not None and _key(meta) not in real:
                     real[_key(meta)] = _laid_out_like(made, meta)
@@ -165,6 +170,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.log = Log(seed)
         self.number = 0
+        self.draw = 0
 
     @contextlib.contextmanager
     def truncated_normal(self) -> Iterator[None]:
@@ -172,10 +178,10 @@ class _Recorder(TorchDispatchMode):
         original = nn.init._no_grad_trunc_normal_
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.number += 1
+            self._count(original)
             if not _is_deferred(tensor):
-                return _seeded(self.log.seed, self.number, original, (tensor, *args), kwargs)
-            self.log.add(Operation(self.number, original, (tensor, *args), kwargs, []))
+                return _seeded(self.log.seed, self.draw, original, (tensor, *args), kwargs)
+            self.log.add(Operation(self.number, self.draw, original, (tensor, *args), kwargs, []))
             return tensor
 
         nn.init._no_grad_trunc_normal_ = record
@@ -183,6 +189,10 @@ class _Recorder(TorchDispatchMode):
             yield
         finally:
             nn.init._no_grad_trunc_normal_ = original
+
+    def _count(self, func: Any) -> None:
+        self.number += 1
+        self.draw += _draws(func)
 
     def __torch_dispatch__(
         self,
@@ -192,18 +202,18 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        self.number += 1
+        self._count(func)
         deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
         if not all(self.log.knows(a) for a in deferred):
             # Made on the meta device by torch itself, as `weight[0] = 7.0` does with the 7.
             raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
             if not _makes_large(func, args):
-                return _seeded(self.log.seed, self.number, func, args, kwargs)
+                return _seeded(self.log.seed, self.draw, func, args, kwargs)
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
         outputs = [t if _is_deferred(t) else None for t in _tensors(result)]
-        self.log.add(Operation(self.number, func, args, kwargs, outputs))
+        self.log.add(Operation(self.number, self.draw, func, args, kwargs, outputs))
         return result
 
 
@@ -215,13 +225,16 @@ def _makes_large(func: Any, args: tuple[Any, ...]) -> bool:
     return prod(int(size) for size in args[0]) > SMALL_NUMEL
 
 
-def _seeded(
-    seed: int, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _draws(func: Any) -> bool:
+    """Whether a call draws random numbers: an operation that is tagged so, or a function."""
+    return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _seeded(seed: int, draw: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`; where it draws random numbers, from a generator seeded by its number."""
-    if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _draws(func):
         return func(*args, **kwargs)
-    digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{draw}".encode()).digest()
     before = torch.default_generator.get_state()
     try:
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
