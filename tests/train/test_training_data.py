@@ -210,7 +210,6 @@ def test_a_model_may_have_more_of_everything(tmp_path):
         ("llama", "rope_theta", 1e6),
         ("gpt_neox", "rotary_pct", 0.5),
         ("t5", "decoder_start_token_id", 0),
-        ("gpt2", "num_labels", 3),
     ],
 )
 def test_keys_that_a_configuration_shows_under_another_name_are_taken(

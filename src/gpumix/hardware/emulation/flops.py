@@ -28,13 +28,18 @@ def formula_of(operation: Any) -> Formula | None:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
+    return flop_counter.sdpa_flop_count(q.shape, *_with_heads_of(q, k, v))
 
 
 def _attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, *_with_heads_of(q, k, v))
+
+
+def _with_heads_of(q: torch.Tensor, *grouped: torch.Tensor) -> list[tuple[int, ...]]:
+    """Shapes as they are computed: several heads of the queries share one of keys and values."""
+    return [(*q.shape[:-2], *tensor.shape[-2:]) for tensor in grouped]
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
