@@ -19,6 +19,7 @@ from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.shares import check_shares, share, short_share
+from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 
 Batch = dict[str, Tensor]
@@ -204,11 +205,9 @@ def evaluation_batches(
 
 def pin_device(device: torch.device | str) -> torch.device | None:
     """The CUDA device whose copies want pinned memory; None for any other device."""
-    target = torch.device(device)
-    if target.type != "cuda" or not torch.cuda.is_available():
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
-    # Now: the thread that pins has another current device.
-    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return indexed(device)  # now: the thread that pins has another current device
 
 
 def _fetch(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import device_in_use
+from gpumix.hardware.runtime import device_in_use, indexed
 from gpumix.spec.errors import TrainingError
 from gpumix.spec.plan import Collectives, Plan
 
@@ -285,20 +285,12 @@ class Communicator:
         self.bytes[operation] += tensor.numel() * tensor.element_size()
 
 
-def indexed(device: torch.device | str) -> torch.device:
-    """The device with its number: "cuda" is this process's current one."""
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
 def _own_device(plan: Plan) -> torch.device:
     opened = device_in_use()
     if opened is not None:
         return opened.torch_device
     if torch.cuda.is_available() and not plan.emulated and _speaks_cuda():
-        return torch.device("cuda", torch.cuda.current_device())
+        return indexed("cuda")
     return torch.device("cpu")
 
 

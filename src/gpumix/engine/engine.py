@@ -64,6 +64,7 @@ class Engine:
         self._worker = plan.workers[comm.rank]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
         self._stats = torch.zeros(comm.world, 3)
+        self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
 
@@ -93,7 +94,7 @@ class Engine:
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
         with self._in_step():
             batches = self._micro_batches(batch, sizes)
-            self._buffers_before = BufferCopies(buffers.keepers(self.model))
+            self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad(), _closing(batches):
                 layered.forward(self._parts, batches, keep=True)
                 results = layered.head(self._parts, batches, scale)
@@ -311,8 +312,8 @@ def _samples(batch: Any) -> int:
             tensors.
     """
     leaves = tree_leaves(batch, is_leaf=_uncut)
-    if any(map(_uncut, leaves)):
-        uncut = next(filter(_uncut, leaves))
+    uncut = next(filter(_uncut, leaves), None)
+    if uncut is not None:
         raise InputError(
             f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
             "micro-batches",

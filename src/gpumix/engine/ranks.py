@@ -293,18 +293,14 @@ def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
 
 def _account(error: BaseException) -> str:
     """An error as text that other ranks can read."""
-    if isinstance(error, GpumixError):
-        fields = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
-        return json.dumps({**fields, "exit_code": error.exit_code})
-    first = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {first[0] if first else ''}"
-    return json.dumps({"what": what, "where": "", "why": "", "fix": "", "exit_code": 1})
+    if not isinstance(error, GpumixError):
+        first = str(error).strip().splitlines() or [""]
+        error = GpumixError(f"{type(error).__name__}: {first[0]}")
+    return json.dumps(error.as_dict())
 
 
 def _retold(account: str, who: str = "") -> GpumixError:
     """Another rank's error, as whoever catches it knows it."""
-    fields = json.loads(account)
-    kind = KINDS[fields.pop("exit_code")]
-    if not fields["where"]:
-        fields["where"] = who
-    return kind(fields.pop("what"), **fields)
+    told = json.loads(account)
+    where = told["where"] or who
+    return KINDS[told["exit_code"]](told["what"], where=where, why=told["why"], fix=told["fix"])

@@ -74,7 +74,7 @@ def _from_files(files: _Files, model: nn.Module) -> Source:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    shapes = files.shapes()
+    shapes = files.shapes
     found = {p: next((n for n in own if n in shapes), own[0]) for p, own in names.items()}
     wanted = {found[id(p)]: p.shape for p in model.parameters()}
     wanted |= {n: b.shape for n, b in persistent_buffers(model).items() if n in shapes}
@@ -95,7 +95,8 @@ def _from_files(files: _Files, model: nn.Module) -> Source:
 
 
 class _Files:
-    """A safetensors file, or all of a folder; `holding` tells which file holds which tensor."""
+    """A safetensors file, or all of a folder; `holding` tells which file holds which tensor,
+    `shapes` of which shape."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,18 +108,12 @@ class _Files:
                 fix="give the folder that `save_pretrained` wrote, or one .safetensors file",
             )
         self.holding: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}
         for file in files:
             with _opened(file) as opened:
-                self.holding.update(dict.fromkeys(opened.keys(), file))
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Of all tensors; reads the files' headers only."""
-        found: dict[str, list[int]] = {}
-        for file in dict.fromkeys(self.holding.values()):
-            with _opened(file) as opened:
-                names = opened.keys()
-                found |= {name: opened.get_slice(name).get_shape() for name in names}
-        return found
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    self.holding[name] = file
+                    self.shapes[name] = opened.get_slice(name).get_shape()
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Any]:

@@ -116,6 +116,14 @@ def device_in_use() -> DeviceRuntime | None:
     return _in_use[0] if _in_use else None
 
 
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its number: "cuda" is this process's current one."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 _in_use: list[DeviceRuntime] = []  # one at the most
 
 

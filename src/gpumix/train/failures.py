@@ -13,9 +13,9 @@ import gpumix
 from gpumix.spec.errors import GpumixError, InputError, MachineError, TrainingError
 
 _PACKAGE = Path(gpumix.__file__).parent
-# Here gpumix calls code that the job brought along: a model, a factory, a dataset.
 # What sees every operation on its way, whoever's it is.
-_BETWEEN = ("hardware/emulation/pacer.py", "profiler/counter.py", "engine/recompute.py")
+_BETWEEN = ("hardware/emulation/pacer.py", "profiler/counter.py")
+# Here gpumix calls code that the job brought along: a model, a factory, a dataset.
 _CALLS_JOB = {"engine/objective.py", "engine/boundary.py", "data/factory.py", "data/samples.py"}
 
 

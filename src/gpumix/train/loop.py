@@ -12,6 +12,7 @@ from typing import Any
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
+from gpumix.engine.state import some_of
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
@@ -209,10 +210,7 @@ class Trainer:
     def _tell_of_unused(self, names: list[str]) -> None:
         """A head of another task, say, is left out on purpose; a wrong prefix is not."""
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            stderr().print(
-                f"the weights hold tensors without a place: {', '.join(names[:3])}{more}"
-            )
+            stderr().print(f"the weights hold tensors without a place: {some_of(names)}")
 
     def _exchange_records(self) -> None:
         """Collective: how every rank did since the last time."""

@@ -13,7 +13,6 @@ from torch import nn
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
-from gpumix.engine.weights import source_of
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
@@ -45,20 +44,11 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     """The model, without its large tensors (see `engine.deferred`).
 
     Raises:
-        InputError: the configuration is no valid one, the factory returns no module, or the weights
-            are not the model's.
+        InputError: the configuration is no valid one, or the factory returns no module.
         MachineError: transformers is not installed.
     """
     if spec.factory is not None:
-        model = build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
-    else:
-        model = _of_transformers(spec, seed)
-    if spec.weights is not None:
-        source_of(model, spec.weights)  # now, not after a profile
-    return model
-
-
-def _of_transformers(spec: ModelSpec, seed: int) -> nn.Module:
+        return build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
     config = config_of(spec)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[spec.task])
     try:
@@ -135,7 +125,7 @@ def check_fits(job: Job, folder: Path) -> None:
         return
     named = job.tokenizer
     tokenizer = open_tokenizer(folder / named if isinstance(named, Path) else named)
-    vocabulary = vocabulary_of(job.model)
+    vocabulary = _vocabulary(config)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}",
@@ -146,9 +136,11 @@ def check_fits(job: Job, folder: Path) -> None:
 
 def vocabulary_of(spec: ModelSpec) -> int | None:
     """How many tokens a model of `transformers` knows; None if its configuration does not say."""
-    if spec.config is None:
-        return None
-    found = getattr(config_of(spec).get_text_config(), "vocab_size", None)
+    return None if spec.config is None else _vocabulary(config_of(spec).get_text_config())
+
+
+def _vocabulary(config: PretrainedConfig) -> int | None:
+    found = getattr(config, "vocab_size", None)
     return found if isinstance(found, int) else None
 
 

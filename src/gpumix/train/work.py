@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import nn
+
+from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import Shape, Subject
@@ -24,7 +27,7 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
     job = task.job
     with joined(seat, task) as context:
         subject = Subject(
-            build=lambda: model_of(job.model, folder=task.folder, seed=job.seed),
+            build=partial(_model_to_measure, task),
             make_batch=context.batch,
             optimizer_of=partial(trial_optimizer, job.optimizer),
             shape=Shape(job.sequence_length, job.global_batch, job.precision),
@@ -41,6 +44,15 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             fresh=fresh,
         )
         return profiler.run(stderr().print)
+
+
+def _model_to_measure(task: Task) -> nn.Module:
+    """The job's model; weights that are not its own are told now, not after the measurement."""
+    spec = task.job.model
+    model = model_of(spec, folder=task.folder, seed=task.job.seed)
+    if spec.weights is not None:
+        source_of(model, spec.weights)
+    return model
 
 
 def train(
