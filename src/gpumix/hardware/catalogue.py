@@ -1,0 +1,187 @@
+"""What vendors say of their cards: memory, rates and links of GPUs that need not be here.
+
+For planning before there is anything to measure; a measured profile always counts for more.
+The facts are in `catalogue.yaml` beside this file; pure, on top of `spec`, without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gpumix.spec.base import Value
+from gpumix.spec.errors import InputError
+from gpumix.spec.read_yaml import load_yaml
+from gpumix.spec.units import Bytes, FlopRate
+
+_DATA = Path(__file__).with_name("catalogue.yaml")
+_BRAND_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
+_SHOWN = 6  # names in an error
+_PCIE_LANE = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second, one bit each
+_PCIE_CODING = 128 / 130
+
+ByteRate = Annotated[
+    Bytes,
+    BeforeValidator(lambda value: value.removesuffix("/s") if isinstance(value, str) else value),
+]
+"""Bytes per second; a file may say "936 GB/s"."""
+
+
+class DeviceLinkKind(StrEnum):
+    """How cards of one kind reach each other without the host."""
+
+    NONE = "none"
+    NVLINK = "nvlink"
+    NVLINK_BRIDGE = "nvlink-bridge"  # sold apart, joins two cards (four of the H200 NVL)
+    INFINITY_FABRIC = "infinity-fabric"
+    INFINITY_FABRIC_BRIDGE = "infinity-fabric-bridge"  # sold apart, joins two or four cards
+
+
+class PcieLink(Value):
+    """The slot that the card wants; the host may give it fewer lanes or an older generation."""
+
+    kind: Literal["pcie"]
+    generation: Literal[3, 4, 5]
+    lanes: Literal[4, 8, 16]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s in one direction, before the overhead of packets."""
+        return _PCIE_LANE[self.generation] * _PCIE_CODING * self.lanes / 8
+
+
+class CoherentLink(Value):
+    """A link to the CPU of the same module."""
+
+    kind: Literal["nvlink-c2c"]
+    bandwidth: ByteRate
+    """Bytes/s in one direction."""
+
+
+class DeviceLink(Value):
+    """The sum of all links from one card to its like."""
+
+    kind: DeviceLinkKind
+    bandwidth: ByteRate = 0
+    """Bytes/s in one direction, all links together; 0 if there are none."""
+
+    @model_validator(mode="after")
+    def _has_bandwidth_or_is_none(self) -> DeviceLink:
+        if (self.kind is DeviceLinkKind.NONE) != (self.bandwidth == 0):
+            raise ValueError("a link has a bandwidth, no link has none")
+        return self
+
+
+class Rates(Value):
+    """Dense FLOP/s of matrix products; None is not supported in hardware or not known.
+
+    On matrix units the 16-bit and 8-bit rates are with fp32 accumulate. `fp32` is IEEE fp32, on
+    the plain units of NVIDIA and on the matrix units of CDNA.
+    """
+
+    fp32: FlopRate
+    tf32: FlopRate | None = None
+    fp16: FlopRate | None = None
+    bf16: FlopRate | None = None
+    fp8: FlopRate | None = None
+
+
+class Card(Value):
+    """One product as its vendor describes it; for a board of several GPUs, one of them."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    product: str
+    """What the driver reports, where known; products of two memory sizes share one."""
+    vendor: Literal["nvidia", "amd"]
+    family: Literal["data-centre", "workstation", "geforce"]
+    architecture: str
+    compute_capability: str | None = None
+    """NVIDIA only, such as '8.6'."""
+    gfx_target: str | None = None
+    """AMD only, such as 'gfx90a'."""
+    memory_bytes: Bytes
+    """GiB as sold; the driver reports and leaves some hundred MiB less."""
+    memory_bandwidth: ByteRate
+    matrix_units: bool
+    """Tensor or matrix cores; without them `flops.fp16` is plain arithmetic."""
+    flops: Rates
+    fp32_accumulate_halved: bool = False
+    """fp16 products with fp16 accumulate would be twice as fast as `flops.fp16`: most GeForce."""
+    derived: bool = False
+    """Rates computed from what the vendor states, not stated as such."""
+    host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")] | None = None
+    """None: not known, or shared with other GPUs of the module."""
+    device_link: DeviceLink | None = None
+    """None: not known as one number; a card without links says kind 'none'."""
+    tdp_watts: int | None = Field(default=None, gt=0)
+    note: str = ""
+    source: str
+
+    @model_validator(mode="after")
+    def _has_the_target_of_its_vendor(self) -> Card:
+        nvidia = self.vendor == "nvidia"
+        if (self.compute_capability is None) == nvidia or (self.gfx_target is None) != nvidia:
+            raise ValueError("NVIDIA has a compute capability, AMD a gfx target")
+        return self
+
+
+class _File(Value):
+    sources: tuple[str, ...]  # only there to be named by the cards
+    cards: tuple[Card, ...]
+
+
+@cache
+def load() -> tuple[Card, ...]:
+    """All cards, in the order of the file."""
+    return _File.model_validate(load_yaml(_DATA, "catalogue").value).cards
+
+
+def find(name: str) -> Card:
+    """The card that `name` means: its name, an alias, or the product as the driver reports it.
+
+    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' do not count.
+
+    Raises:
+        InputError: there is no such card, or the name fits several; lists the nearest names.
+    """
+    fits = _index().get(_key(name), ())
+    if len(fits) == 1:
+        return fits[0]
+    near = [card.name for card in fits] or _nearest(_key(name))
+    raise InputError(
+        f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
+        where="hardware catalogue",
+        fix=f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'",
+    )
+
+
+@cache
+def _index() -> dict[str, tuple[Card, ...]]:
+    """The cards of every spelling, without what does not count in it."""
+    index: dict[str, tuple[Card, ...]] = {}
+    for card in load():
+        for key in {_key(text) for text in (card.name, *card.aliases, card.product)}:
+            index[key] = (*index.get(key, ()), card)
+    return index
+
+
+def _key(text: str) -> str:
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return "".join(word for word in words if word not in _BRAND_WORDS)
+
+
+def _nearest(key: str) -> list[str]:
+    """Names of cards: first those that begin with what was typed, then those spelt alike."""
+    if not key:
+        return []
+    begins = [spelling for spelling in _index() if spelling.startswith(key)]
+    alike = get_close_matches(key, _index(), n=_SHOWN)
+    cards = (card.name for spelling in (*begins, *alike) for card in _index()[spelling])
+    return list(dict.fromkeys(cards))[:_SHOWN]
