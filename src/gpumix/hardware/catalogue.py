@@ -1,28 +1,34 @@
 """What vendors say of their cards: memory, rates and links of GPUs that need not be here.
 
 For planning before there is anything to measure; a measured profile always counts for more.
-The facts are in `catalogue.yaml` beside this file; pure, on top of `spec`, without torch.
+The facts are in `catalogue.toml` beside this file; pure, on top of `spec`, without torch.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
+from itertools import permutations
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError
-from gpumix.spec.read_yaml import load_yaml
 from gpumix.spec.units import Bytes, FlopRate
 
-_DATA = Path(__file__).with_name("catalogue.yaml")
-_BRAND_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
+_DATA = Path(__file__).with_name("catalogue.toml")
+_NOISE = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "generation", "blackwell"}
+# What people leave out of a name; the rest of it is the model.
+_QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
+_SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
 _SHOWN = 6  # names in an error
+_NEAR = 0.5  # how alike spellings are for difflib, less than its default: names are short
 _PCIE_LANE = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second, one bit each
 _PCIE_CODING = 128 / 130
 
@@ -115,7 +121,7 @@ class Card(Value):
     fp32_accumulate_halved: bool = False
     """fp16 products with fp16 accumulate would be twice as fast as `flops.fp16`: most GeForce."""
     derived: bool = False
-    """Rates computed from what the vendor states, not stated as such."""
+    """Rates computed from what the vendor states, not stated as such; `note` says from what."""
     host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")] | None = None
     """None: not known, or shared with other GPUs of the module."""
     device_link: DeviceLink | None = None
@@ -132,56 +138,98 @@ class Card(Value):
         return self
 
 
-class _File(Value):
-    sources: tuple[str, ...]  # only there to be named by the cards
-    cards: tuple[Card, ...]
-
-
 @cache
 def load() -> tuple[Card, ...]:
     """All cards, in the order of the file."""
-    return _File.model_validate(load_yaml(_DATA, "catalogue").value).cards
+    data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
+    return tuple(
+        _card(group, card, data["sources"]) for group in data["group"] for card in group["card"]
+    )
+
+
+def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -> Card:
+    """The card that the file says `own` of, on top of what its group shares."""
+    fields = {key: value for key, value in group.items() if key != "card"} | own
+    fields["flops"] = {kind: rate * 1e12 for kind, rate in fields.pop("tflops").items()}
+    fields["source"] = sources.get(fields["source"], fields["source"])
+    notes = (own.get("note"), group.get("note"))
+    fields["note"] = "; ".join(note for note in notes if note)
+    return Card.model_validate(fields)
 
 
 def find(name: str) -> Card:
     """The card that `name` means: its name, an alias, or the product as the driver reports it.
 
-    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' do not count.
+    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' do not count. What is unique may
+    be left out: 'rtx3090' or '3090', 'h100-pcie'; never what tells two cards apart, as memory does.
 
     Raises:
         InputError: there is no such card, or the name fits several; lists the nearest names.
     """
-    fits = _index().get(_key(name), ())
+    spellings = _spellings()
+    fits = _products().get(name.strip().lower()) or spellings.get(_key(name), ())
     if len(fits) == 1:
         return fits[0]
     near = [card.name for card in fits] or _nearest(_key(name))
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
         where="hardware catalogue",
+        why="" if fits else "it begins with NVIDIA Pascal and AMD Instinct MI50",
         fix=f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'",
     )
 
 
 @cache
-def _index() -> dict[str, tuple[Card, ...]]:
-    """The cards of every spelling, without what does not count in it."""
-    index: dict[str, tuple[Card, ...]] = {}
-    for card in load():
-        for key in {_key(text) for text in (card.name, *card.aliases, card.product)}:
-            index[key] = (*index.get(key, ()), card)
-    return index
+def _products() -> dict[str, tuple[Card, ...]]:
+    """The cards of every product, verbatim: only the driver tells an RTX A2000 from its 12 GB."""
+    return _collect([(card.product.lower(), card) for card in load()])
+
+
+@cache
+def _spellings() -> dict[str, tuple[Card, ...]]:
+    """The cards of every key; a full name or alias goes before what it is short for."""
+    cards = load()
+    product = _collect([(_key(card.product), card) for card in cards])
+    short = _collect([(key, card) for card in cards for key in _short_forms(card.name)])
+    full = _collect([(_key(text), card) for card in cards for text in (card.name, *card.aliases)])
+    return product | short | full
+
+
+def _collect(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
+    found: dict[str, dict[str, Card]] = {}
+    for key, card in pairs:
+        found.setdefault(key, {})[card.name] = card
+    return {key: tuple(cards.values()) for key, cards in found.items()}
+
+
+def _short_forms(name: str) -> Iterator[str]:
+    """Keys of `name` with some of its qualifiers or none, in any order, and without 'rtx'."""
+    words = _words(name)
+    model = "".join(word for word in words if not _QUALIFIER.fullmatch(word))
+    qualifiers = [word for word in words if _QUALIFIER.fullmatch(word)]
+    for count in range(len(qualifiers) + 1):
+        for some in permutations(qualifiers, count):
+            key = model + "".join(some)
+            yield from (key, _SERIES.sub("", key))
 
 
 def _key(text: str) -> str:
+    return "".join(_words(text))
+
+
+def _words(text: str) -> list[str]:
+    """The words of a name that count, in one spelling: '80g' is '80gb', 'SXM4' is 'sxm'."""
     words = re.findall(r"[a-z0-9]+", text.lower())
-    return "".join(word for word in words if word not in _BRAND_WORDS)
+    words = [re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _NOISE]
+    return [re.sub(r"^sxm\d$", "sxm", word) for word in words]
 
 
 def _nearest(key: str) -> list[str]:
     """Names of cards: first those that begin with what was typed, then those spelt alike."""
     if not key:
         return []
-    begins = [spelling for spelling in _index() if spelling.startswith(key)]
-    alike = get_close_matches(key, _index(), n=_SHOWN)
-    cards = (card.name for spelling in (*begins, *alike) for card in _index()[spelling])
+    spellings = _spellings()
+    begins = [spelling for spelling in spellings if spelling.startswith(key)]
+    alike = get_close_matches(key, spellings, n=_SHOWN, cutoff=_NEAR)
+    cards = (card.name for spelling in (*begins, *alike) for card in spellings[spelling])
     return list(dict.fromkeys(cards))[:_SHOWN]
