@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ ARCHITECTURES = {
     "cdna3": {"gfx942"},
     "cdna4": {"gfx950"},
 }
+CORES_PER_SM = {"volta": 64, "turing": 64}  # 128 elsewhere
 VENDOR_SITES = ("nvidia.com", "amd.com", "awsstatic.com")
 
 every_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
@@ -87,6 +89,23 @@ def test_narrower_numbers_are_not_slower(card):
         assert rates.fp16 <= (rates.fp8 or rates.fp16)
 
 
+@every_card
+def test_matrix_units_halve_their_rate_with_every_doubling_of_the_number(card):
+    rates = card.flops
+    for wide, narrow in ((rates.tf32, rates.fp16), (rates.fp16, rates.fp8)):
+        if wide and narrow:
+            assert narrow == pytest.approx(2 * wide, rel=0.03)
+
+
+@pytest.mark.parametrize("card", [c for c in CARDS if c.derived], ids=lambda c: c.name)
+def test_a_derived_rate_says_from_what_and_follows_from_it(card):
+    assert card.note
+    clock = re.search(r"(\d+) SMs at (\d+) MHz", card.note)
+    if clock is not None:
+        cores = int(clock[1]) * CORES_PER_SM.get(card.architecture, 128)
+        assert card.flops.fp32 == pytest.approx(cores * 2 * int(clock[2]) * 1e6, rel=0.006)
+
+
 @pytest.mark.parametrize("card", of("pascal", "volta", "turing", "gcn5"), ids=lambda c: c.name)
 def test_old_cards_have_neither_bf16_nor_tf32_nor_fp8(card):
     assert (card.flops.bf16, card.flops.tf32, card.flops.fp8) == (None, None, None)
@@ -105,6 +124,15 @@ def test_only_geforce_halves_with_fp32_accumulate(card):
     assert card.fp32_accumulate_halved == (
         card.family == "geforce" and card.matrix_units and not titan
     )
+
+
+@pytest.mark.parametrize("card", of("turing", "ampere", "ada", "blackwell"), ids=lambda c: c.name)
+def test_tensor_cores_have_the_ratio_of_their_architecture(card):
+    if card.compute_capability in {"8.0", "10.0"} or card.name in {"a10g", "l40"}:
+        return  # other SMs, or rates that the vendor states lower
+    ratio = 8 if card.architecture == "turing" else 4
+    ratio /= 1 + card.fp32_accumulate_halved
+    assert card.flops.fp16 == pytest.approx(ratio * card.flops.fp32, rel=0.02)
 
 
 @every_card
