@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gpumix.planner.base import Part, PlanRequest, Setting, assemble, ranked_devices
-from gpumix.spec.plan import Plan
+from gpumix.cost.network import Layout, Links, links_for
+from gpumix.cost.wire import Free, Measured
+from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.setting import setting_of
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import Profile
+
+
+def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
+    """The collectives of ZeRO-3 over all ranks."""
+    wire = Measured(profile.network) if profile.network else Free()
+    return links_for(profile, wire, Layout(3, "all", collectives, shares))
 
 
 @st.composite
@@ -25,7 +34,7 @@ def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
         for device, n, weight in zip(devices, samples, weights)
     }
     return assemble(
-        Setting.of(profile, devices, equal_shares=False),
+        setting_of(profile, devices),
         strategy="random",
         global_batch=sum(samples),
         parts=parts,

@@ -8,16 +8,16 @@ import pytest
 from brute import small_profiles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plans import plans_of
+from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
-from gpumix.cost.curves import MicroBatches, value_at
+from gpumix.cost.curves import MicroBatches, bytes_at
 from gpumix.cost.memory import MemoryModel, free_bytes, owned_by_rank, usable_bytes
-from gpumix.cost.network import links_for
 from gpumix.cost.phases import phases
-from gpumix.planner.base import Part, PlanRequest, Setting, assemble, ranked_devices
+from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import DTYPE_BYTES, Collectives
+from gpumix.spec.plan import DTYPE_BYTES, PLAIN, Collectives
 from gpumix.spec.profile import ROOT
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -38,7 +38,7 @@ def one_worker(samples=4, micro_batch=2, **changes):
     devices = ranked_devices(setting, PlanRequest(global_batch=1))
     part = Part(samples, micro_batch, 0.5)
     plan = assemble(
-        Setting.of(setting, devices, equal_shares=True),
+        setting_of(setting, devices, cap=1.0),
         strategy="by hand",
         global_batch=2 * samples,
         parts={d.id: part for d in devices},
@@ -51,6 +51,7 @@ def test_a_peak_by_hand():
     # receive buffer of the third call's reduction beside the root's gradient.
     assert one_worker().memory_bytes == {
         "state": 16 * (400 + 3 * 1000) // 2,
+        "replicas": 0,
         "buffers": 5,
         "gathered": 4 * (400 + 1000 + 1000),
         "gradients": 4 * (400 + 1000 + 1000) + 2 * 500 * 4,
@@ -65,7 +66,7 @@ def naive_peak(profile, plan, rank):
     """Every moment of a step in turn, as `engine.layered` goes through it; units called once."""
     model, worker = profile.model, plan.workers[rank]
     shares = tuple(w.state_share for w in plan.workers)
-    links, own = links_for(profile, plan.collectives, shares), owned_by_rank(model, shares)[rank]
+    links, own = links_of(profile, plan.collectives, shares), owned_by_rank(model, shares)[rank]
     kinds = [model.kind(name) for name in model.kind_of_call]
     last = len(kinds) - 1
 
@@ -73,13 +74,13 @@ def naive_peak(profile, plan, rank):
         return unit.trainable * DTYPE_BYTES[profile.compute_dtype] + unit.frozen_bytes
 
     def receive(name):
-        return len(shares) * own.elements[name] * 4 if name in links.all_to_all else 0
+        return len(shares) * dict(own.elements)[name] * 4 if name in links.all_to_all else 0
 
     def total(curve):
-        return ceil(sum(value_at(curve, n) for n in worker.micro_batches))
+        return ceil(sum(float(bytes_at(curve, n)) for n in worker.micro_batches))
 
     def work(curve):
-        return ceil(max((value_at(curve, n) for n in worker.micro_batches), default=0))
+        return ceil(max((float(bytes_at(curve, n)) for n in worker.micro_batches), default=0))
 
     moments = []
     held = gathered(model.root) + total(model.root.kept)
@@ -101,7 +102,7 @@ def naive_peak(profile, plan, rank):
             held -= 4 * kinds[k + 1].trainable + receive(kinds[k + 1].name)
     moments.append(held + receive(ROOT))
     units = dict(zip(model.calls, model.kind_of_call)).values()
-    elements = own.elements[ROOT] + sum(own.elements[name] for name in units)
+    elements = dict(own.elements)[ROOT] + sum(dict(own.elements)[name] for name in units)
     state = elements * (8 + profile.optimizer_bytes_per_element) + own.frozen_bytes
     framework = profile.of_class(worker.device_class).framework_bytes
     return state + framework + model.root.buffer_bytes + max(moments)
@@ -123,15 +124,15 @@ def test_the_peak_is_that_of_all_moments(profile, data):
 def test_a_share_within_the_capacity_always_fits(profile, data):
     """Whatever the other ranks' shares are, rounding of the cuts included."""
     plan = data.draw(plans_of(profile))
-    links = links_for(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
+    links = links_of(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
     model = MemoryModel(profile, links, len(plan.workers))
     for worker, expected in zip(plan.workers, plan.prediction.workers):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
         free = free_bytes(profile, worker.device_class)
-        capacity = float(model.demands(micro).capacity(free)[0])
+        capacity = float(model.demands(micro, PLAIN).capacity(free)[0])
         if worker.state_share <= capacity:
             assert expected.peak_bytes <= expected.memory_limit_bytes
-        if worker.state_share > max(capacity, 0) + 0.2 and model.state_bytes > 5000:
+        if worker.state_share > max(capacity, 0) + 0.2 and model.sharded_bytes > 5000:
             assert expected.peak_bytes > expected.memory_limit_bytes
 
 
@@ -166,8 +167,8 @@ def test_a_unit_that_is_called_twice_is_stored_once():
     twice = profile(cards, calls=("block",) * 4)
     model = twice.model.model_copy(update={"calls": ("a", "b", "a", "b")})
     shared = twice.model_copy(update={"model": model})
-    links = links_for(shared, Collectives(), (1.0,))
-    assert MemoryModel(shared, links, 1).state_bytes == 16 * 2000
+    links = links_of(shared, Collectives(), (1.0,))
+    assert MemoryModel(shared, links, 1).sharded_bytes == 16 * 2000
 
 
 @pytest.mark.parametrize(("accelerator", "usable"), [("cuda", 940), ("cpu", 980)])

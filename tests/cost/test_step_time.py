@@ -6,11 +6,10 @@ import pytest
 from brute import small_profiles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plans import plans_of
+from plans import links_of, plans_of
 from profiles import FREE, Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.curves import value_at
-from gpumix.cost.network import links_for
+from gpumix.cost.curves import seconds_at
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.even import even
@@ -81,22 +80,25 @@ def test_one_rank_alone_communicates_nothing():
 def test_the_formula_call_by_call(profile, data):
     plan = data.draw(plans_of(profile))
     prediction = predict(profile, plan)
-    links = links_for(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
+    links = links_of(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
     kinds = profile.model.kind_of_call
     for worker, expected in zip(plan.workers, prediction.workers):
         times = profile.of_class(worker.device_class).units
 
         def total(curve, worker=worker):
-            return sum(value_at(curve, n) for n in worker.micro_batches)
+            return sum(float(seconds_at(curve, n)) for n in worker.micro_batches)
 
-        forward = max(total(times[ROOT].forward), links.gather_s[kinds[0]])
-        backward = max(total(times[ROOT].backward), links.gather_s[kinds[-1]])
+        def beside(one, other):
+            return max(one, other) + profile.contention * min(one, other)
+
+        forward = beside(total(times[ROOT].forward), links.gather_s[kinds[0]])
+        backward = beside(total(times[ROOT].backward), links.gather_s[kinds[-1]])
         for k, kind in enumerate(kinds):
             gather = links.gather_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
-            forward += max(total(times[kind].forward), gather)
+            forward += beside(total(times[kind].forward), gather)
             moved = links.gather_s[kinds[k - 1]] if k else 0
             moved += links.reduce_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
-            backward += max(total(times[kind].backward), moved)
+            backward += beside(total(times[kind].backward), moved)
         assert expected.forward_s == pytest.approx(forward)
         assert expected.backward_s == pytest.approx(backward)
     parts = [
@@ -113,16 +115,16 @@ def test_equal_intervals_go_by_native_collectives():
     forms = {"native": curve(1.0, sizes=(4000,)), "list": curve(2.0, sizes=(4000,))}
     named = Collectives(gather="list", reduce="list")
     setting = two_cards(Network(forms, forms, named))
-    assert links_for(setting, named, (0.5, 0.5)).gather_s["block"] == 1.0
-    assert links_for(setting, named, (0.4, 0.6)).gather_s["block"] == 2.0
+    assert links_of(setting, named, (0.5, 0.5)).gather_s["block"] == 1.0
+    assert links_of(setting, named, (0.4, 0.6)).gather_s["block"] == 2.0
     # 1000 elements over three ranks are not equal to the element.
-    assert links_for(setting, named, (1 / 3,) * 3).reduce_s["block"] == 2.0
+    assert links_of(setting, named, (1 / 3,) * 3).reduce_s["block"] == 2.0
 
 
 def test_native_collectives_for_unequal_intervals_are_refused():
     native = Collectives(gather="native")
     with pytest.raises(InputError, match="gather takes equal intervals only"):
-        links_for(two_cards(), native, (0.4, 0.6))
+        links_of(two_cards(), native, (0.4, 0.6))
 
 
 def test_a_form_that_was_not_measured_is_an_error():
@@ -137,7 +139,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     model = setting.model.model_copy(update={"calls": ("layer", "layer")})
     plan = even(setting.model_copy(update={"model": model}), PlanRequest(global_batch=2))
     fast, _ = plan.prediction.workers
-    gather = links_for(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
+    gather = links_of(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
     assert fast.forward_s == pytest.approx(gather + 1 + 1)
     assert fast.backward_s == pytest.approx(gather + 3 + 3)
 
@@ -168,6 +170,6 @@ def test_a_frozen_unit_is_gathered_but_not_reduced():
     frozen = block(trainable=0, frozen=4000)
     setting = two_cards(wire)
     model = setting.model.model_copy(update={"kinds": (frozen,)})
-    links = links_for(setting.model_copy(update={"model": model}), Collectives(), (0.5, 0.5))
+    links = links_of(setting.model_copy(update={"model": model}), Collectives(), (0.5, 0.5))
     assert links.gather_s["block"] == pytest.approx(4.0)
     assert links.reduce_s["block"] == 0

@@ -6,7 +6,9 @@ with none of the planner's tables, thresholds or knapsacks.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import combinations_with_replacement, product
 from math import inf
 
@@ -14,18 +16,16 @@ from hypothesis import strategies as st
 from profiles import Card, Network, block, curve, profile, root
 
 from gpumix.cost.curves import MicroBatches
-from gpumix.cost.memory import free_bytes
-from gpumix.cost.time import (
-    backward_seconds,
-    exposed_seconds,
-    forward_seconds,
-    optimizer_seconds,
-)
-from gpumix.planner.base import PlanRequest, Setting, predicted, ranked_devices
+from gpumix.cost.memory import Activations, free_bytes
+from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds
+from gpumix.planner.base import PlanRequest, predicted, ranked_devices
 from gpumix.planner.optimal import optimal
+from gpumix.planner.setting import Setting, settings
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import ROOT, Curve, Profile, UnitTimes
+from gpumix.spec.profile import ROOT, Profile, UnitTimes
+from gpumix.spec.space import EVERYTHING, Space
 
 # None, or so many that two unequal intervals do not come out equal by rounding.
 ELEMENTS = st.one_of(st.just(0), st.integers(300, 3000))
@@ -34,26 +34,25 @@ ELEMENTS = st.one_of(st.just(0), st.integers(300, 3000))
 Option = tuple[int, float, float, float, float]
 
 
-def plan_of(profile: Profile, batch: int) -> Plan | None:
+def plan_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> Plan | None:
     """The optimal plan; None if nothing fits."""
     try:
-        return optimal(profile, PlanRequest(global_batch=batch))
+        return optimal(profile, PlanRequest(global_batch=batch, space=space))
     except NoFeasiblePlanError:
         return None
 
 
-def step_of(profile: Profile, batch: int) -> float | None:
+def step_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> float | None:
     """Seconds of the optimal plan's step; None if nothing fits."""
-    plan = plan_of(profile, batch)
+    plan = plan_of(profile, batch, space)
     return None if plan is None else predicted(plan).step_s
 
 
-def best_step(profile: Profile, batch: int) -> float | None:
+def best_step(profile: Profile, batch: int, space: Space = EVERYTHING) -> float | None:
     """Seconds of the fastest step of all plans; None if no plan fits."""
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
-    for equal in (False, True):
-        setting = Setting.of(profile, devices, equal_shares=equal)
+    for setting in settings(profile, devices, space):
         best = _best_of(setting, batch)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)
@@ -61,51 +60,78 @@ def best_step(profile: Profile, batch: int) -> float | None:
 
 
 def _best_of(setting: Setting, batch: int) -> float:
+    """The least sum of the three maxima over all ways to give every device one option."""
     best = inf
-    share = 1 / len(setting.devices) if setting.equal_shares else 0.0
-    per_class = [
-        list(combinations_with_replacement(_options(setting, name, batch, share), len(devices)))
-        for name, devices in setting.classes.items()
+    hosts = sorted({d.host for d in setting.devices}) if setting.sharding == "host" else [""]
+    of_host = {host: [d for d in setting.devices if host in ("", d.host)] for host in hosts}
+    groups = [
+        (host, list(combinations_with_replacement(_options(setting, name, batch, len(there)), n)))
+        for host, there in of_host.items()
+        for name, n in sorted(Counter(d.device_class for d in there).items())
     ]
-    for combination in product(*per_class):
+    for combination in product(*(ways for _, ways in groups)):
         chosen = [option for part in combination for option in part]
-        if sum(o[0] for o in chosen) != batch or sum(o[3] for o in chosen) < 1 - 1e-12:
+        if sum(o[0] for o in chosen) != batch:
             continue
-        passes = max(o[1] for o in chosen) + max(o[2] for o in chosen)
+        pools: dict[str, list[Option]] = {}
+        for (host, _), part in zip(groups, combination):
+            pools.setdefault(host, []).extend(part)
+        if any(sum(o[3] for o in pool) < 1 - 1e-12 for pool in pools.values()):
+            continue
+        if setting.zero_stage >= 2:
+            passes = max(o[1] for o in chosen) + max(o[2] for o in chosen)
+        else:
+            passes = max(o[1] + o[2] for o in chosen)
         if passes < best:
-            best = min(best, passes + _update(chosen))
+            best = min(best, passes + max(map(partial(_update, setting), pools.values())))
     return best
 
 
-def _options(setting: Setting, name: str, batch: int, share: float) -> list[Option]:
-    """Every way in which a device of the class can run 0 to `batch` samples and still fit."""
-    times = setting.profile.of_class(name).units
+def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option]:
+    """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
+    those that another one with as many samples beats."""
     model, free = setting.profile.model, free_bytes(setting.profile, name)
+    host_bytes = setting.profile.of_class(name).host_bytes
     cuts = [(0, 0)]
     cuts += [
         (b, m)
         for b in range(1, batch + 1)
         for m in range(1, setting.largest_micro_batch(name, b) + 1)
     ]
-    options = []
-    for b, m in cuts:
+    options: list[Option] = []
+    for (b, m), mode in product(cuts, setting.modes_of(name)):
         micro = MicroBatches.of([b], [m])
-        room = float(setting.memory.demands(micro).capacity(free)[0])
-        if room >= share:
-            options.append(
-                (
-                    b,
-                    float(forward_seconds(model, times, setting.links, micro)[0]),
-                    float(backward_seconds(model, times, setting.links, micro)[0]),
-                    share or room,
-                    optimizer_seconds(setting.profile, name),
-                )
-            )
-    return options
+        room = float(setting.memory.demands(micro, mode).capacity(free)[0])
+        held = Activations(model, micro, mode)
+        on_host = max(float(held.on_host(phase)[0]) for phase in setting.memory.phases)
+        if room < 0 or (host_bytes is not None and on_host > host_bytes):
+            continue
+        if setting.zero_stage == 0:
+            room = 1.0
+        elif setting.cap == 1.0 and room < 1 / ranks:
+            continue
+        forward, backward = pass_seconds(setting.profile, name, setting.links, micro, mode)
+        update = optimizer_seconds(setting.profile, name)
+        room = min(room, setting.cap / ranks) if setting.zero_stage else room
+        options.append((b, float(forward[0]), float(backward[0]), room, update))
+    return [
+        o
+        for i, o in enumerate(options)
+        if not any(_beats(other, o, earlier=j < i) for j, other in enumerate(options) if i != j)
+    ]
 
 
-def _update(chosen: list[Option]) -> float:
+def _beats(one: Option, other: Option, *, earlier: bool) -> bool:
+    """Whether `one` is nowhere worse than `other`; of two that are equal the earlier one stays."""
+    if one[0] != other[0] or (one == other and not earlier):
+        return False
+    return one[1] <= other[1] and one[2] <= other[2] and one[3] >= other[3]
+
+
+def _update(setting: Setting, chosen: list[Option]) -> float:
     """The least time in which all of the state can be updated, by bisection."""
+    if setting.zero_stage == 0:
+        return max(o[4] for o in chosen)
     low, high = 0.0, max(o[4] for o in chosen)
     for _ in range(60):
         middle = (low + high) / 2
@@ -133,8 +159,9 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     state = 16 * sum(k.trainable for k in kinds) * len(calls)
     cards = [draw(_cards(f"c{i}", count, names, state)) for i, count in enumerate(counts)]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
+    per_host = draw(st.sampled_from([0, 0, 1, 2]))
     return profile(
-        [replace(card, accelerator=accelerator) for card in cards],
+        [replace(card, accelerator=accelerator, per_host=per_host) for card in cards],
         calls=calls,
         kinds=kinds,
         root_unit=root(
@@ -160,7 +187,15 @@ def _networks(draw: st.DrawFn) -> Network:
         times[operation][form] = curve(scale, 4 * scale, sizes=(1000.0, 9000.0))
         if draw(st.booleans()):
             times[operation]["native"] = curve(0.7 * scale, 2 * scale, sizes=(1000.0, 9000.0))
-    return Network(**times, chosen=Collectives(gather=gather, reduce=reduce))
+    scale = draw(st.integers(0, 9)) * 1e-3
+    hosts = draw(st.booleans())
+    return Network(
+        **times,
+        chosen=Collectives(gather=gather, reduce=reduce),
+        inside=curve(0.3 * scale, scale, sizes=(1000.0, 9000.0)) if hosts else None,
+        across=curve(0.5 * scale, 2 * scale, sizes=(1000.0, 9000.0)) if hosts else None,
+        contention=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+    )
 
 
 @st.composite
@@ -173,13 +208,18 @@ def _kinds(draw: st.DrawFn):
         forward=draw(curves(300)),
         backward=draw(curves(900)),
         frozen=draw(st.sampled_from([0, 0, 1000])),
+        saved=draw(st.one_of(st.none(), curves(300))),
     )
 
 
 @st.composite
 def _cards(draw: st.DrawFn, name: str, count: int, kinds: list[str], state: int) -> Card:
     times = {
-        kind: UnitTimes(forward=draw(curves(1e-3)), backward=draw(curves(3e-3)))
+        kind: UnitTimes(
+            forward=draw(curves(1e-3)),
+            backward=draw(curves(3e-3)),
+            gradient=draw(st.one_of(st.none(), curves(2e-3))),
+        )
         for kind in [*kinds, ROOT]
     }
     return Card(
@@ -190,4 +230,6 @@ def _cards(draw: st.DrawFn, name: str, count: int, kinds: list[str], state: int)
         optimizer_s_per_element=draw(st.sampled_from([0.0, 1e-6, 7e-6])),
         framework=draw(st.sampled_from([0, 1000])),
         largest=draw(st.sampled_from([None, 1, 3])),
+        host_copy=draw(st.one_of(st.none(), st.just(curve(1e-4, 1e-3, sizes=(100.0, 2000.0))))),
+        host_bytes=draw(st.sampled_from([None, 500])),
     )

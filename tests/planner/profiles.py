@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.curve import Curve
+from gpumix.spec.network import Network as StatedNetwork
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
     CollectiveTimes,
-    Curve,
     ModelProfile,
     Profile,
     RootUnit,
@@ -48,6 +49,9 @@ class Card:
     framework: int = 0
     largest: int | None = None
     accelerator: str = "cpu"
+    host_copy: Curve | None = None
+    host_bytes: int | None = None
+    per_host: int = 0  # 0: all on one host, with all other cards
 
 
 def steady(forward: float, start: float = 0.0, root: float = 0.0) -> dict[str, UnitTimes]:
@@ -65,12 +69,14 @@ def block(
     forward: Curve = FREE,
     backward: Curve = FREE,
     frozen: int = 0,
+    saved: Curve | None = None,
 ) -> UnitKind:
     return UnitKind(
         name=name,
         trainable=trainable,
         frozen_bytes=frozen,
         kept=kept,
+        saved=saved,
         gradient=gradient,
         forward=forward,
         backward=backward,
@@ -88,6 +94,9 @@ class Network:
     gather: dict[str, Curve] = field(default_factory=dict)
     reduce: dict[str, Curve] = field(default_factory=dict)
     chosen: Collectives = field(default_factory=Collectives)
+    inside: Curve | None = None  # of native collectives in each host
+    across: Curve | None = None  # of all-reduces between hosts
+    contention: float = 0.0
 
     @property
     def times(self) -> tuple[CollectiveTimes, ...]:
@@ -97,7 +106,18 @@ class Network:
         reduces = [
             CollectiveTimes(operation="reduce", form=f, times=c) for f, c in self.reduce.items()
         ]
-        return (*gathers, *reduces)
+        return (*gathers, *reduces, *self._of_hosts())
+
+    def _of_hosts(self) -> Iterator[CollectiveTimes]:
+        for operation in ("gather", "reduce") if self.inside else ():
+            for form in ("native", self.chosen.gather, self.chosen.reduce):
+                yield CollectiveTimes(
+                    operation=operation, form=form, group="inside", times=self.inside
+                )
+        if self.across:
+            yield CollectiveTimes(
+                operation="reduce", form="native", group="across", times=self.across
+            )
 
 
 def profile(
@@ -109,6 +129,7 @@ def profile(
     network: Network | None = None,
     dtype: str = "fp32",
     overhead: float = 0.0,
+    links: StatedNetwork | None = None,
 ) -> Profile:
     """A profile of `calls` (kinds of unit in order) on `cards`, AdamW, 128 tokens a sample."""
     network = network or Network()
@@ -123,10 +144,11 @@ def profile(
                 for c in cards
             ),
             devices=tuple(
-                Device(id=f"{c.name}-{i}", device_class=c.name, ordinal=i)
+                Device(id=f"{c.name}-{i}", device_class=c.name, host=_host(c, i), ordinal=i)
                 for c in cards
                 for i in range(c.count)
             ),
+            network=links,
         ),
         model=ModelProfile(
             fingerprint="synthetic",
@@ -142,13 +164,20 @@ def profile(
                 optimizer_s_per_element=c.optimizer_s_per_element,
                 framework_bytes=c.framework,
                 largest_micro_batch=c.largest,
+                host_copy=c.host_copy,
+                host_bytes=c.host_bytes,
             )
             for c in cards
         ),
         collectives=network.chosen,
         network=network.times,
         step_overhead_s=overhead,
+        contention=network.contention,
     )
+
+
+def _host(card: Card, number: int) -> str:
+    return f"{card.name}-{number // card.per_host}" if card.per_host else "localhost"
 
 
 def fleet(devices: int = 64, *, memory_factor: float = 1.0, layers: int = 32) -> Profile:

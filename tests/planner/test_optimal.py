@@ -18,7 +18,7 @@ MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(Heal
 
 
 @MANY
-@given(small_profiles(), st.integers(1, 5))
+@given(small_profiles(), st.integers(1, 4))
 def test_no_plan_is_faster(profile, batch):
     expected, found = best_step(profile, batch), step_of(profile, batch)
     assert (found is None) == (expected is None)

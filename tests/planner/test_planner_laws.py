@@ -12,7 +12,8 @@ from brute import plan_of, small_profiles, step_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from gpumix.spec.profile import Curve, Profile
+from gpumix.spec.curve import Curve
+from gpumix.spec.profile import Profile
 
 EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 BATCHES = st.integers(1, 12)
@@ -24,7 +25,10 @@ def test_a_plan_is_whole_and_fits(profile, batch):
     plan = plan_of(profile, batch)
     assume(plan is not None)
     assert sum(w.samples for w in plan.workers) == batch
-    assert sum(w.state_share for w in plan.workers) == pytest.approx(1, abs=1e-9)
+    pools = {w.host for w in plan.workers} if plan.sharding == "host" else {""}
+    for pool in pools:
+        shares = [w.state_share for w in plan.workers if pool in ("", w.host)]
+        assert sum(shares) == pytest.approx(1, abs=1e-9)
     assert len(plan.workers) == len(profile.cluster.devices)
     for worker, predicted in zip(plan.workers, plan.prediction.workers):
         assert predicted.peak_bytes <= predicted.memory_limit_bytes

@@ -9,6 +9,7 @@ from profiles import GIB, Card, block, curve, line, profile, steady
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.space import ENGINE, EVERYTHING
 
 
 def test_what_is_missing_is_named_to_the_byte():
@@ -46,18 +47,19 @@ def test_what_is_missing_is_named_to_the_byte():
             }
         )
 
-    assert plan_of(with_more(short + 2), 4) is not None
-    assert plan_of(with_more(short - 2), 4) is None
+    assert plan_of(with_more(short + 2), 4, ENGINE) is not None
+    assert plan_of(with_more(short - 2), 4, ENGINE) is None
 
 
-def test_the_largest_batch_that_fits_is_named():
+@pytest.mark.parametrize("space", [ENGINE, EVERYTHING.model_copy(update={"zero_stages": (3, 2)})])
+def test_the_largest_batch_that_fits_is_named(space):
     kinds = [block(trainable=100, kept=line(2_000))]
     setting = profile([Card("c", 2, 50_000, steady(1.0))], kinds=kinds)
     with pytest.raises(NoFeasiblePlanError, match="the largest that fits") as caught:
-        optimal(setting, PlanRequest(global_batch=40))
+        optimal(setting, PlanRequest(global_batch=40, space=space))
     largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
-    assert plan_of(setting, largest) is not None
-    assert plan_of(setting, largest + 1) is None
+    assert plan_of(setting, largest, space) is not None
+    assert plan_of(setting, largest + 1, space) is None
 
 
 def test_a_device_too_small_to_take_part_is_named():
@@ -71,7 +73,7 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
     """Four samples at once keep 13 KB, one by one 40 KB."""
     kept = curve(10_000, 11_000, 12_000, 13_000)
     setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
-    largest = max(n for n in range(1, 40) if plan_of(setting, n) is not None)
+    largest = max(n for n in range(1, 40) if plan_of(setting, n, ENGINE) is not None)
     with pytest.raises(NoFeasiblePlanError) as caught:
         optimal(setting, PlanRequest(global_batch=largest + 1))
     assert f"`global_batch: {largest}`" in caught.value.fix

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Alternative, Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import (
@@ -16,7 +17,6 @@ from gpumix.spec.profile import (
     ClassProfile,
     Collectives,
     CollectiveTimes,
-    Curve,
     ModelProfile,
     Profile,
     RootUnit,

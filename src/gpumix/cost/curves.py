@@ -12,31 +12,37 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.spec.profile import Curve
+from gpumix.spec.curve import Curve
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-def values_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
-    """The curve at each of `sizes`, in the curve's own unit.
+def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
+    """Bytes at each of `sizes`. A point below an earlier one is raised to it: memory that was once
+    needed may be needed again."""
+    return _between(curve, np.maximum.accumulate(np.asarray(curve.values)), sizes)
 
-    Measured points are met exactly and joined by straight lines. A point that lies below an earlier
-    one is noise and is raised to it, so that more never costs less. Below the first point the value
-    stays that of the first (a latency floor); size 0 costs nothing. Beyond the last point the value
-    grows in proportion to the size: nothing is taken to get better where nobody has looked.
+
+def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
+    """Seconds at each of `sizes`. A point above a later one is lowered to it: what disturbs a
+    measurement makes it longer, and less work does not take longer than more."""
+    values = np.minimum.accumulate(np.asarray(curve.values)[::-1])[::-1]
+    return _between(curve, values, sizes)
+
+
+def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
+    """Points are met exactly and joined by straight lines.
+
+    Below the first point the value stays that of the first (a latency floor); size 0 costs nothing.
+    Beyond the last point the value grows in proportion to the size: nothing is taken to get better
+    where nobody has looked.
     """
     wanted = np.asarray(sizes, dtype=np.float64)
     at = np.asarray(curve.sizes, dtype=np.float64)
-    value = np.maximum.accumulate(np.asarray(curve.values, dtype=np.float64))
-    beyond = value[-1] * (wanted / at[-1])
-    inside = np.interp(wanted, at, value)
+    beyond = values[-1] * (wanted / at[-1])
+    inside = np.interp(wanted, at, values)
     return np.where(wanted <= 0, 0.0, np.where(wanted > at[-1], beyond, inside))
-
-
-def value_at(curve: Curve, size: float) -> float:
-    """`values_at` for one size."""
-    return float(values_at(curve, size))
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,26 @@ class MicroBatches:
         full = b // np.maximum(size, 1)
         return cls(size=size, full=full, rest=b - full * size)
 
-    def total(self, curve: Curve) -> FloatArray:
-        """Sum of the curve over all micro-batches."""
-        table = self._table(curve)
+    @property
+    def last(self) -> IntArray:
+        """Samples of the last micro-batch."""
+        return np.where(self.rest > 0, self.rest, self.size)
+
+    def seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of all micro-batches together."""
+        return self.over_all(seconds_at(curve, self._range()))
+
+    def bytes(self, curve: Curve) -> FloatArray:
+        """Bytes of all micro-batches together."""
+        return self.over_all(bytes_at(curve, self._range()))
+
+    def largest_bytes(self, curve: Curve) -> FloatArray:
+        """Bytes of the largest micro-batch: they run one after the other."""
+        return bytes_at(curve, self._range())[self.size]
+
+    def over_all(self, table: FloatArray) -> FloatArray:
+        """Sum over micro-batches of what `table` has for each size."""
         return self.full * table[self.size] + table[self.rest]
 
-    def largest(self, curve: Curve) -> FloatArray:
-        """The curve at the largest micro-batch: they run one after the other."""
-        return self._table(curve)[self.size]
-
-    def _table(self, curve: Curve) -> FloatArray:
-        return values_at(curve, np.arange(int(self.size.max(initial=0)) + 1))
+    def _range(self) -> IntArray:
+        return np.arange(int(self.size.max(initial=0)) + 1)

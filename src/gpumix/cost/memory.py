@@ -3,7 +3,7 @@
 The peak is the largest of the moments in `cost.phases`. Each is linear in the worker's share of the
 state (its state, and the buffer that receives gradients), so a choice of samples and micro-batch
 leaves room for a largest share: `MemoryModel.capacity`, which the planner searches with.
-`memory_by_worker` counts a finished plan exactly, by the intervals that `spec.plan.cut` gives.
+`cost.predict` counts a finished plan exactly, by the intervals that `spec.plan.cut` gives.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, MicroBatches, values_at
+from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at
 from gpumix.cost.network import GRADIENT_BYTES, Links, UnitSize, unit_sizes
-from gpumix.cost.phases import Pass, Phase, phases
+from gpumix.cost.phases import Phase, phases
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import Worker, cut_sizes
-from gpumix.spec.profile import ROOT, Curve, ModelProfile, Profile
+from gpumix.spec.curve import Curve
+from gpumix.spec.plan import DTYPE_BYTES, Mode, ZeroStage, cut_sizes
+from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
 MASTER_BYTES = 4
@@ -39,7 +40,7 @@ ROUNDING_ELEMENTS = 2
 class Owned:
     """What one rank stores: elements of one unit of each kind, and all its frozen bytes."""
 
-    elements: Mapping[str, int]
+    elements: tuple[tuple[str, int], ...]  # by kind
     frozen_bytes: int
 
 
@@ -61,7 +62,7 @@ def owned_by_rank(model: ModelProfile, shares: tuple[float, ...]) -> tuple[Owned
     frozen = {name: cut_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
     return tuple(
         Owned(
-            elements={name: owned[rank] for name, owned in trainable.items()},
+            elements=tuple((name, owned[rank]) for name, owned in trainable.items()),
             frozen_bytes=sum(n * frozen[name][rank] for name, n in counts.items()),
         )
         for rank in range(len(shares))
@@ -92,11 +93,18 @@ class Demands:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What a model trained over `ranks` ranks holds, for any samples, micro-batch and share."""
+    """What a model holds whose state is divided over `ranks` ranks, for any samples, micro-batch,
+    mode and share.
+
+    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
+    parameters beside a narrower copy (1), the gradients (2), the parameters (3). Parameters that
+    are computed with in fp32 are their own masters.
+    """
 
     profile: Profile
     links: Links
     ranks: int
+    zero_stage: ZeroStage = 3
     phases: tuple[Phase, ...] = field(init=False)
     sizes: Mapping[str, UnitSize] = field(init=False)
     counts: Mapping[str, int] = field(init=False)
@@ -107,24 +115,51 @@ class MemoryModel:
         object.__setattr__(self, "counts", unit_counts(self.profile.model))
 
     @property
-    def bytes_per_element(self) -> int:
-        """State of one element."""
-        return MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
+    def sharded_per_element(self) -> int:
+        """Bytes of one element's state that its owner alone keeps."""
+        masters = MASTER_BYTES if self.zero_stage == 3 or self._narrow else 0
+        gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
+        return masters + gradient + self.profile.optimizer_bytes_per_element
 
     @property
-    def state_bytes(self) -> int:
-        """State of the whole model, which the shares divide."""
-        frozen = sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
-        return self.profile.model.parameters * self.bytes_per_element + frozen
+    def sharded_bytes(self) -> int:
+        """State of the whole model, as far as the shares divide it."""
+        if self.zero_stage == 0:
+            return 0
+        frozen = self._frozen_bytes if self.zero_stage == 3 else 0
+        return self.profile.model.parameters * self.sharded_per_element + frozen
 
-    def without_state(self, phase: Phase, held: Activations) -> dict[str, FloatArray]:
+    @property
+    def replicated_bytes(self) -> int:
+        """State that every rank keeps whole."""
+        elements = self.profile.model.parameters
+        if self.zero_stage == 3:
+            return 0
+        held = elements * DTYPE_BYTES[self.profile.compute_dtype] + self._frozen_bytes
+        if self.zero_stage <= 1:
+            held += elements * SHARD_GRADIENT_BYTES
+        if self.zero_stage == 0:
+            held += elements * self.sharded_per_element
+        return held
+
+    @property
+    def _narrow(self) -> bool:
+        return self.profile.compute_dtype != "fp32"
+
+    @property
+    def _frozen_bytes(self) -> int:
+        return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
+
+    def without_shares(self, phase: Phase, held: Activations) -> dict[str, FloatArray]:
         """Bytes of `phase` by cause, those apart that depend on the share of the state."""
+        gathered = phase.gathered if self.zero_stage == 3 else ()
+        gradients = phase.gradients if self.zero_stage >= 2 else ()
         fixed = {
+            "replicas": self.replicated_bytes,
             "buffers": self.profile.model.root.buffer_bytes,
-            "gathered": sum(
-                self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in phase.gathered
-            ),
-            "gradients": sum(self.sizes[n].gradient_bytes for n in phase.gradients),
+            "gathered": self.links.padding_bytes
+            + sum(self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in gathered),
+            "gradients": sum(self.sizes[n].gradient_bytes for n in gradients),
         }
         return {cause: np.asarray(size, np.float64) for cause, size in fixed.items()} | {
             "activations": held.kept(phase),
@@ -132,12 +167,12 @@ class MemoryModel:
             "working set": held.working(phase),
         }
 
-    def demands(self, micro: MicroBatches) -> Demands:
+    def demands(self, micro: MicroBatches, mode: Mode) -> Demands:
         """What each choice of `micro` takes in each phase, to compare with any amount of memory."""
-        held = Activations(self.profile.model, micro)
+        held = Activations(self.profile.model, micro, mode)
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.bytes_per_element + 1)
-        fixed = [sum(self.without_state(phase, held).values()) for phase in self.phases]
+        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
+        fixed = [sum(self.without_shares(phase, held).values()) for phase in self.phases]
         spare = [rounding + self._received_bytes(p, one_off) for p in self.phases]
         across = (len(self.phases),) + (1,) * micro.size.ndim
         return Demands(
@@ -151,7 +186,7 @@ class MemoryModel:
     def bytes_per_share(self, phase: Phase) -> int:
         """What `phase` holds more at share 1 than at share 0."""
         whole = {name: size.trainable for name, size in self.sizes.items()}
-        return self.state_bytes + self._received_bytes(phase, whole)
+        return self.sharded_bytes + self._received_bytes(phase, whole)
 
     def ones_are_least(self, largest: int) -> bool:
         """Whether no cut of samples takes less memory than micro-batches of one sample.
@@ -161,18 +196,20 @@ class MemoryModel:
         """
         model, sizes = self.profile.model, np.arange(1, largest + 1)
         curves = [model.root.kept, *(c for k in model.kinds for c in (k.kept, k.gradient))]
-        together = [values_at(curve, sizes) for curve in curves]
+        together = [bytes_at(curve, sizes) for curve in curves]
         return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
-    def peaks(self, micro: MicroBatches, owned: Sequence[Owned]) -> list[dict[str, int]]:
+    def peaks(
+        self, micro: MicroBatches, mode: Mode, owned: Sequence[Owned]
+    ) -> list[dict[str, int]]:
         """Peak by cause, the framework apart, of each entry of `micro` that stores `owned`."""
-        held = Activations(self.profile.model, micro)
+        held = Activations(self.profile.model, micro, mode)
         state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
         moments = []
         for phase in self.phases:
-            causes = {"state": state} | self.without_state(phase, held)
+            causes = {"state": state} | self.without_shares(phase, held)
             causes["gradients"] = causes["gradients"] + np.asarray(
-                [self._received_bytes(phase, o.elements) for o in owned], np.float64
+                [self._received_bytes(phase, dict(o.elements)) for o in owned], np.float64
             )
             moments.append({c: np.broadcast_to(size, state.shape) for c, size in causes.items()})
         totals = [np.sum(list(causes.values()), axis=0) for causes in moments]
@@ -183,36 +220,61 @@ class MemoryModel:
         ]
 
     def _owned_bytes(self, owned: Owned) -> int:
-        elements = sum(n * owned.elements[name] for name, n in self.counts.items())
-        return elements * self.bytes_per_element + owned.frozen_bytes
+        if self.zero_stage == 0:
+            return 0
+        elements = sum(self.counts[name] * n for name, n in owned.elements)
+        frozen = owned.frozen_bytes if self.zero_stage == 3 else 0
+        return elements * self.sharded_per_element + frozen
 
     def _received_bytes(self, phase: Phase, own: Mapping[str, int]) -> int:
         """The buffers in which all ranks' parts of the own interval arrive, to be summed there;
         `own` is the length of that interval by kind."""
+        if self.zero_stage == 0:
+            return 0
         arriving = [own[name] for name in phase.reduced if name in self.links.all_to_all]
         return self.ranks * sum(arriving) * GRADIENT_BYTES
 
 
 class Activations:
-    """What samples hold in each phase, each curve summed once. Whole bytes, rounded up."""
+    """What samples hold in each phase, each curve summed once. Whole bytes, rounded up.
 
-    def __init__(self, model: ModelProfile, micro: MicroBatches) -> None:
+    In layers all micro-batches wait at every call; one after the other, only one does. Without
+    recompute a call leaves its graph behind, and its backward needs so much less for itself. What
+    is kept on the host passes through two buffers of one micro-batch each.
+    """
+
+    def __init__(self, model: ModelProfile, micro: MicroBatches, mode: Mode) -> None:
         self._micro = micro
+        self._mode = mode
         self._root = model.root
         self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
-        self._kept = {name: _up(micro.total(k.kept)) for name, k in self._kinds.items()}
-        self._kept[ROOT] = _up(micro.total(model.root.kept))
-        self._boundary = {name: _up(micro.total(k.gradient)) for name, k in self._kinds.items()}
+        together = micro.bytes if mode.order == "layered" else micro.largest_bytes
+        left = {name: self._left_behind(kind) for name, kind in self._kinds.items()}
+        self._kept = {name: _up(together(curve)) for name, curve in left.items()}
+        self._kept[ROOT] = _up(together(model.root.kept))
+        self._passing = {name: _up(2 * micro.largest_bytes(curve)) for name, curve in left.items()}
+        self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
 
     def kept(self, phase: Phase) -> FloatArray:
-        """Outputs of calls that wait for their backward, of all micro-batches."""
-        return sum(
-            (count * self._kept[name] for name, count in phase.kept),
-            start=np.zeros(self._micro.size.shape),
-        )
+        """What calls leave on the device until their backward."""
+        total = np.zeros(self._micro.size.shape)
+        for name, count in phase.kept:
+            if self._mode.boundary == "host" and name != ROOT:
+                total = total + np.minimum(count * self._kept[name], self._passing[name])
+            else:
+                total = total + count * self._kept[name]
+        return total
+
+    def on_host(self, phase: Phase) -> FloatArray:
+        """What calls leave on the host until their backward."""
+        total = np.zeros(self._micro.size.shape)
+        if self._mode.boundary == "host":
+            for name, count in phase.kept:
+                total = total + (count * self._kept[name] if name != ROOT else 0.0)
+        return total
 
     def boundary(self, phase: Phase) -> FloatArray:
-        """Gradients between two calls, of all micro-batches."""
+        """Gradients between two calls, of all micro-batches that are under way."""
         if phase.boundary is None:
             return np.zeros(self._micro.size.shape)
         return self._boundary[phase.boundary]
@@ -221,26 +283,22 @@ class Activations:
         """What one micro-batch needs while it is computed; they run one after the other."""
         if phase.working is None:
             return np.zeros(self._micro.size.shape)
-        return _up(self._micro.largest(self._curve(*phase.working)))
-
-    def _curve(self, name: str, of: Pass) -> Curve:
+        name, of = phase.working
         if of == "head":
-            return self._root.head
+            return _up(self._micro.largest_bytes(self._root.head))
         kind = self._kinds[name]
-        return kind.forward if of == "forward" else kind.backward
+        if of == "forward":
+            return _up(self._micro.largest_bytes(kind.forward))
+        whole = self._micro.largest_bytes(kind.backward)
+        if kind.saved is None or self._mode.recompute:
+            return _up(whole)
+        return _up(np.maximum(whole - self._micro.largest_bytes(kind.saved), 0.0))
 
-
-def memory_by_worker(
-    profile: Profile, workers: tuple[Worker, ...], links: Links
-) -> tuple[dict[str, int], ...]:
-    """The peak of each worker by cause, exact for the plan's cuts; the sum is the peak."""
-    model = MemoryModel(profile, links, len(workers))
-    owned = owned_by_rank(profile.model, tuple(w.state_share for w in workers))
-    micro = MicroBatches.of([w.samples for w in workers], [w.micro_batch for w in workers])
-    return tuple(
-        causes | {"framework": profile.of_class(worker.device_class).framework_bytes}
-        for worker, causes in zip(workers, model.peaks(micro, owned))
-    )
+    def _left_behind(self, kind: UnitKind) -> Curve:
+        if self._mode.recompute:
+            return kind.kept
+        assert kind.saved is not None, "the mode keeps graphs, which were not measured"
+        return kind.saved
 
 
 def free_bytes(profile: Profile, device_class: str) -> int:

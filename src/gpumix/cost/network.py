@@ -1,23 +1,21 @@
 """How long the collectives of a plan take, and which form each of them has.
 
-`Links` holds, by unit kind and for `ROOT`, the seconds of one gather and of one reduction. Times
-are measured over all ranks; a single rank communicates nothing. As in `engine.comm`, a buffer whose
-intervals are equal goes by the backend's native collective, where that was measured; all others go
-by the form that the plan names.
+`Links` holds, by unit kind and for `ROOT`, the seconds of each gather and reduction. They come from
+a `Wire`: measured over the ranks that ran, or worked out from stated links. As in `engine.comm`, a
+buffer whose intervals are equal goes by the backend's native collective, where there is one; all
+others go by the form that the plan names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from gpumix.cost.curves import value_at
+from gpumix.cost.wire import Operation, Wire
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, cut_sizes
-from gpumix.spec.profile import ROOT, CollectiveTimes, ModelProfile, Profile
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, Sharding, ZeroStage, cut_sizes
+from gpumix.spec.profile import ROOT, ModelProfile, Profile, RankGroup
 
-Operation = Literal["gather", "reduce"]
 GRADIENT_BYTES = 4  # gradients are filled and reduced in fp32
 
 
@@ -39,12 +37,38 @@ class UnitSize:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the state is divided: the ZeRO stage, among whom, by which collectives and shares.
+
+    `shares` is one per rank, or those of one host where each host divides the whole state.
+    """
+
+    zero_stage: ZeroStage
+    sharding: Sharding
+    collectives: Collectives
+    shares: tuple[float, ...]
+
+    @property
+    def group(self) -> RankGroup:
+        """Between whom parameters are gathered."""
+        return "inside" if self.sharding == "host" else "all"
+
+
+@dataclass(frozen=True)
 class Links:
-    """Seconds of each collective by unit kind (and `ROOT`), and who needs a receive buffer."""
+    """Seconds of each collective by unit kind (and `ROOT`), and who needs a receive buffer.
+
+    `gather_s` is of the forward pass, `regather_s` of the backward pass, `reduce_s` of all that
+    happens to a gradient. `contention` is what a collective and computing cost each other.
+    `padding_bytes` is what padded collectives fill beside the units' own buffers.
+    """
 
     gather_s: Mapping[str, float]
+    regather_s: Mapping[str, float]
     reduce_s: Mapping[str, float]
     all_to_all: frozenset[str]
+    contention: float = 0.0
+    padding_bytes: int = 0
 
 
 def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
@@ -53,75 +77,110 @@ def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
     return sizes | {ROOT: UnitSize(model.root.trainable, model.root.frozen_bytes)}
 
 
-def links_for(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
-    """The collectives of a plan with these forms and state shares, one share per rank.
+def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
+    """The collectives of a plan whose state is divided by `layout`.
 
     Raises:
-        InputError: the profile has times for an operation, but not for the form that is needed.
+        InputError: nothing is known of a form that is needed.
     """
-    if len(shares) == 1:
+    moves = _Moves(profile, wire, layout)
+    sizes = unit_sizes(profile.model)
+    gather = {name: moves.gather_s(size) for name, size in sizes.items()}
+    none = dict.fromkeys(sizes, 0.0)
+    if len(layout.shares) == 1 and layout.sharding == "all":
         return free_links(profile.model)
-    gather: dict[str, float] = {}
-    reduce: dict[str, float] = {}
-    all_to_all: set[str] = set()
-    for name, size in unit_sizes(profile.model).items():
-        trainable = _equal(size.trainable, shares)
-        dtype_bytes = DTYPE_BYTES[profile.compute_dtype]
-        form = _form(profile, "gather", collectives.gather, equal=trainable)
-        gather[name] = _seconds(profile, "gather", form, size.trainable * dtype_bytes)
-        # Parameters without gradient lie in a buffer of their own.
-        frozen = _equal(size.frozen_bytes, shares)
-        form = _form(profile, "gather", collectives.gather, equal=frozen)
-        gather[name] += _seconds(profile, "gather", form, size.frozen_bytes)
-        form = _form(profile, "reduce", collectives.reduce, equal=trainable)
-        reduce[name] = _seconds(profile, "reduce", form, size.gradient_bytes)
-        if form == "all_to_all":
-            all_to_all.add(name)
-    return Links(gather, reduce, frozenset(all_to_all))
+    return Links(
+        gather_s=none if layout.zero_stage == 0 else gather,
+        regather_s=gather if layout.zero_stage == 3 else none,
+        reduce_s={name: moves.reduce_s(size) for name, size in sizes.items()},
+        all_to_all=frozenset(n for n, s in sizes.items() if moves.needs_receive_buffer(s)),
+        contention=profile.contention,
+        padding_bytes=moves.padding_bytes(sizes),
+    )
 
 
 def free_links(model: ModelProfile) -> Links:
     """Collectives that take neither time nor memory: those of one rank, and of no network."""
     none = dict.fromkeys(unit_sizes(model), 0.0)
-    return Links(none, none, frozenset())
+    return Links(none, none, none, frozenset())
 
 
-def native_pays(profile: Profile) -> bool:
-    """Whether equal intervals have a collective of their own here."""
-    return any(times.form == "native" for times in profile.network)
+class _Moves:
+    """The collectives of one layout."""
+
+    def __init__(self, profile: Profile, wire: Wire, layout: Layout) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._dtype = profile.compute_dtype
+        self._padding = layout.collectives.padding
+
+    def gather_s(self, size: UnitSize) -> float:
+        """Of a unit's parameters; those without gradient lie in a buffer of their own."""
+        if self._layout.zero_stage == 0:
+            return 0.0
+        trainable = size.trainable * DTYPE_BYTES[self._dtype]
+        seconds = self._seconds("gather", size.trainable, trainable)
+        if self._layout.zero_stage == 3:
+            seconds += self._seconds("gather", size.frozen_bytes, size.frozen_bytes)
+        return seconds
+
+    def reduce_s(self, size: UnitSize) -> float:
+        """Of a unit's gradient, until every owner has the sum over all ranks."""
+        if self._layout.zero_stage == 0:  # to all ranks: to owners, and back
+            both: tuple[Operation, ...] = ("reduce", "gather")
+            return sum(self._seconds(op, size.trainable, size.gradient_bytes) for op in both)
+        seconds = self._seconds("reduce", size.trainable, size.gradient_bytes)
+        if self._layout.sharding == "host":
+            seconds += self._wire.seconds("reduce", "native", "across", size.gradient_bytes)
+        return seconds
+
+    def needs_receive_buffer(self, size: UnitSize) -> bool:
+        """Whether all ranks' parts of the own interval arrive in a buffer of their own."""
+        return self._form("reduce", size.trainable) == "all_to_all"
+
+    def padding_bytes(self, sizes: Mapping[str, UnitSize]) -> int:
+        """The buffers that padded collectives fill beside the units': one gather and one reduction
+        are in flight at a time."""
+        gathers = [
+            s.gathered_bytes(self._dtype)
+            for s in sizes.values()
+            if self._form("gather", s.trainable) == "padded"
+        ]
+        reductions = [
+            s.gradient_bytes
+            for s in sizes.values()
+            if self._form("reduce", s.trainable) == "padded"
+        ]
+        return int(self._padding * (max(gathers, default=0) + max(reductions, default=0)))
+
+    def _seconds(self, operation: Operation, numel: int, size: int) -> float:
+        if not size:
+            return 0.0
+        form = self._form(operation, numel)
+        if form == "padded":
+            return self._wire.seconds(operation, "native", self._layout.group, size * self._padding)
+        return self._wire.seconds(operation, form, self._layout.group, size)
+
+    def _form(self, operation: Operation, numel: int) -> str:
+        """The form of one collective over a buffer of `numel` elements."""
+        layout = self._layout
+        named = layout.collectives.gather if operation == "gather" else layout.collectives.reduce
+        equal = _equal(numel, layout.shares)
+        if equal and self._wire.knows(operation, "native", layout.group):
+            return "native"
+        if named == "native" and not equal:
+            raise InputError(
+                f"the native form of {operation} takes equal intervals only",
+                why="the plan names it for all buffers, and some are cut unequally",
+                fix="plan again from a new profile: `gpumix plan JOB.yaml`",
+            )
+        return named
 
 
 def _equal(numel: int, shares: tuple[float, ...]) -> bool:
+    """Whether a buffer is cut into equal intervals."""
+    if len(set(shares)) == 1:
+        return numel % len(shares) == 0
+    if (max(shares) - min(shares)) * numel > 2:
+        return False  # rounding moves each end of an interval by half an element at most
     return len(set(cut_sizes(numel, shares))) == 1
-
-
-def _form(profile: Profile, operation: Operation, named: str, *, equal: bool) -> str:
-    """The form of one collective; `named` is the plan's."""
-    if equal and any(t.form == "native" for t in _measured(profile, operation)):
-        return "native"
-    if named == "native" and not equal:
-        raise InputError(
-            f"the native form of {operation} takes equal intervals only",
-            why="the plan names it for all buffers, and some are cut unequally",
-            fix="plan again from a new profile: `gpumix plan JOB.yaml`",
-        )
-    return named
-
-
-def _measured(profile: Profile, operation: Operation) -> list[CollectiveTimes]:
-    return [t for t in profile.network if t.operation == operation]
-
-
-def _seconds(profile: Profile, operation: Operation, form: str, size: int) -> float:
-    """Seconds of one collective of `size` bytes; 0 where the operation was not measured at all."""
-    measured = _measured(profile, operation)
-    if not measured:
-        return 0.0
-    for times in measured:
-        if times.form == form:
-            return value_at(times.times, size)
-    raise InputError(
-        f"the profile has no times for the '{form}' form of {operation}",
-        why=f"it holds {', '.join(sorted(t.form for t in measured))}, but this plan needs '{form}'",
-        fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-    )

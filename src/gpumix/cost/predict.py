@@ -6,19 +6,31 @@ in `cost.time`, memory the moments in `cost.phases`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import memory_by_worker, usable_bytes
-from gpumix.cost.network import Links, free_links, links_for
-from gpumix.cost.time import (
-    backward_seconds,
-    exposed_seconds,
-    forward_seconds,
-    optimizer_seconds,
+from gpumix.cost.memory import (
+    Activations,
+    MemoryModel,
+    Owned,
+    owned_by_rank,
+    usable_bytes,
 )
+from gpumix.cost.network import Layout, Links, free_links, links_for
+from gpumix.cost.time import (
+    can,
+    exposed_seconds,
+    optimizer_seconds,
+    pass_seconds,
+    passes_meet,
+)
+from gpumix.cost.wire import wire_for
+from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction, Worker, WorkerPrediction
+from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import ROOT, Profile
 
 
@@ -29,35 +41,157 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
-            class or a collective form of the plan.
+            class, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
-    workers = plan.workers
-    links = links_for(profile, plan.collectives, tuple(w.state_share for w in workers))
-    forward, backward = _passes(profile, workers, links)
-    free_forward, free_backward = _passes(profile, workers, free_links(profile.model))
-    optimizer = [optimizer_seconds(profile, w.device_class) * w.state_share for w in workers]
-    exposed = exposed_seconds(profile, links)
-    step = exposed + float(forward.max()) + float(backward.max()) + max(optimizer)
-    hidden = float(free_forward.max() + free_backward.max()) + max(optimizer)
-    memory = memory_by_worker(profile, workers, links)
-    return Prediction(
-        step_s=step,
-        tokens_per_s=plan.global_batch * plan.sequence_length / step if step > 0 else float("inf"),
-        exposed_communication_s=max(0.0, step - hidden - profile.step_overhead_s),
-        workers=tuple(
-            WorkerPrediction(
-                device=worker.device,
-                forward_s=float(forward[rank]),
-                backward_s=float(backward[rank]),
-                optimizer_s=optimizer[rank],
-                busy_s=float(free_forward[rank] + free_backward[rank]) + optimizer[rank],
-                memory_bytes=memory[rank],
-                memory_limit_bytes=usable_bytes(profile.cluster.class_named(worker.device_class)),
+    return _Step(profile, plan).prediction()
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Workers that compute alike: one class, one mode."""
+
+    device_class: str
+    mode: Mode
+    ranks: list[int]
+    micro: MicroBatches
+
+
+class _Step:
+    """One step of a plan. Workers that are alike are counted once, however many there are."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile = profile
+        self._plan = plan
+        self._workers = plan.workers
+        shares = shares_of_group(plan)
+        layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares)
+        self._links = links_for(profile, wire_for(profile, devices_of(plan)), layout)
+        self._memory = MemoryModel(profile, self._links, len(shares), plan.zero_stage)
+
+    def prediction(self) -> Prediction:
+        plan, workers = self._plan, self._workers
+        forward, backward = self._passes(self._links)
+        free_forward, free_backward = self._passes(free_links(self._profile.model))
+        update = self._updates()
+        step = self._longest(forward, backward) + float(update.max())
+        step += exposed_seconds(self._profile, self._links)
+        hidden = self._longest(free_forward, free_backward) + float(update.max())
+        busy = free_forward + free_backward + update
+        peaks, host = self._peaks()
+        limits = {c.name: usable_bytes(c) for c in self._profile.cluster.classes}
+        tokens = plan.global_batch * plan.sequence_length
+        return Prediction(
+            step_s=step,
+            tokens_per_s=tokens / step if step > 0 else float("inf"),
+            exposed_communication_s=max(0.0, step - hidden - self._profile.step_overhead_s),
+            workers=tuple(
+                WorkerPrediction.model_construct(  # for it may be one of very many
+                    device=worker.device,
+                    forward_s=float(forward[rank]),
+                    backward_s=float(backward[rank]),
+                    optimizer_s=float(update[rank]),
+                    busy_s=float(busy[rank]),
+                    memory_bytes=peaks[rank],
+                    memory_limit_bytes=limits[worker.device_class],
+                    host_bytes=host[rank],
+                )
+                for rank, worker in enumerate(workers)
+            ),
+        )
+
+    def _longest(self, forward: FloatArray, backward: FloatArray) -> float:
+        if passes_meet(self._plan.zero_stage):
+            return float(forward.max()) + float(backward.max())
+        return float((forward + backward).max())
+
+    def _passes(self, links: Links) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward seconds of each worker, in their order."""
+        forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
+        for alike in self._alike():
+            forward[alike.ranks], backward[alike.ranks] = pass_seconds(
+                self._profile, alike.device_class, links, alike.micro, alike.mode
             )
-            for rank, worker in enumerate(workers)
-        ),
+        return forward, backward
+
+    def _updates(self) -> FloatArray:
+        whole = {c.name: 0.0 for c in self._profile.cluster.classes}
+        whole |= {
+            name: optimizer_seconds(self._profile, name)
+            for name in {w.device_class for w in self._workers}
+        }
+        replicated = self._plan.zero_stage == 0
+        return np.asarray(
+            [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in self._workers]
+        )
+
+    def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
+        """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
+        owned = self._owned()
+        peaks: list[dict[str, int]] = [{}] * len(self._workers)
+        host = [0] * len(self._workers)
+        for alike in self._alike():
+            framework = self._profile.of_class(alike.device_class).framework_bytes
+            same: dict[object, list[int]] = {}
+            for rank in alike.ranks:
+                worker = self._workers[rank]
+                same.setdefault((worker.samples, worker.micro_batch, owned[rank]), []).append(rank)
+            first = [self._workers[ranks[0]] for ranks in same.values()]
+            micro = MicroBatches.of([w.samples for w in first], [w.micro_batch for w in first])
+            found = self._memory.peaks(micro, alike.mode, [owned[r[0]] for r in same.values()])
+            held = Activations(self._profile.model, micro, alike.mode)
+            most = np.max([held.on_host(p) for p in self._memory.phases], axis=0)
+            for ranks, peak, kept in zip(same.values(), found, most):
+                causes = peak | {"framework": framework}
+                for rank in ranks:
+                    peaks[rank], host[rank] = causes, int(kept)
+        return peaks, host
+
+    def _owned(self) -> list[Owned]:
+        if self._plan.sharding == "all":
+            return list(owned_by_rank(self._profile.model, self._plan.stages[0].shares))
+        owned: dict[int, Owned] = {}
+        for ranks in by_host(self._workers).values():
+            shares = tuple(self._workers[rank].state_share for rank in ranks)
+            owned |= dict(zip(ranks, owned_by_rank(self._profile.model, shares)))
+        return [owned[rank] for rank in range(len(self._workers))]
+
+    def _alike(self) -> Iterator[_Alike]:
+        groups: dict[tuple[str, Mode], list[int]] = {}
+        for rank, worker in enumerate(self._workers):
+            groups.setdefault((worker.device_class, worker.mode), []).append(rank)
+        for (name, mode), ranks in groups.items():
+            samples = [self._workers[rank].samples for rank in ranks]
+            sizes = [self._workers[rank].micro_batch for rank in ranks]
+            yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes))
+
+
+def devices_of(plan: Plan) -> tuple[Device, ...]:
+    """The devices of a plan, as far as links depend on them."""
+    return tuple(
+        Device.model_construct(id=w.device, device_class=w.device_class, host=w.host, ordinal=0)
+        for w in plan.workers
     )
+
+
+def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
+    """The ranks on each host."""
+    found: dict[str, list[int]] = {}
+    for rank, worker in enumerate(workers):
+        found.setdefault(worker.host, []).append(rank)
+    return found
+
+
+def shares_of_group(plan: Plan) -> tuple[float, ...]:
+    """The shares of those that divide the state between them; of several hosts, those that are the
+    least even, for all wait for them."""
+    if plan.sharding == "all":
+        return plan.stages[0].shares
+    groups = [
+        tuple(plan.workers[rank].state_share for rank in ranks)
+        for ranks in by_host(plan.workers).values()
+    ]
+    return max(groups, key=lambda shares: (max(shares) * len(shares), len(shares)))
 
 
 def check_match(profile: Profile, plan: Plan) -> None:
@@ -76,8 +210,15 @@ def check_match(profile: Profile, plan: Plan) -> None:
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
                 fix="plan again from this profile: `gpumix plan JOB.yaml`",
             )
-    for name in sorted({w.device_class for w in plan.workers}):
+    for name, mode in sorted(
+        {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
+    ):
         check_class(profile, name)
+        if not can(profile, name, mode):
+            raise InputError(
+                f"the profile does not say what class '{name}' takes to {mode.describe()}",
+                fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
 
 
 def check_class(profile: Profile, name: str) -> None:
@@ -98,19 +239,3 @@ def check_class(profile: Profile, name: str) -> None:
             f"the profile has no times of unit '{min(missing)}' on device class '{name}'",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
-
-
-def _passes(
-    profile: Profile, workers: tuple[Worker, ...], links: Links
-) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward seconds of each worker, in their order."""
-    forward, backward = np.zeros(len(workers)), np.zeros(len(workers))
-    for name in sorted({w.device_class for w in workers}):
-        ranks = [rank for rank, w in enumerate(workers) if w.device_class == name]
-        micro = MicroBatches.of(
-            [workers[rank].samples for rank in ranks], [workers[rank].micro_batch for rank in ranks]
-        )
-        times = profile.of_class(name).units
-        forward[ranks] = forward_seconds(profile.model, times, links, micro)
-        backward[ranks] = backward_seconds(profile.model, times, links, micro)
-    return forward, backward

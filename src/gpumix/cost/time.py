@@ -23,45 +23,46 @@ The maxima are taken apart because ranks wait for one another at the turn from f
 (nobody's first backward reduction ends before everybody has come there) and before the optimizer.
 Within a pass every rank's own sum counts: ranks drift by a call or so and need not meet at each.
 A rank without samples still takes part in every collective. All times are seconds.
+
+Below ZeRO stage 3 parameters stay gathered, so the backward gathers nothing; at stage 0 nothing is
+gathered at all, and R is an all-reduce. At stages 0 and 1 every rank has room for all gradients, so
+no reduction has to end before the next unit goes on, and ranks meet only at the end: there the
+longest sum of forward and backward counts. A worker that runs its micro-batches one after the other
+(`sequential`) hides gathers behind its first forward only, reductions behind its last backward.
+
+What runs at the same time is not free: max(a, b) above stands for max(a, b) + c min(a, b), where
+the profile's contention c is between 0 (perfect overlap) and 1 (none). Inputs that are kept on the
+host are copied beside it all: a call takes no less than its copies.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, MicroBatches
+from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.network import Links
-from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitTimes
+from gpumix.spec.curve import Curve
+from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
 
 NOTHING = ""  # in the place of a unit kind: no collective runs
 
 
-def forward_seconds(
-    model: ModelProfile, times: Mapping[str, UnitTimes], links: Links, micro: MicroBatches
-) -> FloatArray:
-    """Seconds of the forward pass for each worker, or each choice, of `micro`."""
-    compute = {name: micro.total(times[name].forward) for name in set(model.kind_of_call)}
-    first = links.gather_s[model.kind_of_call[0]]
-    total = np.maximum(micro.total(times[ROOT].forward), first)
-    for (kind, gathered), count in _forward_calls(model).items():
-        total = total + count * np.maximum(compute[kind], links.gather_s.get(gathered, 0.0))
-    return total
+def pass_seconds(
+    profile: Profile, name: str, links: Links, micro: MicroBatches, mode: Mode
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of the forward and of the backward pass, the head and loss with the latter, for each
+    worker, or each choice, of `micro` on a device of class `name`."""
+    work = _Work(profile.model, profile.of_class(name), links, micro, mode)
+    return work.forward_seconds(), work.backward_seconds()
 
 
-def backward_seconds(
-    model: ModelProfile, times: Mapping[str, UnitTimes], links: Links, micro: MicroBatches
-) -> FloatArray:
-    """Seconds of the head, the loss and the backward pass, recompute included."""
-    compute = {name: micro.total(times[name].backward) for name in set(model.kind_of_call)}
-    last = links.gather_s[model.kind_of_call[-1]]
-    total = np.maximum(micro.total(times[ROOT].backward), last)
-    for (kind, gathered, reduced), count in _backward_calls(model).items():
-        moved = links.gather_s.get(gathered, 0.0) + links.reduce_s.get(reduced, 0.0)
-        total = total + count * np.maximum(compute[kind], moved)
-    return total
+def passes_meet(zero_stage: ZeroStage) -> bool:
+    """Whether all ranks wait for one another between forward and backward."""
+    return zero_stage >= 2
 
 
 def exposed_seconds(profile: Profile, links: Links) -> float:
@@ -74,6 +75,80 @@ def exposed_seconds(profile: Profile, links: Links) -> float:
 def optimizer_seconds(profile: Profile, device_class: str) -> float:
     """Seconds that a device of this class would need to update the whole model."""
     return profile.of_class(device_class).optimizer_s_per_element * profile.model.parameters
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What devices of one class do in a step, with these links."""
+
+    model: ModelProfile
+    device: ClassProfile
+    links: Links
+    micro: MicroBatches
+    mode: Mode
+
+    def forward_seconds(self) -> FloatArray:
+        kinds, first = self.model.kind_of_call, self.micro.size
+        moved = self.links.gather_s
+        total = self._beside(self.device.units[ROOT].forward, moved[kinds[0]], first)
+        for (kind, gathered), count in _forward_calls(self.model).items():
+            computed = self._beside(
+                self.device.units[kind].forward, moved.get(gathered, 0.0), first
+            )
+            total = total + count * np.maximum(computed, self._copied(kind))
+        return total
+
+    def backward_seconds(self) -> FloatArray:
+        kinds, last = self.model.kind_of_call, self.micro.last
+        gathers, reductions = self.links.regather_s, self.links.reduce_s
+        total = self._beside(self.device.units[ROOT].backward, gathers[kinds[-1]], last)
+        for (kind, gathered, reduced), count in _backward_calls(self.model).items():
+            moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
+            computed = self._beside(self._backward(kind), moved, last)
+            total = total + count * np.maximum(computed, self._copied(kind))
+        return total
+
+    def _backward(self, kind: str) -> Curve:
+        times = self.device.units[kind]
+        if self.mode.recompute:
+            return times.backward
+        assert times.gradient is not None, "the mode keeps graphs, which were not measured"
+        return times.gradient
+
+    def _beside(self, curve: Curve, moved_s: float, beside: IntArray) -> FloatArray:
+        """All micro-batches, with a collective beside them: in layers, beside all of them; one
+        after the other, beside the one of size `beside` alone."""
+        table = seconds_at(curve, np.arange(int(self.micro.size.max(initial=0)) + 1))
+        computed = self.micro.over_all(table)
+        if moved_s == 0.0:
+            return computed
+        at_once = computed if self.mode.order == "layered" else table[beside]
+        both = np.maximum(at_once, moved_s)
+        both = both + self.links.contention * np.minimum(at_once, moved_s)
+        return computed + (both - at_once)
+
+    def _copied(self, kind: str) -> FloatArray | float:
+        """Seconds to copy what a call leaves behind to the host, or back."""
+        if self.mode.boundary == "device":
+            return 0.0
+        assert self.device.host_copy is not None, "the mode copies, which was not measured"
+        sizes = np.arange(int(self.micro.size.max(initial=0)) + 1)
+        kept = bytes_at(self.model.kind(kind).kept, sizes)
+        return self.micro.over_all(seconds_at(self.device.host_copy, kept))
+
+
+def can(profile: Profile, device_class: str, mode: Mode) -> bool:
+    """Whether enough was measured of a class to predict what it does in this mode."""
+    device = profile.of_class(device_class)
+    if mode.boundary == "host" and device.host_copy is None:
+        return False
+    if mode.recompute:
+        return True
+    kinds = set(profile.model.kind_of_call)
+    return all(
+        profile.model.kind(k).saved is not None and device.units[k].gradient is not None
+        for k in kinds
+    )
 
 
 def _forward_calls(model: ModelProfile) -> Counter[tuple[str, str]]:

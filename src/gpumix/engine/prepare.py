@@ -25,6 +25,7 @@ from gpumix.engine.weights import load_buffers, source_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
+from gpumix.spec.space import ENGINE
 
 # Where modules keep what they register; recurrent ones look there for weights that were replaced.
 REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
@@ -126,6 +127,11 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             "the plan was made for another model",
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
+        )
+    if missing := ENGINE.missing(plan):
+        raise InputError(
+            f"the engine does not run this plan: {missing}",
+            fix="make a plan that it runs: gpumix plan JOB.yaml",
         )
     if len(plan.workers) != comm.world:
         raise InputError(

@@ -3,91 +3,141 @@
 The limits usually allow more samples than the batch has. The surplus is taken where it balances
 best: the time without communication of the busiest device is made as small as possible. The state
 is then spread as evenly as room and the update's limit allow, and each device runs the micro-batch
-that keeps it least busy. Devices of a class are alike: the first by id gets the most samples.
-Ties go by class name, then device id.
+and mode that keep it least busy. Devices of a class are alike: the first by id gets the most
+samples. Ties go by class name, then device id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray
+from gpumix.cost.curves import FloatArray, IntArray
 from gpumix.planner.base import Part
-from gpumix.planner.options import ClassOptions, Limits
-from gpumix.planner.search import Choice, level, update_speed
+from gpumix.planner.options import Limits, Member, PoolOptions
+from gpumix.planner.search import Choice, level
+from gpumix.planner.setting import Setting
 
-Counts = list[list[int]]  # samples by class, by device
+
+@dataclass(frozen=True)
+class _Row:
+    """The devices of one class in all pools that are alike.
+
+    `most` and `samples` have shape [pools, devices].
+    """
+
+    member: Member
+    most: IntArray
+    busy_s: FloatArray
 
 
-def parts(options: Sequence[ClassOptions], choice: Choice, batch: int) -> list[list[Part]]:
-    """The part of each device of each class, in the order of `options`."""
-    counts = balanced(options, choice, batch)
-    shares = iter(_shares(options, counts, choice.limits).tolist())
-    return [
-        [_part(o, samples, next(shares), choice.limits) for samples in row]
-        for o, row in zip(options, counts)
+def parts(
+    setting: Setting, pools: Sequence[PoolOptions], choice: Choice, batch: int
+) -> dict[str, Part]:
+    """The part of each device by id."""
+    rows = [
+        _Row(member, _spread(runs, pool.alike), _least_busy(member, choice.limits))
+        for pool, chosen in zip(pools, choice.samples)
+        for member, runs in zip(pool.members, chosen)
     ]
+    counts = iter(_balanced(rows, batch))
+    given: dict[str, Part] = {}
+    for pool, kind in zip(pools, setting.pools):
+        of_pool = [next(counts) for _ in pool.members]
+        shares = _shares(setting, pool, of_pool, choice.limits)
+        for member, (_, devices), samples, share in zip(
+            pool.members, kind.classes, of_pool, shares
+        ):
+            made: dict[tuple[int, float], Part] = {}
+            for names, some, parts_of in zip(devices, samples.tolist(), share.tolist()):
+                for device, n, s in zip(names, some, parts_of):
+                    if (n, s) not in made:
+                        made[n, s] = _part(member, n, s, choice.limits)
+                    given[device.id] = made[n, s]
+    return given
 
 
-def balanced(options: Sequence[ClassOptions], choice: Choice, batch: int) -> Counts:
+def _spread(runs: Sequence[tuple[int, int]], alike: int) -> IntArray:
+    """The most samples of each device, the largest first, the same in all pools."""
+    each = np.repeat([n for n, _ in runs], [count for _, count in runs])
+    return np.tile(np.sort(each)[::-1], (alike, 1))
+
+
+def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
     """Samples that add up to `batch`, none more than the choice, the busiest device least busy."""
-    busy = [_least_busy(o, choice.limits) for o in options]
-    levels = np.unique(np.concatenate(busy))
+    levels = np.unique(np.concatenate([row.busy_s for row in rows]))
     low, high = 0, len(levels) - 1
     while low < high:
         middle = (low + high) // 2
-        if sum(map(sum, _within(options, choice, busy, float(levels[middle])))) >= batch:
+        if sum(int(_within(row, float(levels[middle])).sum()) for row in rows) >= batch:
             high = middle
         else:
             low = middle + 1
     floor = float(levels[low - 1]) if low else -1.0
-    counts = _within(options, choice, busy, float(levels[low]))
-    return _trimmed(counts, _within(options, choice, busy, floor), batch)
+    counts = [_within(row, float(levels[low])) for row in rows]
+    return _trimmed(counts, [_within(row, floor) for row in rows], batch)
 
 
-def _least_busy(options: ClassOptions, limits: Limits) -> FloatArray:
+def _least_busy(member: Member, limits: Limits) -> FloatArray:
     """Seconds without communication for each row of samples, never falling as samples grow."""
+    options = member.options
     allowed = np.where(options.allowed(limits), options.busy_s, np.inf)
     least: FloatArray = np.minimum.reduceat(allowed, options.starts)
     rising: FloatArray = np.minimum.accumulate(least[::-1])[::-1]
     return rising
 
 
-def _within(
-    options: Sequence[ClassOptions], choice: Choice, busy: Sequence[FloatArray], seconds: float
-) -> Counts:
+def _within(row: _Row, seconds: float) -> IntArray:
     """The most samples that each device does in `seconds` without exceeding its choice."""
-    counts = []
-    for o, most, times in zip(options, choice.samples, busy):
-        row = int(np.searchsorted(times, seconds, side="right")) - 1
-        reach = int(o.rows[row]) if row >= 0 else 0
-        counts.append([min(limit, reach) for limit in most])
-    return counts
+    place = int(np.searchsorted(row.busy_s, seconds, side="right")) - 1
+    reach = int(row.member.options.rows[place]) if place >= 0 else 0
+    return np.minimum(row.most, reach)
 
 
-def _trimmed(counts: Counts, floor: Counts, batch: int) -> Counts:
+def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[IntArray]:
     """Take the surplus one sample a round from each device above its floor, the last first."""
-    surplus = sum(map(sum, counts)) - batch
-    places = [(c, d) for c, row in enumerate(counts) for d in range(len(row))][::-1]
+    taken = np.concatenate([c.ravel() for c in counts])
+    least = np.concatenate([f.ravel() for f in floor])
+    surplus = int(taken.sum()) - batch
     while surplus > 0:
-        for c, d in places:
-            if surplus > 0 and counts[c][d] > floor[c][d]:
-                counts[c][d] -= 1
-                surplus -= 1
-    return [sorted(row, reverse=True) for row in counts]
+        above = np.flatnonzero(taken > least)[::-1][:surplus]
+        taken[above] -= 1
+        surplus -= len(above)
+    ends = np.cumsum([c.size for c in counts])[:-1]
+    return [
+        -np.sort(-part.reshape(c.shape), axis=1) for part, c in zip(np.split(taken, ends), counts)
+    ]
 
 
-def _shares(options: Sequence[ClassOptions], counts: Counts, limits: Limits) -> FloatArray:
+def _shares(
+    setting: Setting, pool: PoolOptions, counts: Sequence[IntArray], limits: Limits
+) -> Iterator[FloatArray]:
     """State shares, as even as the room beside the samples and the update's limit allow."""
-    room = np.concatenate([o.capacity_of(row, limits) for o, row in zip(options, counts)])
-    update = level(room, update_speed(options))
-    pace = np.repeat([o.most_share(update) for o in options], [o.devices for o in options])
+    width = [c.shape[1] for c in counts]
+    if setting.zero_stage == 0:
+        whole = sum(c.size for c in counts)
+        return (np.full(c.shape, 1.0 / whole) for c in counts)
+    room = np.concatenate([m.room_of(c, limits) for m, c in zip(pool.members, counts)], axis=1)
+    speed = np.repeat([m.options.update_speed for m in pool.members], width)
+    kinds, which = np.unique(room, axis=0, return_inverse=True)
+    filled = np.stack([_filled(most, speed, pool, width) for most in kinds])
+    return iter(np.split(filled[which.ravel()], np.cumsum(width)[:-1], axis=1))
+
+
+def _filled(
+    room: FloatArray, speed: FloatArray, pool: PoolOptions, width: Sequence[int]
+) -> FloatArray:
+    update = level(room, speed)
+    pace = np.repeat([m.options.most_share(update) for m in pool.members], width)
     most: FloatArray = np.minimum(room, pace)
     return most.clip(max=level(most, np.ones(len(most))))
 
 
-def _part(options: ClassOptions, samples: int, share: float, limits: Limits) -> Part:
+def _part(member: Member, samples: int, share: float, limits: Limits) -> Part:
+    options = member.options
     option = options.pick(samples, share, limits)
-    return Part(samples, int(options.micro_batch[option]), share)
+    return Part(
+        samples, int(options.micro_batch[option]), share, options.modes[options.mode[option]]
+    )

@@ -1,7 +1,7 @@
 """What a strategy is: a function from a profile and a request to a plan.
 
-Every device that is asked for appears in the plan, in rank order: by host, by ordinal, by id. So
-the order in which a cluster lists its devices never matters.
+Every device that takes part appears in the plan, in rank order: by host, by ordinal, by id. So the
+order in which a cluster lists its devices never matters.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from gpumix.cost.memory import MemoryModel
-from gpumix.cost.network import Links, links_for
 from gpumix.cost.predict import check_class, predict
+from gpumix.planner.setting import Setting
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction, Stage, Worker
+from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import ENGINE, Space
 
 
 class PlanRequest(Value):
-    """What is to be planned: a global batch over `devices` (ids; all of the cluster if empty)."""
+    """What is to be planned: a global batch over `devices` (ids; all of the cluster if empty), with
+    the techniques of `space`."""
 
     global_batch: int = Field(gt=0, description="samples per step over all devices")
     devices: tuple[str, ...] = ()
+    space: Space = ENGINE
 
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
@@ -38,40 +40,7 @@ class Part:
     samples: int
     micro_batch: int
     share: float
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A profile over chosen devices: what all searches begin with.
-
-    With `equal_shares` every device stores as much, and native collectives serve where they can.
-    """
-
-    profile: Profile
-    devices: tuple[Device, ...]
-    equal_shares: bool
-    links: Links
-    memory: MemoryModel
-
-    @classmethod
-    def of(cls, profile: Profile, devices: tuple[Device, ...], *, equal_shares: bool) -> Setting:
-        ranks = len(devices)
-        # All unequal shares cost the same: those of one owner stand for them.
-        shares = (1.0 / ranks,) * ranks if equal_shares else (1.0, *(0.0,) * (ranks - 1))
-        links = links_for(profile, profile.collectives, shares)
-        return cls(profile, devices, equal_shares, links, MemoryModel(profile, links, ranks))
-
-    @property
-    def classes(self) -> dict[str, tuple[Device, ...]]:
-        """The devices of each class by id, the classes by name."""
-        names = sorted({d.device_class for d in self.devices})
-        ordered = sorted(self.devices, key=lambda d: d.id)
-        return {name: tuple(d for d in ordered if d.device_class == name) for name in names}
-
-    def largest_micro_batch(self, name: str, samples: int) -> int:
-        """The largest micro-batch that class `name` may run of so many samples."""
-        limit = self.profile.of_class(name).largest_micro_batch
-        return samples if limit is None else min(samples, limit)
+    mode: Mode = PLAIN
 
 
 def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
@@ -95,18 +64,24 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
 
 
 def assemble(
-    setting: Setting, *, strategy: str, global_batch: int, parts: Mapping[str, Part]
+    setting: Setting,
+    *,
+    strategy: str,
+    global_batch: int,
+    parts: Mapping[str, Part],
+    bound_s: float | None = None,
 ) -> Plan:
     """The plan that gives each device (by id) its part, with what the cost model expects of it."""
     profile = setting.profile
     workers = tuple(
-        Worker(
+        Worker.model_construct(  # for it may be one of very many
             device=device.id,
             device_class=device.device_class,
             host=device.host,
             samples=parts[device.id].samples,
             micro_batch=parts[device.id].micro_batch,
             state_share=parts[device.id].share,
+            mode=parts[device.id].mode,
         )
         for device in setting.devices
     )
@@ -117,10 +92,16 @@ def assemble(
         global_batch=global_batch,
         compute_dtype=profile.compute_dtype,
         stages=(Stage(units=profile.model.calls, workers=workers),),
-        collectives=profile.collectives,
+        zero_stage=setting.zero_stage,
+        sharding=setting.sharding,
+        collectives=setting.collectives,
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
+        estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),
     )
-    return plan.model_copy(update={"prediction": predict(profile, plan)})
+    expected = predict(profile, plan)
+    if bound_s is not None:
+        bound_s = min(bound_s, expected.step_s)
+    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
 
 
 def predicted(plan: Plan) -> Prediction:

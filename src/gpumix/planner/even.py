@@ -1,18 +1,23 @@
 """The plan that ignores differences: equal batches, equal shares, one micro-batch for all.
 
 This is what DDP, FSDP and DeepSpeed do. The micro-batch is the largest that fits on the device with
-the least room.
+the least room; of the ZeRO stages and modes that are allowed the fastest is taken, the same for all
+devices.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Owned, free_bytes, owned_by_rank, usable_bytes
-from gpumix.planner.base import Part, PlanRequest, Setting, assemble, ranked_devices
+from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.setting import Setting
+from gpumix.planner.weigh import Load, even_settings, step_seconds
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
 
@@ -25,7 +30,6 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: a device cannot hold its part even at micro-batches of one sample.
     """
     devices = ranked_devices(profile, request)
-    setting = Setting.of(profile, devices, equal_shares=True)
     ranks, batch = len(devices), request.global_batch
     if batch < ranks:
         raise InputError(
@@ -34,61 +38,85 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         )
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]
-    micro_batch = _largest_micro_batch(setting, samples)
+    tried = [
+        _Even.of(setting, mode, samples)
+        for setting, mode in even_settings(profile, devices, request.space)
+    ]
+    fitting = [way for way in tried if way.micro_batch is not None]
+    if not fitting:
+        raise _too_large(tried)
+    best = min(fitting, key=lambda way: way.step_s)
+    assert best.micro_batch is not None
     return assemble(
-        setting,
+        best.setting,
         strategy="even",
         global_batch=batch,
         parts={
-            device.id: Part(count, min(micro_batch, count), 1.0 / ranks)
+            device.id: Part(count, min(best.micro_batch, count), 1.0 / ranks, best.mode)
             for device, count in zip(devices, samples)
         },
     )
 
 
-def _largest_micro_batch(setting: Setting, samples: list[int]) -> int:
-    """The largest micro-batch that every device runs within its memory."""
-    most = min(setting.largest_micro_batch(name, max(samples)) for name in setting.classes)
-    sizes = np.arange(1, most + 1)
-    fits = np.ones(most, dtype=bool)
-    shares = (1.0 / len(samples),) * len(samples)
-    owned = owned_by_rank(setting.profile.model, shares)
-    worst: dict[str, int] = {}
-    for rank, name, count in _distinct(setting, samples, owned):
-        over = _excess(setting, name, owned[rank], count, sizes)
-        fits &= over <= 0
-        worst[name] = max(worst.get(name, 0), int(over.min()))
-    if fits.any():
-        return int(sizes[fits].max())
-    raise _too_large(setting, worst)
+@dataclass(frozen=True)
+class _Even:
+    """Equal parts in one setting and mode: the largest micro-batch that fits all, if there is one,
+    and by how many bytes the best one of each class exceeds its memory."""
+
+    setting: Setting
+    mode: Mode
+    micro_batch: int | None
+    step_s: float
+    excess: dict[str, int]
+
+    @classmethod
+    def of(cls, setting: Setting, mode: Mode, samples: list[int]) -> _Even:
+        most = min(setting.largest_micro_batch(name, max(samples)) for name in setting.classes)
+        sizes = np.arange(1, most + 1)
+        fits = np.ones(most, dtype=bool)
+        share = 1.0 / len(samples)
+        owned = owned_by_rank(setting.profile.model, (share,) * len(samples))
+        worst: dict[str, int] = {}
+        distinct = _distinct(setting, samples, owned)
+        for rank, name, count in distinct:
+            over = _excess(setting, name, mode, owned[rank], count, sizes)
+            fits &= over <= 0
+            worst[name] = max(worst.get(name, 0), int(over.min()))
+        if not fits.any():
+            return cls(setting, mode, None, float("inf"), worst)
+        size = int(sizes[fits].max())
+        loads = {Load(name, n, min(size, n), share, mode) for _, name, n in distinct}
+        return cls(setting, mode, size, step_seconds(setting, loads), worst)
 
 
 def _distinct(
     setting: Setting, samples: list[int], owned: tuple[Owned, ...]
 ) -> list[tuple[int, str, int]]:
     """One rank, with its class and samples, for all that hold the same."""
-    found: dict[tuple[object, ...], tuple[int, str, int]] = {}
+    found: dict[tuple[str, int, Owned], int] = {}
     for rank, (device, count, own) in enumerate(zip(setting.devices, samples, owned)):
-        key = (device.device_class, count, tuple(own.elements.items()), own.frozen_bytes)
-        found.setdefault(key, (rank, device.device_class, count))
-    return list(found.values())
+        found.setdefault((device.device_class, count, own), rank)
+    return [(rank, name, count) for (name, count, _), rank in found.items()]
 
 
-def _excess(setting: Setting, name: str, owned: Owned, samples: int, sizes: IntArray) -> IntArray:
+def _excess(
+    setting: Setting, name: str, mode: Mode, owned: Owned, samples: int, sizes: IntArray
+) -> IntArray:
     """Bytes by which a device of class `name` exceeds its memory, for each micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
-    peaks = setting.memory.peaks(micro, [owned] * len(sizes))
+    peaks = setting.memory.peaks(micro, mode, [owned] * len(sizes))
     return np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, name)
 
 
-def _too_large(setting: Setting, worst: dict[str, int]) -> NoFeasiblePlanError:
-    short = {name: over for name, over in worst.items() if over > 0}
+def _too_large(tried: list[_Even]) -> NoFeasiblePlanError:
+    best = min(tried, key=lambda way: (max(way.excess.values()), way.setting.zero_stage))
+    short = {name: over for name, over in best.excess.items() if over > 0}
     if not short:
         return NoFeasiblePlanError(
             "an even plan does not fit: no one micro-batch fits all devices",
             fix="use `strategy: optimal`, which gives each device its own",
         )
-    cluster = setting.profile.cluster
+    cluster = best.setting.profile.cluster
     name = max(short, key=lambda n: (short[n], n))
     each = "; ".join(
         f"{n} is short of {over} bytes ({show_bytes(over)}) of the "
@@ -97,6 +125,7 @@ def _too_large(setting: Setting, worst: dict[str, int]) -> NoFeasiblePlanError:
     )
     return NoFeasiblePlanError(
         f"an even plan does not fit: device class '{name}' is short of {short[name]} bytes",
-        why=f"{each}, at the best micro-batch and with a {len(setting.devices)}th of the state",
+        why=f"{each}, at the best micro-batch and with a {len(best.setting.devices)}th of the "
+        "state",
         fix="use `strategy: optimal`, which gives devices with less memory less of it",
     )

@@ -2,8 +2,9 @@
 
 Under limits on time a class has a *staircase*: the more samples a device takes, the less of the
 state it has room for. Each device gets one step; fewer samples than its step allows are always
-possible. The question is a knapsack: shares that add up to 1, samples that add up to the batch.
-A linear relaxation answers it nearly always, at once; a dynamic programme decides the rest exactly.
+possible. The question is a knapsack in each pool: shares that add up to 1, samples that add up to
+the batch over all pools. A linear relaxation answers it nearly always, at once, by counting the
+devices of a class; a dynamic programme decides the rest exactly where it is small enough.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ from itertools import pairwise
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, IntArray
-from gpumix.planner.options import TOLERANCE, ClassOptions, Limits
+from gpumix.planner.options import TOLERANCE, Limits, Member, PoolOptions
 
 WHOLE = 1.0 - TOLERANCE  # shares that add up to this hold the whole state
 
-# For each class the step of each of its devices.
-Selection = tuple[tuple[int, ...], ...]
+MOST_CELLS = 4_000_000  # of the dynamic programme: devices x samples x steps
+
+# The step of so many devices of a class; and such runs for each class.
+Run = tuple[int, int]
+Runs = tuple[Run, ...]
+Selection = tuple[Runs, ...]
+
+
+class Undecided(Exception):
+    """The relaxation allows it, and the exact answer would take too long."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +58,65 @@ class Move:
     end: int
 
 
-def staircase(options: ClassOptions, limits: Limits) -> Staircase:
-    """The staircase of a class under `limits`; without steps where nothing is allowed."""
-    room = options.capacity_by_row(limits)
-    share = np.minimum(room, options.most_share(limits.optimizer_s))
-    return Staircase.of(options.devices, options.rows, share)
+def staircase(member: Member, limits: Limits) -> Staircase:
+    """The staircase of a class in a pool under `limits`; no steps where nothing is allowed."""
+    share = np.minimum(member.room_by_row(limits), member.options.most_share(limits.optimizer_s))
+    return Staircase.of(member.devices, member.options.rows, share)
+
+
+def select_in_pools(
+    pools: Sequence[PoolOptions], batch: int, limits: Limits
+) -> tuple[Selection, ...] | None:
+    """A step for every device of every kind of pool, so that samples reach `batch` over all pools
+    and shares reach 1 in each; None if there is none.
+
+    Raises:
+        Undecided: it would take too long to tell.
+    """
+    stairs = [[staircase(member, limits) for member in pool.members] for pool in pools]
+    if len(pools) == 1 and pools[0].alike == 1:
+        selection = select(stairs[0], batch)
+        return None if selection is None else (selection,)
+    most = [_most_samples(row) for row in stairs]
+    chosen = [selection for selection in most if selection is not None]
+    if len(chosen) < len(pools):
+        return None
+    reached = sum(
+        pool.alike * _samples_of(row, selection)
+        for pool, row, selection in zip(pools, stairs, chosen)
+    )
+    return tuple(chosen) if reached >= batch else None
+
+
+def _most_samples(stairs: Sequence[Staircase]) -> Selection | None:
+    """The step of each device of one pool that together take the most samples."""
+    best = select(stairs, 0)
+    if best is None:
+        return None
+    low, high = 0, sum(s.devices * int(s.samples[-1]) for s in stairs)
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = select(stairs, middle)
+        if found is None:
+            high = middle - 1
+        else:
+            best, low = found, max(middle, _samples_of(stairs, found))
+    return best
 
 
 def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
-    """A step for every device such that samples reach `batch` and shares reach 1; None if none."""
+    """A step for every device such that samples reach `batch` and shares reach 1; None if none.
+
+    Raises:
+        Undecided: it would take too long to tell.
+    """
     if any(not len(s.samples) for s in stairs):
         return None
     if sum(s.devices * int(s.samples[-1]) for s in stairs) < batch:
         return None
     if sum(s.devices * float(s.share[0]) for s in stairs) < WHOLE:
         return None
-    last = tuple((len(s.samples) - 1,) * s.devices for s in stairs)
+    last = tuple(((len(s.samples) - 1, s.devices),) for s in stairs)
     if _share_of(stairs, last) >= WHOLE:
         return last
     bound, rounded = _relaxed(stairs, batch)
@@ -72,11 +124,21 @@ def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
         return None
     if _share_of(stairs, rounded) >= WHOLE:
         return rounded
+    if sum(s.devices * len(s.samples) for s in stairs) * batch > MOST_CELLS:
+        raise Undecided
     return _exact(stairs, batch)
 
 
 def _share_of(stairs: Sequence[Staircase], chosen: Selection) -> float:
-    return sum(float(s.share[list(steps)].sum()) for s, steps in zip(stairs, chosen))
+    return sum(
+        count * float(s.share[step]) for s, runs in zip(stairs, chosen) for step, count in runs
+    )
+
+
+def _samples_of(stairs: Sequence[Staircase], chosen: Selection) -> int:
+    return sum(
+        count * int(s.samples[step]) for s, runs in zip(stairs, chosen) for step, count in runs
+    )
 
 
 def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]:
@@ -86,7 +148,7 @@ def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]
     cheapest move (least share lost per sample gained) first. The bound cuts the last move short;
     the selection makes it whole.
     """
-    chosen = [[0] * s.devices for s in stairs]
+    chosen: list[list[Run]] = [[(0, s.devices)] for s in stairs]
     missing = batch - sum(s.devices * int(s.samples[0]) for s in stairs)
     bound = sum(s.devices * float(s.share[0]) for s in stairs)
     moves = sorted(
@@ -94,15 +156,21 @@ def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]
         key=lambda m: (m.price, m.index, m.start),
     )
     for move in moves:
+        if missing <= 0:
+            break
         stair = stairs[move.index]
         gain = int(stair.samples[move.end] - stair.samples[move.start])
-        for device in range(stair.devices):
-            if missing <= 0:
-                return bound, tuple(map(tuple, chosen))
-            bound -= move.price * min(gain, missing)
-            need = int(stair.samples[move.start]) + min(gain, missing)
-            chosen[move.index][device] = int(np.searchsorted(stair.samples, need))
-            missing -= gain
+        whole = min(stair.devices, missing // gain)
+        bound -= move.price * gain * whole
+        missing -= gain * whole
+        runs = [(move.end, whole)]
+        if missing > 0 and whole < stair.devices:
+            bound -= move.price * missing
+            need = int(stair.samples[move.start]) + missing
+            runs.append((int(np.searchsorted(stair.samples, need)), 1))
+            missing = 0
+        left = stair.devices - sum(count for _, count in runs)
+        chosen[move.index] = [run for run in (*runs, (move.start, left)) if run[1]]
     return bound, tuple(map(tuple, chosen))
 
 
@@ -140,14 +208,15 @@ def _exact(stairs: Sequence[Staircase], batch: int) -> Selection | None:
     tables = _tables(stairs, batch)
     if tables[-1][batch] < WHOLE:
         return None
-    chosen: list[list[int]] = [[] for _ in stairs]
+    chosen: list[Runs] = [()] * len(stairs)
     missing, place = batch, len(tables) - 1
     for index in reversed(range(len(stairs))):
-        stair = stairs[index]
+        stair, steps = stairs[index], []
         for _ in range(stair.devices):
             place -= 1
             left = np.maximum(missing - stair.samples, 0)
             step = int(np.argmax(tables[place][left] + stair.share))
-            chosen[index].append(step)
+            steps.append(step)
             missing = int(left[step])
-    return tuple(tuple(sorted(steps, reverse=True)) for steps in chosen)
+        chosen[index] = tuple((step, steps.count(step)) for step in sorted(set(steps))[::-1])
+    return tuple(chosen)

@@ -1,22 +1,24 @@
-"""What a device of a class can do: every number of samples with every micro-batch.
+"""What a device of a class can do: every number of samples with every micro-batch and mode.
 
-An option is (samples, micro-batch) with its forward and backward seconds and its *capacity*, the
-largest state share it leaves room for. Options that another one beats in all of these are dropped.
+An option is (samples, micro-batch, mode) with its forward and backward seconds and its *capacity*,
+the largest state share it leaves room for. Options that another one beats in all of these are
+dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.memory import free_bytes
+from gpumix.cost.memory import Activations, free_bytes
 from gpumix.cost.network import Links, free_links
-from gpumix.cost.time import backward_seconds, forward_seconds, optimizer_seconds
-from gpumix.planner.base import Setting
+from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet
+from gpumix.planner.setting import Setting
+from gpumix.spec.plan import Mode
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
 TOLERANCE = 1e-12
@@ -39,16 +41,18 @@ class Limits:
 class ClassOptions:
     """The options of one class by growing samples, one array entry each.
 
-    `busy_s` is the time without communication: it decides between options that are equally good.
-    `optimizer_s` is what one device would need for the whole state. `starts` is where each of the
-    distinct sample counts `rows` begins.
+    Where the passes of all ranks do not meet half-way, `forward_s` is both passes and `backward_s`
+    nothing. `busy_s` is the time without communication: it decides between options that are equally
+    good. `optimizer_s` is what one device would need for the whole state. `mode` indexes `modes`.
+    `starts` is where each of the distinct sample counts `rows` begins.
     """
 
     name: str
-    devices: int
     optimizer_s: float
+    modes: tuple[Mode, ...]
     samples: IntArray
     micro_batch: IntArray
+    mode: IntArray
     forward_s: FloatArray
     backward_s: FloatArray
     busy_s: FloatArray
@@ -69,20 +73,22 @@ class ClassOptions:
             return np.zeros(0)
         return np.maximum.reduceat(np.where(self.allowed(limits), self.capacity, -1.0), self.starts)
 
-    def capacity_of(self, counts: Sequence[int], limits: Limits) -> FloatArray:
-        """The largest capacity of an allowed option for each of these sample counts."""
-        return self.capacity_by_row(limits)[np.searchsorted(self.rows, counts)]
-
     def most_share(self, optimizer_s: float) -> float:
         """The largest share that a device updates in so many seconds."""
         if self.optimizer_s == 0:
             return 1.0
         return min(1.0, optimizer_s * (1.0 + TOLERANCE) / self.optimizer_s)
 
+    @property
+    def update_speed(self) -> float:
+        """Shares per second that a device updates; infinite where the update takes no time."""
+        return 1.0 / self.optimizer_s if self.optimizer_s > 0 else float("inf")
+
     def pick(self, samples: int, share: float, limits: Limits) -> int:
         """The least busy allowed option with so many samples and room for `share`.
 
-        Ties go to the smaller micro-batch. The caller knows that there is one.
+        Ties go to the smaller micro-batch, then to the plainer mode. The caller knows that there
+        is one.
         """
         row = int(np.searchsorted(self.rows, samples))
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
@@ -91,48 +97,93 @@ class ClassOptions:
         return span.start + int(np.argmin(np.where(good, self.busy_s[span], np.inf)))
 
 
+@dataclass(frozen=True)
+class Member:
+    """The devices of one class in a pool: so many, each to store at most `cap` of the state, or
+    exactly that (`equal`)."""
+
+    options: ClassOptions
+    devices: int
+    cap: float
+    equal: bool
+
+    def room_by_row(self, limits: Limits) -> FloatArray:
+        """The largest share that may be stored beside each row of samples; -1 where none may."""
+        capacity = self.options.capacity_by_row(limits)
+        if self.equal:
+            return np.where(capacity >= self.cap, self.cap, -1.0)
+        return np.minimum(capacity, self.cap)
+
+    def room_of(self, counts: npt.ArrayLike, limits: Limits) -> FloatArray:
+        """The same for these numbers of samples."""
+        return self.room_by_row(limits)[np.searchsorted(self.options.rows, counts)]
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """A pool, of which there are several `alike`."""
+
+    members: tuple[Member, ...]
+    alike: int
+
+
+def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple[PoolOptions, ...]:
+    """The pools of a setting with what their devices can do."""
+    return tuple(
+        PoolOptions(
+            tuple(
+                Member(
+                    options[name],
+                    len(devices[0]),
+                    min(1.0, setting.cap / pool.size),
+                    equal=setting.equal_shares and setting.zero_stage > 0,
+                )
+                for name, devices in pool.classes
+            ),
+            pool.alike,
+        )
+        for pool in setting.pools
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """All options of one mode: samples by row, micro-batch sizes by column."""
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    busy_s: FloatArray
+    capacity: FloatArray
+
+
 def tabulate(
-    setting: Setting,
-    name: str,
-    *,
-    batch: int,
-    sizes: IntArray,
-    within_s: float,
+    setting: Setting, name: str, *, batch: int, sizes: IntArray, within_s: float
 ) -> ClassOptions:
     """The options of class `name` with micro-batches of `sizes`, for up to `batch` samples.
 
-    Options that take longer than `within_s` for both passes are left out. Where shares are to be
-    equal, an option must have room for one, and more room is worth nothing.
+    Options that take longer than `within_s` for both passes are left out.
     """
-    devices = len(setting.classes[name])
-    times = setting.profile.of_class(name).units
-    model = setting.profile.model
+    modes = setting.modes_of(name)
     micro_batch, samples = np.meshgrid(sizes, np.arange(batch + 1))
     micro = MicroBatches.of(samples, micro_batch)
-
-    def seconds(links: Links) -> tuple[FloatArray, FloatArray]:
-        return (
-            forward_seconds(model, times, links, micro),
-            backward_seconds(model, times, links, micro),
-        )
-
-    forward, backward = seconds(setting.links)
-    busy = np.add(*seconds(free_links(model)))
-    capacity = setting.memory.demands(micro).capacity(free_bytes(setting.profile, name))
-    if setting.equal_shares:
-        share = 1.0 / len(setting.devices)
-        capacity = np.where(capacity >= share, share, -1.0)
+    tables = [_table(setting, name, micro, mode) for mode in modes]
+    forward = np.concatenate([t.forward_s for t in tables], axis=1)
+    backward = np.concatenate([t.backward_s for t in tables], axis=1)
+    busy = np.concatenate([t.busy_s for t in tables], axis=1)
+    capacity = np.concatenate([t.capacity for t in tables], axis=1)
     # Of the sizes that take all samples at once only the first is an option of its own.
-    distinct = np.concatenate(([-1], sizes[:-1])) < samples
+    distinct = np.tile(np.concatenate(([-1], sizes[:-1])) < samples, (1, len(modes)))
     valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
     keep = valid & ~_dominated(valid, capacity, forward, backward, busy)
-    rows, starts = np.unique(samples[keep], return_index=True)
+    every = np.tile(samples, (1, len(modes)))
+    rows, starts = np.unique(every[keep], return_index=True)
     return ClassOptions(
         name=name,
-        devices=devices,
-        optimizer_s=optimizer_seconds(setting.profile, name),
-        samples=samples[keep],
-        micro_batch=micro.size[keep],
+        optimizer_s=0.0 if setting.zero_stage == 0 else optimizer_seconds(setting.profile, name),
+        modes=modes,
+        samples=every[keep],
+        micro_batch=np.tile(micro.size, (1, len(modes)))[keep],
+        mode=np.broadcast_to(np.repeat(np.arange(len(modes)), len(sizes)), every.shape)[keep],
         forward_s=forward[keep],
         backward_s=backward[keep],
         busy_s=busy[keep],
@@ -142,13 +193,40 @@ def tabulate(
     )
 
 
+def _table(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> _Table:
+    profile = setting.profile
+    forward, backward = _seconds(setting, name, setting.links, micro, mode)
+    busy = np.add(*_seconds(setting, name, free_links(profile.model), micro, mode))
+    capacity = setting.memory.demands(micro, mode).capacity(free_bytes(profile, name))
+    if setting.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
+        capacity = np.where(capacity >= 0, 1.0, -1.0)
+    host_bytes = profile.of_class(name).host_bytes
+    if mode.boundary == "host" and host_bytes is not None:
+        held = Activations(profile.model, micro, mode)
+        most = np.max([held.on_host(phase) for phase in setting.memory.phases], axis=0)
+        capacity = np.where(most <= host_bytes, capacity, -1.0)
+    return _Table(forward, backward, busy, capacity)
+
+
+def _seconds(
+    setting: Setting, name: str, links: Links, micro: MicroBatches, mode: Mode
+) -> tuple[FloatArray, FloatArray]:
+    forward, backward = pass_seconds(setting.profile, name, links, micro, mode)
+    if passes_meet(setting.zero_stage):
+        return forward, backward
+    return forward + backward, np.zeros_like(backward)
+
+
 def samples_bound(setting: Setting, name: str, batch: int, within_s: float) -> int:
     """More samples than this a device of class `name` cannot do in `within_s`, however it cuts."""
-    times, model = setting.profile.of_class(name).units, setting.profile.model
+    if within_s == float("inf"):
+        return batch
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
-    one, free = MicroBatches.of(sizes, sizes), free_links(model)
-    busy = forward_seconds(model, times, free, one) + backward_seconds(model, times, free, one)
-    per_sample = float((busy / sizes).min())
+    one, free = MicroBatches.of(sizes, sizes), free_links(setting.profile.model)
+    per_sample = min(
+        float((np.add(*_seconds(setting, name, free, one, mode)) / sizes).min())
+        for mode in setting.modes_of(name)
+    )
     return batch if per_sample * batch <= within_s else int(within_s / per_sample)
 
 

@@ -7,7 +7,8 @@ of a box bounds its steps from below, the upper corner is the most that its limi
 dropped when its upper corner cannot beat the best choice even at the price of its lower corner,
 and halved otherwise; a box of one pair is settled by bisection over the update.
 
-The result is exact: no choice is faster by more than one part in 10^10.
+A choice that is not better by `gap` is not looked for, so the best one is within `gap` of the least
+that there is: one part in 10^10 for small problems.
 """
 
 from __future__ import annotations
@@ -18,72 +19,74 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray
-from gpumix.planner.knapsack import select, staircase
-from gpumix.planner.options import TOLERANCE, ClassOptions, Limits
+from gpumix.cost.curves import FloatArray, IntArray
+from gpumix.planner.knapsack import Selection, Undecided, select_in_pools, staircase
+from gpumix.planner.options import TOLERANCE, Limits, PoolOptions
 
 IMPROVEMENT = 1e-10
 
 # The sum at its lower corner; first and last forward limit, first and last backward limit.
 Box = tuple[float, int, int, int, int]
 
+# For each kind of pool and each class in it: the most samples of so many devices.
+Samples = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The most samples that each device of each class may take, and limits that then hold."""
+    """The most samples that each device may take, and limits that then hold.
 
-    samples: tuple[tuple[int, ...], ...]
+    No choice takes less than `bound_s`.
+    """
+
+    samples: Samples
     limits: Limits
+    bound_s: float = 0.0
 
 
-def fastest(options: Sequence[ClassOptions], batch: int) -> Choice | None:
-    """The choice with the least sum of limits; None if memory allows no choice at all."""
-    return _Search(options, batch).run()
+def fastest(pools: Sequence[PoolOptions], batch: int, gap: float = IMPROVEMENT) -> Choice | None:
+    """The choice with the least sum of limits, but for `gap`; None if memory allows no choice."""
+    return _Search(pools, batch, gap).run()
 
 
-def level(most: FloatArray, speed: FloatArray) -> float:
-    """The least x at which min(most, x * speed) adds up to 1; all of `most` must reach 1.
+def level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) -> float:
+    """The least x at which `count` times min(most, x * speed) adds up to 1; all must reach 1.
 
     With `most` in shares and `speed` in shares per second this is the time of the update; with
     speed 1 it is the height to which shares are filled.
     """
+    count = np.ones(len(most)) if count is None else count
     free = np.isinf(speed)
-    left = 1.0 - float(most[free].sum())
+    left = 1.0 - float((most * count)[free].sum())
     if left <= TOLERANCE:
         return 0.0
-    most, speed = most[~free], speed[~free]
+    most, speed, count = most[~free], speed[~free], count[~free]
     full = most / speed
     order = np.argsort(full, kind="stable")
-    moving = float(speed.sum())
+    moving = float((speed * count).sum())
     for index in order:
         if left <= full[index] * moving * (1.0 + TOLERANCE):
             return left / moving
-        left -= float(most[index])
-        moving -= float(speed[index])
+        left -= float(most[index] * count[index])
+        moving -= float(speed[index] * count[index])
     return float(full.max(initial=0.0))
-
-
-def update_speed(options: Sequence[ClassOptions]) -> FloatArray:
-    """Shares per second that each device updates; infinite where the update takes no time."""
-    return np.repeat(
-        [1.0 / o.optimizer_s if o.optimizer_s > 0 else np.inf for o in options],
-        [o.devices for o in options],
-    )
 
 
 class _Search:
     """One search: the values that the two limits can take, and the best choice so far."""
 
-    def __init__(self, options: Sequence[ClassOptions], batch: int) -> None:
-        self.options = options
+    def __init__(self, pools: Sequence[PoolOptions], batch: int, gap: float) -> None:
+        self.pools = pools
         self.batch = batch
-        self.speed = update_speed(options)
+        self.gap = gap
+        options = {m.options.name: m.options for pool in pools for m in pool.members}.values()
         self.forward: FloatArray = np.unique(np.concatenate([o.forward_s for o in options]))
         self.backward: FloatArray = np.unique(np.concatenate([o.backward_s for o in options]))
         self.best = Choice((), Limits())
+        self.undecided_s = float("inf")  # the least that a choice which nobody tried may take
 
     def run(self) -> Choice | None:
-        if not self.ask(Limits()):
+        if not self._ask(Limits()):
             return None
         low_f = self._least(self.forward, lambda t: Limits(forward_s=t))
         low_b = self._least(self.backward, lambda t: Limits(backward_s=t))
@@ -94,76 +97,106 @@ class _Search:
             budget = self._target() - low
             if budget < update:
                 break
-            if not self.ask(Limits(self.forward[f1], self.backward[b1], budget)):
+            answer = self._ask(Limits(self.forward[f1], self.backward[b1], budget))
+            if answer is False:
                 continue
             if f0 == f1 and b0 == b1:
                 self._settle(self.forward[f0], self.backward[b0], update)
                 continue
             for half in self._halves(f0, f1, b0, b1):
                 heapq.heappush(boxes, half)
-        return self.best
+        # Whatever was dropped could not beat the target, which only fell since.
+        bound = min(self.undecided_s, self._target())
+        return Choice(self.best.samples, self.best.limits, bound)
 
-    def ask(self, limits: Limits) -> bool:
-        """Whether a choice within `limits` exists; if it is the best so far it is remembered."""
-        stairs = [staircase(options, limits) for options in self.options]
-        selection = select(stairs, self.batch)
+    def _ask(self, limits: Limits) -> bool | None:
+        """Whether there is a choice within `limits`, None if that would take too long to tell; if
+        it is the best so far it is remembered."""
+        try:
+            selection = select_in_pools(self.pools, self.batch, limits)
+        except Undecided:
+            return None
         if selection is None:
             return False
-        samples = tuple(
-            tuple(int(stair.samples[step]) for step in steps)
-            for stair, steps in zip(stairs, selection)
-        )
-        choice = Choice(samples, self._attained(samples, limits))
+        choice = self._attained(selection, limits)
         if choice.limits.total_s < self.best.limits.total_s:
             self.best = choice
         return True
 
-    def _attained(self, samples: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
+    def _attained(self, selection: tuple[Selection, ...], limits: Limits) -> Choice:
         """What a selection really takes: its limits are often lower than those it was found in."""
-        most = np.concatenate(
-            [o.capacity_of(counts, limits) for o, counts in zip(self.options, samples)]
+        samples = tuple(
+            tuple(
+                tuple((int(stair[step]), count) for step, count in runs)
+                for stair, runs in zip(self._stairs(pool, limits), chosen)
+            )
+            for pool, chosen in zip(self.pools, selection)
         )
-        update = level(most, self.speed)
+        rooms = [
+            np.concatenate(
+                [m.room_of([n for n, _ in runs], limits) for m, runs in zip(pool.members, row)]
+            )
+            for pool, row in zip(self.pools, samples)
+        ]
+        update = max(
+            level(room, _speeds(pool, row), np.asarray([c for runs in row for _, c in runs], float))
+            for pool, row, room in zip(self.pools, samples, rooms)
+        )
         forward = backward = 0.0
-        device = iter(most.tolist())
-        picked = {
-            (index, count, min(next(device), options.most_share(update)))
-            for index, (options, counts) in enumerate(zip(self.options, samples))
-            for count in counts
-        }
-        for index, count, share in picked:
-            option = self.options[index].pick(count, share, limits)
-            forward = max(forward, float(self.options[index].forward_s[option]))
-            backward = max(backward, float(self.options[index].backward_s[option]))
-        return Limits(forward, backward, update)
+        for pool, row, room in zip(self.pools, samples, rooms):
+            left = iter(room.tolist())
+            for member, runs in zip(pool.members, row):
+                for count, _ in runs:
+                    share = min(next(left), member.options.most_share(update))
+                    option = member.options.pick(count, share, limits)
+                    forward = max(forward, float(member.options.forward_s[option]))
+                    backward = max(backward, float(member.options.backward_s[option]))
+        return Choice(samples, Limits(forward, backward, update))
+
+    def _stairs(self, pool: PoolOptions, limits: Limits) -> list[IntArray]:
+        return [staircase(member, limits).samples for member in pool.members]
 
     def _settle(self, forward_s: float, backward_s: float, low: float) -> None:
         """Find the least update at one pair of limits, as far as it beats the best choice."""
         while (high := self._target() - forward_s - backward_s) > low:
-            if not self.ask(Limits(forward_s, backward_s, high)):
+            if not self._decided(Limits(forward_s, backward_s, high), low):
                 return
             middle = (low + min(high, self._target() - forward_s - backward_s)) / 2
-            if not self.ask(Limits(forward_s, backward_s, middle)):
+            if not self._decided(Limits(forward_s, backward_s, middle), low):
                 low = middle
+
+    def _decided(self, limits: Limits, low: float) -> bool:
+        """Whether there is a choice; where nobody can tell, there may be one from `low` on."""
+        answer = self._ask(limits)
+        if answer is None:
+            least = limits.forward_s + limits.backward_s + low
+            self.undecided_s = min(self.undecided_s, least)
+        return bool(answer)
 
     def _target(self) -> float:
         """A choice must take no longer than this to count as better than the best."""
-        return self.best.limits.total_s * (1.0 - IMPROVEMENT)
+        return self.best.limits.total_s * (1.0 - self.gap)
 
     def _least_update(self) -> float:
         """No update is shorter: it has all the memory that is free without samples."""
-        roomiest = [float(options.capacity.max()) for options in self.options]
-        return level(np.repeat(roomiest, [o.devices for o in self.options]), self.speed)
+        return max(
+            level(
+                np.asarray([min(m.cap, float(m.options.capacity.max())) for m in pool.members]),
+                np.asarray([m.options.update_speed for m in pool.members]),
+                np.asarray([m.devices for m in pool.members], float),
+            )
+            for pool in self.pools
+        )
 
     def _least(self, values: FloatArray, limits: Callable[[float], Limits]) -> int:
-        """The place of the least of `values` that allows a choice if nothing else is limited."""
+        """The place of the least of `values` that may allow a choice if nothing else is limited."""
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high) // 2
-            if self.ask(limits(float(values[middle]))):
-                high = middle
-            else:
+            if self._ask(limits(float(values[middle]))) is False:
                 low = middle + 1
+            else:
+                high = middle
         return low
 
     def _box(self, f0: int, f1: int, b0: int, b1: int) -> Box:
@@ -177,3 +210,8 @@ class _Search:
             return self._box(f0, middle, b0, b1), self._box(middle + 1, f1, b0, b1)
         middle = (b0 + b1) // 2
         return self._box(f0, f1, b0, middle), self._box(f0, f1, middle + 1, b1)
+
+
+def _speeds(pool: PoolOptions, row: tuple[tuple[tuple[int, int], ...], ...]) -> FloatArray:
+    """Shares per second of each run of like devices."""
+    return np.asarray([m.options.update_speed for m, runs in zip(pool.members, row) for _ in runs])

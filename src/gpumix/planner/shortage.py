@@ -1,49 +1,65 @@
 """Why no plan fits, in bytes: how much is missing, where, and what would help.
 
-Counted at the micro-batches that need the least: those of one sample, but for odd kernels. All
-amounts are per device unless they say otherwise.
+Counted at the micro-batches and modes that need the least, at the ZeRO stage that comes nearest.
+All amounts are per device unless they say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import free_bytes, usable_bytes
-from gpumix.planner.base import Setting
-from gpumix.planner.knapsack import Staircase, select
+from gpumix.cost.memory import Demands, free_bytes, usable_bytes
+from gpumix.planner.knapsack import Staircase, Undecided, select
+from gpumix.planner.setting import Setting, setting_of
+from gpumix.spec.cluster import Device
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import ENGINE, Space
 from gpumix.spec.units import show_bytes
 
 UNREACHABLE = 2**62  # more memory than any device has
 
+# Parts of the sequence length that are tried when all of it is too much.
+SHORTER = (2, 4, 8, 16)
 
-def no_room(setting: Setting, batch: int) -> NoFeasiblePlanError:
+
+def no_room(
+    profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
+) -> NoFeasiblePlanError:
     """The error that says by how much the devices fall short of the state and the batch."""
-    return _Shortage(setting, batch).error()
+    return _Shortage(profile, devices, space, batch).error()
 
 
 class _Shortage:
     """What each class would need, tabulated once for all amounts of memory that are tried."""
 
-    def __init__(self, setting: Setting, batch: int) -> None:
-        self.setting = setting
+    def __init__(
+        self, profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
+    ) -> None:
+        self.profile = profile
+        self.devices = devices
+        self.space = space
         self.batch = batch
-        self.counts = {name: len(devices) for name, devices in setting.classes.items()}
-        most = 1 if setting.memory.ones_are_least(batch) else batch
-        self.sizes = np.arange(
-            1, max(setting.largest_micro_batch(name, most) for name in self.counts) + 1
-        )
-        samples = np.arange(batch + 1)[:, None]
-        self.demands = setting.memory.demands(MicroBatches.of(samples, self.sizes))
+        self.needs = [_Needs(setting, batch) for setting in _settings(profile, devices, space)]
+        self.counts = {
+            name: len(devices) for name, devices in self.needs[0].setting.classes.items()
+        }
 
     def error(self) -> NoFeasiblePlanError:
         count = sum(self.counts.values())
         short = _least(lambda extra: self.fits(self.batch, dict.fromkeys(self.counts, extra)))
-        state = show_bytes(self.setting.memory.state_bytes)
-        reasons = [f"the state takes {state} over all devices", *map(self._of_class, self.counts)]
+        setting = self.needs[0].setting
+        state = show_bytes(setting.memory.sharded_bytes + setting.memory.replicated_bytes)
+        reasons = [
+            f"with ZeRO-{setting.zero_stage} the state takes {state} "
+            + ("over all devices" if setting.zero_stage else "on each device"),
+            *map(self._of_class, self.counts),
+        ]
         return NoFeasiblePlanError(
             f"no plan fits a global batch of {self.batch}: "
             + (
@@ -59,25 +75,17 @@ class _Shortage:
 
     def fits(self, batch: int, extra: Mapping[str, int]) -> bool:
         """Whether state and batch find room if the classes had so many more bytes."""
-        samples = np.arange(self.batch + 1)
-        stairs = [
-            Staircase.of(number, samples, self.capacity(name, extra.get(name, 0)))
-            for name, number in self.counts.items()
-        ]
-        return select(stairs, batch) is not None
+        return any(needs.fit(batch, extra) for needs in self.needs)
 
-    def capacity(self, name: str, extra: int) -> FloatArray:
-        """The largest share by samples, if each device of class `name` had `extra` more bytes."""
-        by_size = self.demands.capacity(free_bytes(self.setting.profile, name) + extra)
-        allowed = self.setting.largest_micro_batch(name, len(self.sizes))
-        best: FloatArray = by_size[:, :allowed].max(axis=1)
-        return best
+    def idle_fits(self, name: str, extra: int) -> bool:
+        """Whether a device of class `name` with so many more bytes may at least take part."""
+        return any(bool(needs.capacity(name, extra)[0] >= 0) for needs in self.needs)
 
     def _of_class(self, name: str) -> str:
         """What one class has and needs, and what it alone would have to have more."""
-        usable = usable_bytes(self.setting.profile.cluster.class_named(name))
-        idle = _least(lambda extra: bool(self.capacity(name, extra)[0] >= 0))
+        usable = usable_bytes(self.profile.cluster.class_named(name))
         text = f"{name} can use {show_bytes(usable)}"
+        idle = _least(lambda extra: self.idle_fits(name, extra))
         if idle:
             return f"{text} and is short of {_amount(idle)} even without samples and state"
         alone = _least(lambda extra: self.fits(self.batch, {name: extra}))
@@ -86,17 +94,125 @@ class _Shortage:
         return f"{text}; {_amount(alone)} more on each {name} would do"
 
     def _fix(self) -> str:
-        """The ways out, the one that needs no purchase first."""
-        too_small = [name for name in self.counts if self.capacity(name, 0)[0] < 0]
+        """The ways out, those first that need no purchase."""
+        too_small = [name for name in self.counts if not self.idle_fits(name, 0)]
         if too_small:
             return f"leave {', '.join(too_small)} out of the cluster, or train a smaller model"
+        if missing := self._technique():
+            return f"allow {missing}: with it the batch fits"
         low, high = 0, self.batch
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle, {}) else (low, middle)
-        if low:
-            return f"set `global_batch: {low}`, the largest that fits, or add devices"
-        return "add devices, shorten `sequence_length`, or train a smaller model"
+        ways = [f"set `global_batch: {low}`, the largest that fits"] if low else []
+        if shorter := self._shorter():
+            ways.append(f"set `sequence_length: {shorter}`, at which it should fit")
+        return ", or ".join(
+            [*ways, "add devices" if ways else "add devices, or train a smaller model"]
+        )
+
+    def _technique(self) -> str:
+        """A technique that the engine has and this space leaves out, with which it fits."""
+        for name, wider in (
+            ("recompute", self.space.model_copy(update={"recompute": ENGINE.recompute})),
+            ("ZeRO-3", self.space.model_copy(update={"zero_stages": ENGINE.zero_stages})),
+        ):
+            settings = _settings(self.profile, self.devices, wider)
+            if wider != self.space and any(
+                _Needs(s, self.batch).fit(self.batch, {}) for s in settings
+            ):
+                return name
+        return ""
+
+    def _shorter(self) -> int | None:
+        """A shorter sequence at which the batch fits, if what samples hold grows with its length
+        (attention that keeps its scores needs even less)."""
+        for part in SHORTER:
+            length = self.profile.sequence_length // part
+            profile = _with_shorter_samples(self.profile, part)
+            if length > 0 and any(
+                _Needs(setting, self.batch).fit(self.batch, {})
+                for setting in _settings(profile, self.devices, self.space)
+            ):
+                return length
+        return None
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Bytes that each number of samples (rows) and size of micro-batch (columns) takes."""
+
+    sizes: int
+    demands: Demands
+
+
+class _Needs:
+    """What each class would need in one setting."""
+
+    def __init__(self, setting: Setting, batch: int) -> None:
+        self.setting = setting
+        self.batch = batch
+        most = 1 if setting.memory.ones_are_least(batch) else batch
+        largest = max(setting.largest_micro_batch(name, most) for name in setting.classes)
+        sizes = np.arange(1, largest + 1)
+        micro = MicroBatches.of(np.arange(batch + 1)[:, None], sizes)
+        modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
+        self._tables = {
+            mode: _Table(largest, setting.memory.demands(micro, mode)) for mode in modes
+        }
+
+    def fit(self, batch: int, extra: Mapping[str, int]) -> bool:
+        """Whether state and batch find room if the classes had so many more bytes."""
+        samples = np.arange(self.batch + 1)
+        stairs = [
+            Staircase.of(len(devices), samples, self.capacity(name, extra.get(name, 0)))
+            for name, devices in self.setting.classes.items()
+        ]
+        try:
+            return select(stairs, batch) is not None
+        except Undecided:
+            return False
+
+    def capacity(self, name: str, extra: int) -> FloatArray:
+        """The largest share by samples, if each device of class `name` had `extra` more bytes."""
+        free = free_bytes(self.setting.profile, name) + extra
+        best: FloatArray = np.full(self.batch + 1, -1.0)
+        for mode in self.setting.modes_of(name):
+            table = self._tables[mode]
+            allowed = self.setting.largest_micro_batch(name, table.sizes)
+            by_size = table.demands.capacity(free)
+            best = np.maximum(best, by_size[:, :allowed].max(axis=1))
+        return np.where(best >= 0, 1.0, -1.0) if self.setting.zero_stage == 0 else best
+
+
+def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> Iterator[Setting]:
+    """Of each ZeRO stage, the setting that asks the least of memory."""
+    for zero_stage in sorted(set(space.zero_stages), reverse=True):
+        modes = tuple(space.modes(zero_stage))
+        yield setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
+
+
+def _with_shorter_samples(profile: Profile, part: int) -> Profile:
+    """The profile of samples that hold a `part`-th as much."""
+
+    def less(curve: Curve | None) -> Curve | None:
+        if curve is None:
+            return None
+        return curve.model_copy(update={"values": tuple(v / part for v in curve.values)})
+
+    kinds = [
+        kind.model_copy(
+            update={
+                name: less(getattr(kind, name))
+                for name in ("kept", "saved", "gradient", "forward", "backward")
+            }
+        )
+        for kind in profile.model.kinds
+    ]
+    root = profile.model.root
+    root = root.model_copy(update={"kept": less(root.kept), "head": less(root.head)})
+    model = profile.model.model_copy(update={"kinds": tuple(kinds), "root": root})
+    return profile.model_copy(update={"model": model})
 
 
 def _least(enough: Callable[[int], bool]) -> int:

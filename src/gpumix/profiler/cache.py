@@ -18,12 +18,12 @@ from typing import TypeVar
 from gpumix.hardware.environment import cache_folder
 from gpumix.profiler.code import code_of_factory, hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ClassMeasurement,
-    Curve,
     LinkMeasurement,
     ModelProfile,
     Profile,

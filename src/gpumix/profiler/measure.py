@@ -23,13 +23,13 @@ from gpumix.profiler.compute import (
     time_optimizer,
 )
 from gpumix.profiler.specimen import Specimens
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
     ClassMeasurement,
     ClassProfile,
-    Curve,
     ModelProfile,
     RootUnit,
     UnitKind,

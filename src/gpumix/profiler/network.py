@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from gpumix.engine.comm import Communicator
+from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm, cut
-from gpumix.spec.profile import CollectiveTimes, Curve, LinkMeasurement
+from gpumix.spec.profile import CollectiveTimes, LinkMeasurement
 from gpumix.spec.units import show_bytes
 
 REPEATS = 5

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
+from gpumix.spec.network import Network
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
 CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -21,7 +22,8 @@ class DeviceClass(Value):
     """Devices that are interchangeable: same model, memory and host link.
 
     `emulate_flops_per_s` makes an emulated device of a CPU process: its compute takes FLOPs / rate.
-    `driver` and `compute_capability` are empty for CPUs.
+    `driver` and `compute_capability` are empty for CPUs. `peak_flops_per_s` is what the datasheet
+    says for the job's precision; only policies that go by peaks need it.
     """
 
     name: str = Field(pattern=CLASS_NAME)
@@ -31,6 +33,7 @@ class DeviceClass(Value):
     product: str = ""
     driver: str = ""
     compute_capability: str = ""
+    peak_flops_per_s: FlopRate | None = None
 
     @property
     def emulated(self) -> bool:
@@ -57,6 +60,7 @@ class Cluster(Value):
 
     classes: tuple[DeviceClass, ...] = Field(min_length=1)
     devices: tuple[Device, ...] = Field(min_length=1)
+    network: Network | None = Field(default=None, description="links as stated, not measured")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

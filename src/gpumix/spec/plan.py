@@ -8,7 +8,7 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import ClassVar, Literal, Self
 
@@ -20,19 +20,51 @@ from gpumix.spec.errors import InputError
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-GatherForm = Literal["native", "broadcast", "list"]
-ReduceForm = Literal["native", "all_to_all", "list"]
+GatherForm = Literal["native", "padded", "broadcast", "list"]
+ReduceForm = Literal["native", "padded", "all_to_all", "list"]
+ZeroStage = Literal[0, 1, 2, 3]
+Sharding = Literal["all", "host"]
 
 
 class Collectives(Value):
     """Which form each collective takes; `engine.comm` says what each form does.
 
     `native` is the backend's own collective for equal shares; it is used only where the shares of a
-    unit are equal, the other form elsewhere.
+    unit are equal, the other form elsewhere. `padded` is the native one on intervals that are all
+    filled up to `padding` times an equal one.
     """
 
     gather: GatherForm = "broadcast"
     reduce: ReduceForm = "all_to_all"
+    padding: float = Field(default=1.0, ge=1, description="no share is larger, times the ranks")
+
+
+class Mode(Value):
+    """How a worker keeps what its backward needs.
+
+    With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
+    on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
+    forward and backward of one micro-batch after the other, `layered` each unit for all of them.
+    """
+
+    recompute: bool = True
+    boundary: Literal["device", "host"] = "device"
+    order: Literal["layered", "sequential"] = "layered"
+
+    @model_validator(mode="after")
+    def _only_boundaries_go_to_the_host(self) -> Self:
+        if self.boundary == "host" and not self.recompute:
+            raise ValueError("the host keeps inputs to recompute from, no graphs")
+        return self
+
+    def describe(self) -> str:
+        """A few words for tables."""
+        kept = "recompute" if self.recompute else "keep graphs"
+        where = " from host" if self.boundary == "host" else ""
+        return f"{kept}{where}{', sequential' if self.order == 'sequential' else ''}"
+
+
+PLAIN = Mode()
 
 
 class Worker(Value):
@@ -46,7 +78,10 @@ class Worker(Value):
     host: str = "localhost"
     samples: int = Field(ge=0)
     micro_batch: int = Field(ge=0, description="the most samples that run at once; 0 for none")
-    state_share: float = Field(ge=0, le=1)
+    state_share: float = Field(
+        ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
+    )
+    mode: Mode = PLAIN
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
@@ -73,13 +108,6 @@ class Stage(Value):
     units: tuple[str, ...] = Field(min_length=1)
     workers: tuple[Worker, ...] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _shares_add_up(self) -> Self:
-        total = sum(w.state_share for w in self.workers)
-        if abs(total - 1.0) > 1e-6:
-            raise ValueError(f"the state shares of a stage add up to {total:.6f}, not to 1")
-        return self
-
     @property
     def shares(self) -> tuple[float, ...]:
         return tuple(w.state_share for w in self.workers)
@@ -95,6 +123,7 @@ class WorkerPrediction(Value):
     busy_s: float = Field(description="of all these, what is no waiting")
     memory_bytes: dict[str, int] = Field(description="peak by cause; the sum is the peak")
     memory_limit_bytes: int
+    host_bytes: int = Field(default=0, description="what the host keeps for it")
 
     @property
     def peak_bytes(self) -> int:
@@ -107,6 +136,9 @@ class Prediction(Value):
     step_s: float
     tokens_per_s: float
     exposed_communication_s: float
+    bound_s: float | None = Field(
+        default=None, description="no plan of these devices and techniques takes less"
+    )
     workers: tuple[WorkerPrediction, ...]
 
 
@@ -130,10 +162,17 @@ class Plan(Document):
     global_batch: int = Field(gt=0)
     compute_dtype: ComputeDtype = "fp32"
     stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
+    zero_stage: ZeroStage = 3
+    sharding: Sharding = Field(
+        default="all", description="whether all ranks divide the state, or those of each host"
+    )
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
     emulated: bool = False
+    estimated: tuple[str, ...] = Field(
+        default=(), description="device classes whose times are estimates from their datasheets"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -148,7 +187,21 @@ class Plan(Document):
                     f"the workers' samples add up to {samples}, not to the global batch of "
                     f"{self.global_batch}"
                 )
+            for where, total in self._sums_of_shares(stage):
+                if abs(total - 1.0) > 1e-6:
+                    raise ValueError(f"the state shares of {where} add up to {total:.6f}, not to 1")
         return self
+
+    def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
+        """The sum of the shares of those that divide the state between them."""
+        if self.sharding == "all":
+            yield "a stage", sum(stage.shares)
+            return
+        sums: dict[str, float] = {}
+        for worker in stage.workers:
+            sums[worker.host] = sums.get(worker.host, 0.0) + worker.state_share
+        for host, total in sums.items():
+            yield f"host '{host}'", total
 
     @property
     def workers(self) -> tuple[Worker, ...]:

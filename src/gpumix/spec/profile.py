@@ -6,33 +6,16 @@ cause does not (the framework's constant apart), because it is counted on the en
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Document, Value
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Collectives, ComputeDtype
 
 ROOT = "(root)"
-
-
-class Curve(Value):
-    """Measured values at growing sizes: seconds or bytes by samples, or seconds by bytes."""
-
-    sizes: tuple[float, ...] = Field(min_length=1)
-    values: tuple[float, ...]
-
-    @model_validator(mode="after")
-    def _well_formed(self) -> Self:
-        if len(self.sizes) != len(self.values):
-            raise ValueError(f"{len(self.sizes)} sizes but {len(self.values)} values")
-        if self.sizes[0] <= 0 or any(b <= a for a, b in pairwise(self.sizes)):
-            raise ValueError(f"sizes must be positive and grow, they are {self.sizes}")
-        if any(not 0 <= v < float("inf") for v in self.values):
-            raise ValueError(f"values must be finite and not negative, they are {self.values}")
-        return self
 
 
 class UnitKind(Value):
@@ -46,12 +29,18 @@ class UnitKind(Value):
     trainable: int = Field(ge=0, description="elements that get a gradient")
     frozen_bytes: int = Field(default=0, ge=0, description="parameters without gradient, gathered")
     kept: Curve = Field(description="what one call leaves behind until its backward: its outputs")
+    saved: Curve | None = Field(
+        default=None,
+        description="what one call leaves behind where its backward is not to recompute it: the "
+        "graph, and its outputs; None: not measured, so it is always recomputed",
+    )
     gradient: Curve = Field(description="the gradients of one call's inputs")
     forward: Curve = Field(description="working set of one forward call")
     backward: Curve = Field(
         description="working set of recompute and backward; the gradients of the inputs are in it, "
         "those of the outputs are not"
     )
+    flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
 
 
 class RootUnit(Value):
@@ -67,6 +56,7 @@ class RootUnit(Value):
         description="working set of the head and loss, forward and backward; the gradients of the "
         "last call's outputs are not in it"
     )
+    flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
 
 
 class ModelProfile(Value):
@@ -99,10 +89,12 @@ class ModelProfile(Value):
 
 
 class UnitTimes(Value):
-    """Seconds of one unit call by samples of one micro-batch; backward includes the recompute."""
+    """Seconds of one unit call by samples of one micro-batch; `backward` includes the recompute,
+    `gradient` is the backward of a call whose graph was kept (None: not measured)."""
 
     forward: Curve
     backward: Curve
+    gradient: Curve | None = None
 
 
 class ClassProfile(Value):
@@ -111,7 +103,9 @@ class ClassProfile(Value):
     `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
     unit; backward = head and loss, forward and backward, and the backward of the former.
     `largest_micro_batch` is the largest that was measured: no plan goes beyond it, for a larger one
-    was not worth the time, or did not fit. None is no limit.
+    was not worth the time, or did not fit. None is no limit. `host_copy` is the time to move bytes
+    to pinned memory of the host or back, the slower of the two; None: it was not measured, and
+    nothing is kept there. `estimated` marks what a datasheet says where nothing was measured.
     """
 
     device_class: str
@@ -119,13 +113,27 @@ class ClassProfile(Value):
     optimizer_s_per_element: float = Field(ge=0)
     framework_bytes: int = Field(ge=0, description="context and libraries, before any tensor")
     largest_micro_batch: int | None = None
+    host_copy: Curve | None = None
+    host_bytes: int | None = Field(
+        default=None, ge=0, description="of the host, for one device; None is no limit"
+    )
+    estimated: bool = False
+
+
+RankGroup = Literal["all", "inside", "across"]
 
 
 class CollectiveTimes(Value):
-    """Seconds of one collective over all ranks by bytes of the whole (gathered) buffer."""
+    """Seconds of one collective by bytes of the whole (gathered) buffer.
+
+    It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
+    each host every rank with its like on other hosts, all at the same time, the buffer being what
+    one host holds in all.
+    """
 
     operation: Literal["gather", "reduce"]
     form: str
+    group: RankGroup = "all"
     times: Curve
 
 
@@ -146,6 +154,13 @@ class Profile(Document):
     network: tuple[CollectiveTimes, ...] = ()
     step_overhead_s: float = Field(
         default=0.0, ge=0, description="of one step, neither compute nor communication"
+    )
+    contention: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="how much of the shorter one a collective and computing at the same time take "
+        "longer than the longer one: 0 is a perfect overlap, 1 is none",
     )
     seconds_spent: float = Field(default=0.0, ge=0)
 
@@ -179,4 +194,5 @@ class LinkMeasurement(Document):
     collectives: Collectives
     network: tuple[CollectiveTimes, ...]
     step_overhead_s: float = Field(ge=0)
+    contention: float = Field(default=0.0, ge=0, le=1)
     seconds_spent: float = Field(ge=0)

@@ -48,6 +48,18 @@ Seconds = Annotated[
 ]
 
 
+def bytes_per_second(text: str) -> float:
+    """The rate that `text` gives, as "12 GB/s" or "900 GiB/s".
+
+    Raises:
+        ValueError: it is no such rate.
+    """
+    amount, slash, unit = text.rpartition("/")
+    if not slash or unit.strip() != "s" or not (amount := amount.strip()):
+        raise ValueError(f"'{text}' is not a rate such as '12 GB/s'")
+    return float(_parse(amount, _BYTES, "12 GB"))  # type: ignore[arg-type]
+
+
 def show_bytes(n: float) -> str:
     """`n` bytes as a person reads them: '23.5 GiB', '512 B'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -20,6 +20,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
+from gpumix.spec.space import ENGINE
 from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_folder import latest
@@ -199,6 +200,11 @@ class Pipeline:
                     f"the plan is for {what} {planned}, the job has {wanted}",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )
+        if missing := ENGINE.missing(plan):
+            raise InputError(
+                f"the engine does not run this plan: {missing}",
+                fix="make a plan that it runs: gpumix plan JOB.yaml",
+            )
         for expected in plan.prediction.workers if plan.prediction is not None else ():
             name = self.cluster.device(expected.device).device_class
             usable = usable_bytes(self.cluster.class_named(name))

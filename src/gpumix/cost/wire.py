@@ -1,0 +1,222 @@
+"""How long one collective takes: looked up where it was measured, worked out from stated links.
+
+A stated link gives the seconds of one message. A ring of n devices moves its buffer in n - 1 steps
+of an nth each, at the pace of its slowest link (Patarasuk and Yuan, JPDC 2009). Over several hosts
+NCCL runs either one ring through all devices or first between hosts and then inside each; the
+faster counts. Unequal intervals take one broadcast, or one reduction, per owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, Protocol
+
+from gpumix.cost.curves import seconds_at
+from gpumix.spec.cluster import Device
+from gpumix.spec.errors import InputError
+from gpumix.spec.network import Link, Network
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
+
+Operation = Literal["gather", "reduce"]
+
+# Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
+# (arXiv 2411.01075).
+PER_OWNER = 1.25
+
+
+class Wire(Protocol):
+    """The links between the ranks of a plan."""
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        """Of one collective of `size` bytes in all; a padded one is a native one that is larger.
+
+        Raises:
+            InputError: nothing is known of this form.
+        """
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        """Whether this form can be told at all."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """Collectives that take no time: those of one rank, and of no network."""
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        return 0.0
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return group == "all" and form not in ("native", "padded")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Collectives as they were timed between the ranks of the cluster."""
+
+    times: tuple[CollectiveTimes, ...]
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        if group == "all" and not self._of(operation, group):
+            return 0.0
+        for times in self._of(operation, group):
+            if times.form == form:
+                return float(seconds_at(times.times, size))
+        known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
+        raise InputError(
+            f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
+            why=f"it holds {known}, but this plan needs '{form}'",
+            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+        )
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return any(t.form == form for t in self._of(operation, group))
+
+    def _of(self, operation: Operation, group: RankGroup) -> list[CollectiveTimes]:
+        return [t for t in self.times if t.operation == operation and t.group == group]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """Collectives over stated links between devices that stand in hosts.
+
+    `inside` has the number of devices of a host and their link, once for all hosts that are alike;
+    `between` is the slowest link between two hosts, None if there is only one host.
+    """
+
+    inside: tuple[tuple[int, Link], ...]
+    between: Link | None
+    hosts: int
+    ranks: int
+
+    @classmethod
+    def of(cls, network: Network, devices: Iterable[Device]) -> Stated:
+        """The links between `devices`.
+
+        Raises:
+            InputError: no link is stated between some of them.
+        """
+        on_host: dict[str, Counter[str]] = {}
+        for device in devices:
+            on_host.setdefault(device.host, Counter())[device.device_class] += 1
+        kinds = Counter(tuple(sorted(count.items())) for count in on_host.values())
+        inside = []
+        for kind in kinds:
+            count = sum(n for _, n in kind)
+            if count > 1:
+                inside.append((count, _slowest(network, "inside", _neighbours(kind))))
+        between = None
+        if len(on_host) > 1:
+            between = _slowest(network, "between", _across(kinds))
+        return cls(tuple(inside), between, len(on_host), sum(c.total() for c in on_host.values()))
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        if group == "across":
+            return 2 * self._between(size)  # an all-reduce: replicas add up what they reduced
+        whole = self._inside(size) if group == "inside" else self._everywhere(size)
+        return whole * (PER_OWNER if form in ("list", "broadcast", "all_to_all") else 1.0)
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return form in ("native", "list") and (self.hosts > 1 or group == "all")
+
+    def _everywhere(self, size: float) -> float:
+        if self.between is None:
+            return self._inside(size)
+        ring = (self.ranks - 1) * self._slowest_step(size / self.ranks)
+        return min(ring, self._between(size) + self._inside(size))
+
+    def _slowest_step(self, size: float) -> float:
+        links = [link for _, link in self.inside]
+        links += [self.between] if self.between is not None else []
+        return max(float(seconds_at(link.times, size)) for link in links)
+
+    def _inside(self, size: float) -> float:
+        return max(
+            ((n - 1) * float(seconds_at(link.times, size / n)) for n, link in self.inside),
+            default=0.0,
+        )
+
+    def _between(self, size: float) -> float:
+        if self.between is None:
+            return 0.0
+        return (self.hosts - 1) * float(seconds_at(self.between.times, size / self.hosts))
+
+
+@dataclass(frozen=True)
+class Either:
+    """Measured times, and stated links for groups of ranks that were not measured."""
+
+    measured: Measured
+    stated: Stated
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        return self._for(operation, group).seconds(operation, form, group, size)
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return self._for(operation, group).knows(operation, form, group)
+
+    def _for(self, operation: Operation, group: RankGroup) -> Wire:
+        found = any(t.operation == operation and t.group == group for t in self.measured.times)
+        return self.measured if found else self.stated
+
+
+def wire_for(profile: Profile, devices: tuple[Device, ...]) -> Wire:
+    """The links between `devices`, as far as the profile or its cluster knows them."""
+    if len(devices) == 1:
+        return Free()
+    network, measured = profile.cluster.network, Measured(profile.network)
+    if network is None:
+        return measured if profile.network else Free()
+    stated = Stated.of(network, devices)
+    return Either(measured, stated) if profile.network else stated
+
+
+def forms_for(profile: Profile, wire: Wire) -> Collectives:
+    """The forms for unequal intervals: those that were measured to be fastest, or NCCL's lists."""
+    if isinstance(wire, Stated):
+        return Collectives(gather="list", reduce="list")
+    return profile.collectives
+
+
+def _neighbours(kind: tuple[tuple[str, int], ...]) -> list[tuple[str, str]]:
+    """Pairs of classes of which a host has two devices."""
+    names = [name for name, _ in kind]
+    return [*((name, name) for name, count in kind if count > 1), *combinations(names, 2)]
+
+
+def _across(kinds: Mapping[tuple[tuple[str, int], ...], int]) -> list[tuple[str, str]]:
+    """Pairs of classes that stand on two different hosts."""
+    hosts_with: Counter[str] = Counter()
+    together: Counter[tuple[str, str]] = Counter()
+    for kind, count in kinds.items():
+        names = [name for name, _ in kind]
+        hosts_with.update(dict.fromkeys(names, count))
+        together.update(dict.fromkeys(combinations(names, 2), count))
+    names = sorted(hosts_with)
+    alike = [(name, name) for name in names if hosts_with[name] > 1]
+    unlike = [
+        (a, b)
+        for a, b in combinations(names, 2)
+        if hosts_with[a] * hosts_with[b] > together[a, b]  # else they share their only host
+    ]
+    return alike + unlike
+
+
+def _slowest(
+    network: Network, where: Literal["inside", "between"], pairs: list[tuple[str, str]]
+) -> Link:
+    links = []
+    for one, other in pairs:
+        link = network.of(where, one, other)
+        if link is None:
+            place = "inside hosts" if where == "inside" else "between hosts"
+            raise InputError(
+                f"no link is stated {place} between {one} and {other}",
+                where="cluster: network",
+                fix=f"give `network: {{{where}: ...}}`, such as 25GbE, pcie4 or '12 GB/s'",
+            )
+        links.append(link)
+    return min(links, key=lambda link: link.largest_bytes_per_s)

@@ -1,0 +1,73 @@
+"""What a policy needs to weigh its candidates before one of them becomes a plan.
+
+Policies decide by rules of their own; time and memory of what they decide are counted here, with
+the same cost model for all, once per class and amount of work and not per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpumix.cost.curves import FloatArray, MicroBatches
+from gpumix.cost.memory import free_bytes
+from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds, passes_meet
+from gpumix.planner.setting import Setting, setting_of
+from gpumix.spec.cluster import Device
+from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+
+@dataclass(frozen=True)
+class Load:
+    """What devices of one class are given."""
+
+    device_class: str
+    samples: int
+    micro_batch: int
+    share: float
+    mode: Mode
+
+
+def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
+    """Seconds of a step in which every device has one of `loads`."""
+    forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
+    for load in set(loads):
+        micro = MicroBatches.of([load.samples], [load.micro_batch])
+        f, b = pass_seconds(setting.profile, load.device_class, setting.links, micro, load.mode)
+        forward, backward = max(forward, float(f[0])), max(backward, float(b[0]))
+        both = max(both, float(f[0] + b[0]))
+        whole = optimizer_seconds(setting.profile, load.device_class)
+        update = max(update, whole * (load.share if setting.zero_stage else 1.0))
+    passes = forward + backward if passes_meet(setting.zero_stage) else both
+    return exposed_seconds(setting.profile, setting.links) + passes + update
+
+
+def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+    """The largest share that a device of class `name` has room for beside each of `micro`."""
+    capacity = setting.memory.demands(micro, mode).capacity(free_bytes(setting.profile, name))
+    if setting.zero_stage == 0:
+        return np.where(capacity >= 0, 1.0, -1.0)
+    return capacity
+
+
+def even_settings(
+    profile: Profile, devices: tuple[Device, ...], space: Space
+) -> Iterator[tuple[Setting, Mode]]:
+    """Equal shares at every ZeRO stage, with one mode for all devices."""
+    for zero_stage in sorted(set(space.zero_stages), reverse=True):
+        yield from even_settings_at(profile, devices, space, zero_stage)
+
+
+def even_settings_at(
+    profile: Profile, devices: tuple[Device, ...], space: Space, zero_stage: ZeroStage
+) -> Iterator[tuple[Setting, Mode]]:
+    """The same at one ZeRO stage."""
+    modes = tuple(space.modes(zero_stage))
+    setting = setting_of(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)
+    for mode in modes:
+        if all(mode in setting.modes_of(name) for name in setting.classes):
+            yield setting, mode

@@ -1,0 +1,27 @@
+"""Measured values at growing sizes. Points are kept; `cost.curves` says what lies between them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from gpumix.spec.base import Value
+
+
+class Curve(Value):
+    """Measured values at growing sizes: seconds or bytes by samples, or seconds by bytes."""
+
+    sizes: tuple[float, ...] = Field(min_length=1)
+    values: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _well_formed(self) -> Self:
+        if len(self.sizes) != len(self.values):
+            raise ValueError(f"{len(self.sizes)} sizes but {len(self.values)} values")
+        if self.sizes[0] <= 0 or any(b <= a for a, b in pairwise(self.sizes)):
+            raise ValueError(f"sizes must be positive and grow, they are {self.sizes}")
+        if any(not 0 <= v < float("inf") for v in self.values):
+            raise ValueError(f"values must be finite and not negative, they are {self.values}")
+        return self

@@ -1,0 +1,123 @@
+"""The links of a cluster as its owner states them, for planning before they are measured.
+
+A link is a curve like everything else: seconds of one message in one direction, by bytes. A name
+such as "25GbE" or "nvlink3" stands for the rate that its standard gives, less what protocols take.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gpumix.spec.base import Value
+from gpumix.spec.curve import Curve
+from gpumix.spec.units import bytes_per_second
+
+LARGEST_MESSAGE = float(2**34)  # the far end of a straight line; beyond it grows in proportion
+
+# Of a stated line rate, what a collective gets of it: packets and protocol take the rest. Round
+# figures below what NCCL's own tests show on healthy links; a measured link needs none of this.
+ETHERNET, INFINIBAND, PCIE, NVLINK = 0.85, 0.9, 0.75, 0.8
+ETHERNET_LATENCY_S, LINK_LATENCY_S = 30e-6, 8e-6
+
+# Bytes/s of one direction: InfiniBand 4x (IBTA), PCIe x16 (PCI-SIG), all NVLinks of a GPU (NVIDIA).
+_NAMED: dict[str, tuple[float, float]] = {
+    "ib-fdr": (56e9 / 8, INFINIBAND),
+    "ib-edr": (100e9 / 8, INFINIBAND),
+    "ib-hdr": (200e9 / 8, INFINIBAND),
+    "ib-ndr": (400e9 / 8, INFINIBAND),
+    "ib-xdr": (800e9 / 8, INFINIBAND),
+    "pcie3": (15.75e9, PCIE),
+    "pcie4": (31.5e9, PCIE),
+    "pcie5": (63e9, PCIE),
+    "nvlink1": (80e9, NVLINK),
+    "nvlink2": (150e9, NVLINK),
+    "nvlink3": (300e9, NVLINK),
+    "nvlink4": (450e9, NVLINK),
+    "nvlink5": (900e9, NVLINK),
+}
+_ETHERNET = re.compile(
+    r"^([0-9]+(?:\.[0-9]+)?)\s*(?:GbE|gbe|GBE|Gb/s|Gbps|Gbit/s)$"
+)  # b is bits, B bytes
+
+
+class Link(Value):
+    """Seconds of one message over one link in one direction, by its bytes."""
+
+    times: Curve
+    name: str = ""
+
+    @classmethod
+    def stated(cls, bytes_per_s: float, latency_s: float, name: str = "") -> Self:
+        """A link that takes `latency_s` and then moves `bytes_per_s`.
+
+        Raises:
+            ValueError: no bytes a second.
+        """
+        if not 0 < bytes_per_s < float("inf"):
+            raise ValueError(f"a link must move more than 0 bytes a second, not {bytes_per_s:g}")
+        ends = (1.0, LARGEST_MESSAGE)
+        times = tuple(latency_s + size / bytes_per_s for size in ends)
+        return cls(times=Curve(sizes=ends, values=times), name=name)
+
+    @property
+    def largest_bytes_per_s(self) -> float:
+        """The rate of the largest message that is known."""
+        seconds = self.times.values[-1]
+        return self.times.sizes[-1] / seconds if seconds > 0 else float("inf")
+
+
+def link(text: str) -> Link:
+    """The link that `text` names: "25GbE", "ib-hdr", "nvlink3", "pcie4", or a rate "12 GB/s".
+
+    Raises:
+        ValueError: it names none, or one without bandwidth.
+    """
+    word = text.strip()
+    if found := _ETHERNET.match(word):
+        return Link.stated(float(found[1]) * 1e9 / 8 * ETHERNET, ETHERNET_LATENCY_S, word)
+    if known := _NAMED.get(word.lower()):
+        rate, part = known
+        return Link.stated(rate * part, LINK_LATENCY_S, word)
+    try:
+        rate = bytes_per_second(word)
+    except ValueError:
+        raise ValueError(
+            f"'{text}' is not a link such as '25GbE', '12 GB/s' or one of {', '.join(_NAMED)}"
+        ) from None
+    return Link.stated(rate, LINK_LATENCY_S, word)
+
+
+AnyLink = Annotated[Link, BeforeValidator(lambda v: link(v) if isinstance(v, str) else v)]
+"""A field that takes a link, or text as for `link`."""
+
+
+class LinkOf(Value):
+    """Two classes whose devices, or whose hosts, are linked in another way than the rest."""
+
+    where: Literal["inside", "between"]
+    classes: tuple[str, str]
+    link: AnyLink
+
+
+class Network(Value):
+    """The links of a cluster: inside every host, between any two hosts, and where it differs."""
+
+    inside: AnyLink | None = Field(default=None, description="between devices of one host")
+    between: AnyLink | None = Field(default=None, description="between hosts, of all its devices")
+    exceptions: tuple[LinkOf, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.inside is None and self.between is None and not self.exceptions:
+            raise ValueError("a network names at least one link")
+        return self
+
+    def of(self, where: Literal["inside", "between"], one: str, other: str) -> Link | None:
+        """The link inside a host between devices of two classes, or between hosts with them."""
+        for exception in self.exceptions:
+            if exception.where == where and sorted(exception.classes) == sorted((one, other)):
+                return exception.link
+        return self.inside if where == "inside" else self.between
