@@ -36,7 +36,13 @@ def test_low_precision_stays_close(dtype):
     "shares", [[(3, 2, 1), (3, 3, 1)], [(4, 3, 3), (2, 1, 1)], [(6, 2, 0), (0, 0, 1)]]
 )
 @pytest.mark.parametrize(
-    "forms", [Collectives(gather="list", reduce="list"), Collectives()], ids=["list", "default"]
+    "forms",
+    [
+        Collectives(gather="list", reduce="list"),
+        Collectives(gather="padded", reduce="padded", padding=2.0),
+        Collectives(),
+    ],
+    ids=["list", "padded", "default"],
 )
 def test_every_collective_trains_like_one_process(shares, forms):
     given = [Share(*share) for share in shares]

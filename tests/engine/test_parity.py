@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from gpumix.spec.plan import Collectives
 from models import ARCHITECTURES
 from reference import Share, random_shares, train_alone, train_by_plan, worst_error
 from strategies import share_lists
@@ -65,3 +66,12 @@ def test_the_benchmark_tells_its_figures():
     assert figures["plans"] == 7
     assert figures["worst_relative_error"] < TOLERANCE
     assert figures["wrong_collectives"] == 0
+
+
+def test_padded_collectives_train_like_one_process():
+    """Shares that differ little, and one buffer that no three ranks can share equally."""
+    forms = Collectives(gather="padded", reduce="padded", padding=1.1)
+    shares = [Share(3, 2, 10), Share(1, 1, 10), Share(2, 1, 9)]
+    trained = train_by_plan("gpt2", shares, STEPS, collectives=forms)
+    assert worst_error(trained, train_alone(ARCHITECTURES["gpt2"], 6, STEPS)) < TOLERANCE
+    assert all(counts == trained.expected_counts for counts in trained.counts)

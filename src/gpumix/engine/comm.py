@@ -5,9 +5,10 @@ leaves stale data behind, or aborts the process. So nothing else in gpumix calls
 the data group, and sizes and dtypes are checked here before every call.
 
 Forms of a gather: `native` (equal shares only), `broadcast` (one per owner into views of the
-buffer: nothing is copied), `list` (the backend's uneven list form; NCCL). Of a reduction: `native`
+buffer: nothing is copied), `list` (the backend's uneven list form; NCCL), `padded` (the native one
+on a buffer in which all intervals are as long as the longest may be). Of a reduction: `native`
 (equal shares only), `all_to_all` (everybody sends each owner its part; the owner sums in fp32, in
-rank order, hence bit-repeatable), `list` (NCCL).
+rank order, hence bit-repeatable), `list` (NCCL), `padded`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -174,6 +176,8 @@ class Communicator:
         if self.world == 1:
             return Pending((), label, self.clock)
         with reported(label):
+            if self.forms.gather == "padded" and not _equal(parts):
+                return self._start_padded_gather(full, parts, label)
             return Pending(self._start_gather(full, parts), label, self.clock)
 
     def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
@@ -190,6 +194,27 @@ class Communicator:
             for owner, part in enumerate(parts)
             if part.numel()
         ]
+
+    def _start_padded_gather(
+        self, full: torch.Tensor, parts: list[torch.Tensor], label: str
+    ) -> Pending:
+        rows = full.new_empty(self.world, self._padded_length(parts))
+        mine = rows[self.rank].clone() if self.on_gloo else rows[self.rank]  # NCCL gathers in place
+        mine[: len(parts[self.rank])] = parts[self.rank]
+        work = _all_gather_single(rows.view(-1), mine, self.group)
+
+        def finish() -> None:
+            for owner, part in enumerate(parts):
+                if owner != self.rank:
+                    part.copy_(rows[owner, : len(part)])
+            rows.untyped_storage().resize_(0)
+
+        return Pending([work], label, self.clock, finish)
+
+    def _padded_length(self, parts: Sequence[torch.Tensor]) -> int:
+        """Elements of every interval, once it is filled up; a cut may round one up."""
+        numel = sum(map(len, parts))
+        return max(ceil(numel * self.forms.padding / self.world), *map(len, parts))
 
     def reduce(
         self,
@@ -240,11 +265,32 @@ class Communicator:
 
             return Pending([work], label, self.clock, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
+        if form == "padded":
+            return self._start_padded_reduce(full, parts, label, deliver)
         if form == "native":
             work = _reduce_scatter_single(mine, full, self.group)
         else:
             work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
         return Pending([work], label, self.clock, lambda: deliver(mine[None]))
+
+    def _start_padded_reduce(
+        self,
+        full: torch.Tensor,
+        parts: list[torch.Tensor],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        rows = full.new_empty(self.world, self._padded_length(parts))
+        for owner, part in enumerate(parts):
+            rows[owner, : len(part)] = part
+        mine = rows.new_empty(rows.shape[1])
+        work = _reduce_scatter_single(mine, rows.view(-1), self.group)
+
+        def finish() -> None:
+            rows.untyped_storage().resize_(0)
+            deliver(mine[None, : len(parts[self.rank])])
+
+        return Pending([work], label, self.clock, finish)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """`value` summed over ranks, in place."""
