@@ -90,8 +90,10 @@ def sizes(found: ClassMeasurement) -> list[int]:
     """The micro-batches that were recorded, the same ones in every curve."""
     measured = found.device_class
     root, kind = found.model.root, found.model.kinds[0]
-    curves = [kind.kept, kind.gradient, kind.forward, kind.backward, root.kept, root.head]
+    curves = [kind.kept, kind.saved, kind.gradient, kind.forward, kind.backward]
+    curves += [root.kept, root.head]
     curves += [c for unit in measured.units.values() for c in (unit.forward, unit.backward)]
+    curves += [unit.gradient for name, unit in measured.units.items() if name != ROOT]
     (same,) = {curve.sizes for curve in curves}
     assert measured.largest_micro_batch == same[-1]
     assert ROOT in measured.units

@@ -1,4 +1,5 @@
-"""The cut at a unit's boundary: forward keeps the unit's inputs only, backward recomputes the rest.
+"""The cut at a unit's boundary: forward keeps the unit's inputs only, backward recomputes the rest;
+or forward keeps the unit's graph.
 
 Between units the model's own code stays ordinary autograd. At a unit its outputs become leaves;
 gradients cross from leaf to leaf: of the unit's outputs, through its recompute, to its inputs, and
@@ -20,7 +21,7 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.glue import hand
-from gpumix.engine.recompute import Recomputed
+from gpumix.engine.recompute import Kept, Recomputed
 from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
@@ -35,6 +36,7 @@ class Cut:
         unit: the unit; its parameters are gathered whenever a method here runs.
         compute_dtype: floating inputs are cast to it, as FSDP2's mixed precision does.
         seed: seeds the random numbers of this call, the same in the recompute.
+        recompute: whether the graph is dropped after the forward.
         forward: stands in for the unit's own forward; the profiler runs one unit for all its kind.
     """
 
@@ -45,9 +47,11 @@ class Cut:
         *,
         compute_dtype: torch.dtype,
         seed: Callable[[], None],
+        recompute: bool = True,
         forward: Forward | None = None,
     ) -> None:
         self.unit = unit
+        self._recompute = recompute
         self._inputs, structure = tree_flatten((call.args, call.kwargs))
         self._captured = Captured(call.context)
         self._gradients = call.state.gradients
@@ -67,7 +71,7 @@ class Cut:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
-        self._recomputed: Recomputed[Outputs] | None = None
+        self._ran: Recomputed[Outputs] | Kept[Outputs] | None = None
 
     def _refuse_caches(self) -> None:
         for value in self._inputs:
@@ -121,10 +125,10 @@ class Cut:
         # A unit may try to write into what it is given, which autograd allows for no leaf.
         given = [hand(t, t) if _wants_gradient(t) else t for t in inputs]
         buffers = BufferCopies(self.unit.with_buffers)
-        self._recomputed = Recomputed(
-            self.unit.name, partial(self._run, given), partial(_rerun, self._run, inputs, buffers)
-        )
-        outputs, structure = self._recomputed.forward()
+        run = partial(self._run, given)
+        again = partial(_rerun, self._run, inputs, buffers)
+        self._ran = Recomputed(self.unit.name, run, again) if self._recompute else Kept(run)
+        outputs, structure = self._ran.forward()
         buffers.keep_changed()
         self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
@@ -133,7 +137,7 @@ class Cut:
         return self._hand_over(handed, structure)
 
     def backward(self) -> list[torch.Tensor | None]:
-        """Run the unit again and backward; gradients of `inputs`, in their order.
+        """Run the unit again if need be, and backward; gradients of `inputs`, in their order.
 
         Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards.
         """
@@ -151,10 +155,10 @@ class Cut:
             self._inputs = []
             edges, gradients = zip(*ends)
             del ends
-            assert self._recomputed is not None, "forward comes before backward"
-            with self._recomputed.backward():
+            assert self._ran is not None, "forward comes before backward"
+            with self._ran.backward():
                 torch.autograd.backward(edges, gradients)
-        self._recomputed = None
+        self._ran = None
         return [source.grad for source in sources]
 
     def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:

@@ -137,5 +137,22 @@ class Recomputed(Generic[T]):
         )
 
 
+class Kept(Generic[T]):
+    """One run of a unit whose graph is kept, with all that backward needs."""
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run = run
+
+    def forward(self) -> T:
+        """Run the unit with gradients."""
+        with torch.enable_grad():
+            return self._run()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Nothing is missing."""
+        yield
+
+
 class _Enough(BaseException):
     """All that was saved is there again. Not an `Exception`: a model's own code may catch those."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpumix.engine.coroutine import UnitCall
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
-from gpumix.profiler.counter import MemoryCounter
+from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
 from gpumix.spec.profile import ROOT
 
@@ -48,7 +48,10 @@ class Point:
     overruns: int = 0
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
+    gradient_s: dict[str, float] = field(default_factory=dict)  # backward of a graph that was kept
     kept: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)  # of one sample's forward
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
@@ -175,7 +178,8 @@ class _Measurement:
         """Run the model once; find a call of each kind, and what lies between the calls."""
         specimens, point = self._specimens, self._point
         with specimens.start(self._on_device_counted(batch)) as walk:
-            point.kept[ROOT] += self._memory.added(walk.go_on)
+            with FlopCount() as flops:
+                point.kept[ROOT] += self._memory.added(walk.go_on)
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
@@ -184,9 +188,11 @@ class _Measurement:
                 outputs = self._seen[kind][1].again()
                 before = self._memory.current()
                 self._memory.reset_peak()
-                walk.go_on(outputs)
+                with flops:
+                    walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
                     point.kept[ROOT] += max(0, self._memory.current() - before)
+            point.flops[ROOT] = flops.total / point.size
             walk.loss_backward()
             of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
             point.backward_bytes[ROOT] = max(0, self._memory.peak() - before - of_leaves)
@@ -201,7 +207,9 @@ class _Measurement:
         before = self._memory.current()
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
-        outputs = Outputs(cut.forward())
+        with FlopCount() as flops:
+            outputs = Outputs(cut.forward())
+        self._point.flops[kind] = flops.total / self._point.size
         kept = self._memory.current() - before  # what the cut keeps for its backward too
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
@@ -216,19 +224,30 @@ class _Measurement:
         gradients = cut.backward()
         self._point.gradient[kind] = tensor_bytes(gradients)
         self._point.backward_bytes[kind] = max(0, self._memory.peak() - before)
+        del cut, gradients
+        kept = self._specimens.cut(call, recompute=False)
+        before = self._memory.current()
+        outputs = kept.forward()
+        self._point.saved[kind] = max(0, self._memory.current() - before)
+        del outputs
 
     # -- time ----------------------------------------------------------------------------------
 
     def _time_units(self) -> None:
         for kind, (call, _) in self._seen.items():
-            forward, backward = [], []
+            forward, backward, gradient = [], [], []
             for _ in range(REPEATS):
                 cut = self._specimens.cut(call)
                 forward.append(self._timed(cut.forward)[0])
                 _give_gradients(cut.leaves)
                 backward.append(self._timed(cut.backward)[0])
+                kept = self._specimens.cut(call, recompute=False)
+                kept.forward()
+                _give_gradients(kept.leaves)
+                gradient.append(self._timed(kept.backward)[0])
             self._point.forward_s[kind] = _median(forward)
             self._point.backward_s[kind] = _median(backward)
+            self._point.gradient_s[kind] = _median(gradient)
 
     def _time_root(self, batch: Batch, calls: int) -> None:
         forward, backward = [], []

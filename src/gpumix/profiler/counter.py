@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gpumix.hardware.emulation.flops import formula_of
 from gpumix.hardware.runtime import DeviceRuntime
 
 
@@ -91,3 +92,20 @@ class _Tracker(TorchDispatchMode):
     def _free(self, key: int, numel: int) -> None:
         del self._alive[key]
         self.current -= numel
+
+
+class FlopCount(TorchDispatchMode):
+    """FLOPs of the operations in its `with` block, as far as there are formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = formula_of(func)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result

@@ -139,6 +139,9 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
         kind: UnitTimes(
             forward=_curve(found, [p.forward_s[kind] for p in found.points]),
             backward=_curve(found, [p.backward_s[kind] for p in found.points]),
+            gradient=None
+            if kind == ROOT
+            else _curve(found, [p.gradient_s[kind] for p in found.points]),
         )
         for kind in found.points[0].forward_s
     }
@@ -159,9 +162,11 @@ def _model_profile(
                 trainable=unit.trainable,
                 frozen_bytes=_frozen_bytes(unit, compute_dtype),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
+                saved=_curve(found, [p.saved[kind] for p in found.points]),
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
                 forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
                 backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
+                flops=found.points[0].flops[kind],
             )
             for kind, unit in sorted(first_of_kind.items())
             if kind in found.points[0].kept
@@ -172,6 +177,7 @@ def _model_profile(
             buffer_bytes=buffer_bytes(model),
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             head=_curve(found, [p.backward_bytes[ROOT] for p in found.points]),
+            flops=found.points[0].flops[ROOT],
         ),
     )
 

@@ -80,13 +80,14 @@ class Specimens:
         """Begin to run the model on `batch`, whose tensors are on the device."""
         return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
 
-    def cut(self, call: UnitCall) -> Cut:
+    def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
         """The specimen of the called unit, given what that was called with."""
         return Cut(
             call,
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
+            recompute=recompute,
         )
 
 
