@@ -1,0 +1,248 @@
+"""What a decoder of `transformers` computes and holds, from its `config.json` alone.
+
+For planning before there is anything to run: parameters are counted exactly (as `transformers`
+builds them), FLOPs as torch counts them; memory is worked out from the tensors that the blocks'
+code makes, and is an estimate. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
+from gpumix.spec.profile import ModelProfile, RootUnit, UnitKind
+
+# Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
+GATED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "olmo2", "smollm3", "granite", "phi3",
+)  # fmt: skip
+PLAIN = ("gpt2", "opt", "gpt_neox", "bloom")
+
+HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden / heads
+
+MOST_SAMPLES = 4096  # far end of the straight lines: more than any device is given
+KIND = "block"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder. `biased` are linear layers with a bias: the attention's inputs, its
+    output, the feed-forward's."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    vocabulary: int
+    gated: bool
+    tied: bool
+    biased: tuple[bool, bool, bool]
+    norm_bias: bool
+    positions: int = 0  # rows of a learned table
+    extra_norms: int = 0  # elements of norms beside the two of a block
+    root_norms: int = 1
+    experts: int = 0
+    experts_used: int = 0
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def block_parameters(self) -> int:
+        """Elements of one block."""
+        inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
+        attention = self.hidden * inputs + self.attention_width * self.hidden
+        norms = 2 * self.hidden * (2 if self.norm_bias else 1) + self.extra_norms
+        first, second, third = self.biased
+        biases = inputs * first + self.hidden * second
+        matrices = (3 if self.gated else 2) * self.hidden * self.feed_forward
+        biases += (self.feed_forward + self.hidden) * third
+        router = self.hidden * self.experts
+        return attention + norms + biases + router + max(1, self.experts) * matrices
+
+    @property
+    def root_parameters(self) -> int:
+        """Elements of embedding, final norm and head."""
+        tables = (self.vocabulary * (1 if self.tied else 2) + self.positions) * self.hidden
+        return tables + self.root_norms * self.hidden * (2 if self.norm_bias else 1)
+
+    def block_flops(self, tokens: int) -> float:
+        """FLOPs of one block's forward for one sample: products with weights, and attention."""
+        inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
+        matrices = (3 if self.gated else 2) * self.hidden * self.feed_forward
+        used = matrices * max(1, self.experts_used) + self.hidden * self.experts
+        weights = self.hidden * (inputs + self.attention_width) + used
+        return 2.0 * tokens * weights + 4.0 * tokens**2 * self.attention_width
+
+    def model(self, tokens: int, dtype: ComputeDtype, name: str) -> ModelProfile:
+        """The model as the planner knows it, for samples of so many tokens."""
+        size = DTYPE_BYTES[dtype]
+        stream = tokens * self.hidden * size
+        saved = tokens * self._saved_elements() * size
+        # Beside what is saved a backward makes gradients of the widest activations, and of a
+        # weight before it is added to the unit's.
+        passing = tokens * (2 * self._widest() + 2 * self.hidden) * size
+        weight = self.hidden * self.feed_forward * size
+        block = UnitKind(
+            name=KIND,
+            trainable=self.block_parameters,
+            kept=_line(stream),
+            saved=_line(saved + stream),
+            gradient=_line(stream),
+            forward=_line(passing + tokens * self._widest() * size),
+            backward=_line(saved + passing, weight),
+            flops=self.block_flops(tokens),
+        )
+        # Logits in the compute dtype and in fp32, their log-softmax and both gradients.
+        logits = tokens * self.vocabulary * (2 * size + 12)
+        root = RootUnit(
+            trainable=self.root_parameters,
+            buffer_bytes=0,
+            kept=_line(stream + 16 * tokens),
+            head=_line(logits + 4 * stream, self.vocabulary * self.hidden * size),
+            flops=2.0 * tokens * self.hidden * self.vocabulary,
+        )
+        return ModelProfile(
+            fingerprint=f"estimate:{name}",
+            calls=tuple(f"layers.{i}" for i in range(self.layers)),
+            kind_of_call=(KIND,) * self.layers,
+            kinds=(block,),
+            root=root,
+        )
+
+    def _widest(self) -> int:
+        return max(self.feed_forward * max(1, self.experts_used), self.hidden)
+
+    def _saved_elements(self) -> int:
+        """Elements that autograd keeps of one token and block: the inputs of its products, norms
+        (in fp32, so twice in a narrow dtype) and activations; attention does not keep its scores.
+        """
+        qkv = self.attention_width + 2 * self.kv_heads * self.head_dim
+        attention = self.hidden + 2 * qkv + 2 * self.attention_width
+        inner = (4 if self.gated else 3) * self.feed_forward * max(1, self.experts_used)
+        norms = 2 * 3 * self.hidden
+        return attention + inner + norms + 2 * self.hidden
+
+
+def decoder(config: Mapping[str, Any]) -> Decoder:
+    """The decoder that a `config.json` describes.
+
+    Raises:
+        InputError: it is no decoder that is known here, or a size is missing.
+    """
+    kind = config.get("model_type", "")
+    if kind not in GATED and kind not in PLAIN:
+        raise InputError(
+            f"there is no estimate for models of type '{kind}'",
+            why=f"estimates know {', '.join(sorted((*GATED, *PLAIN)))}",
+            fix="measure it: `gpumix profile JOB.yaml`, then plan from the profile",
+        )
+    return _gated(kind, config) if kind in GATED else _plain(kind, config)
+
+
+def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or HEAD_DIMS.get(kind) or hidden // heads)
+    bias = bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    extra = {"qwen3": 2 * head_dim, "olmo2": (heads + kv_heads) * head_dim}.get(kind, 0)
+    tied = bool(config.get("tie_word_embeddings", kind in ("gemma", "smollm3")))
+    experts = int(config.get("num_local_experts", 8)) if kind == "mixtral" else 0
+    return Decoder(
+        hidden=hidden,
+        layers=_size(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        feed_forward=_size(config, "intermediate_size"),
+        vocabulary=_size(config, "vocab_size"),
+        gated=True,
+        tied=tied,
+        biased=(kind == "qwen2" or bias, bias and kind != "qwen2", mlp_bias),
+        norm_bias=False,
+        extra_norms=extra,
+        experts=experts,
+        experts_used=int(config.get("num_experts_per_tok", 2)) if experts else 0,
+    )
+
+
+def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
+    names = {
+        "gpt2": ("n_embd", "n_layer", "n_head", "n_inner"),
+        "bloom": ("hidden_size", "n_layer", "n_head", ""),
+        "opt": ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"),
+        "gpt_neox": (
+            "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        ),
+    }[kind]  # fmt: skip
+    hidden, layers, heads = (_size(config, name) for name in names[:3])
+    feed_forward = int(config.get(names[3]) or 4 * hidden)
+    # OPT's table of positions has two rows more than positions.
+    positions = {"gpt2": int(config.get("n_positions", 1024))}.get(kind, 0)
+    if kind == "opt":
+        positions = int(config.get("max_position_embeddings", 2048)) + 2
+    return Decoder(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        feed_forward=feed_forward,
+        vocabulary=_size(config, "vocab_size"),
+        gated=False,
+        tied=bool(config.get("tie_word_embeddings", kind != "gpt_neox")),
+        biased=(True, True, True),
+        norm_bias=True,
+        positions=positions,
+        root_norms=2 if kind == "bloom" else 1,  # one after the embedding
+    )
+
+
+def llama_shaped(parameters: float) -> Decoder:
+    """A decoder of about so many parameters, shaped like the Llama family: depth and width grow
+    together, a head is 128 wide, the feed-forward 2.7 times the hidden size, 32,000 tokens."""
+    return min(
+        (_llama(128 * heads) for heads in range(2, 161)),
+        key=lambda d: abs(d.layers * d.block_parameters + d.root_parameters - parameters),
+    )
+
+
+def _llama(hidden: int) -> Decoder:
+    layers = max(2, min(96, round(hidden / 128)))
+    return Decoder(
+        hidden=hidden,
+        layers=layers,
+        heads=hidden // 128,
+        kv_heads=hidden // 128,
+        head_dim=128,
+        feed_forward=round(hidden * 2.6875 / 128) * 128,
+        vocabulary=32_000,
+        gated=True,
+        tied=False,
+        biased=(False, False, False),
+        norm_bias=False,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value <= 0:
+        raise InputError(
+            f"the model's configuration does not say its '{name}'",
+            fix=f"give `{name}` in the configuration",
+        )
+    return value
+
+
+def _line(per_sample: float, start: float = 0.0) -> Curve:
+    """Bytes that grow evenly with samples."""
+    sizes = (1.0, float(MOST_SAMPLES))
+    return Curve(sizes=sizes, values=tuple(start + per_sample * n for n in sizes))

@@ -1,0 +1,96 @@
+"""A profile of cards that nobody has measured: the catalogue, the roofline, and a model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpumix.hardware.catalogue import Card, find
+from gpumix.hardware.roofline import (
+    both,
+    forward_curve,
+    gradient_curve,
+    host_copy,
+    optimizer_s_per_element,
+)
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
+from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitTimes
+
+# CUDA's context, the kernels of torch and cuBLAS, NCCL's buffers: what a process takes on a GPU
+# before its first tensor. Round, and on the safe side.
+FRAMEWORK_BYTES = 3 * 2**29
+
+ADAMW_STATE_BYTES = 8
+
+
+def estimate_class(card: Card, model: ModelProfile, dtype: ComputeDtype, name: str) -> ClassProfile:
+    """What a card should take for each unit of a model.
+
+    Raises:
+        InputError: the model's FLOPs are not known.
+    """
+    units = {kind.name: (kind.flops, kind.trainable) for kind in model.kinds}
+    units[ROOT] = (model.root.flops, model.root.trainable)
+    if not all(flops > 0 for kind, (flops, _) in units.items() if kind != ROOT):
+        raise InputError(
+            "the profile does not say how many FLOPs its units have",
+            fix="measure again: `gpumix profile JOB.yaml --fresh`",
+        )
+    times = {}
+    for kind, (flops, elements) in units.items():
+        forward = forward_curve(card, dtype, flops, elements * DTYPE_BYTES[dtype])
+        gradient = gradient_curve(card, dtype, flops, elements)
+        if kind == ROOT:  # before the units nothing but a look-up; head and loss run in backward
+            times[kind] = UnitTimes(
+                forward=forward_curve(card, dtype, 0.0, 0.0), backward=both(forward, gradient)
+            )
+        else:
+            times[kind] = UnitTimes(
+                forward=forward, backward=both(forward, gradient), gradient=gradient
+            )
+    return ClassProfile(
+        device_class=name,
+        units=times,
+        optimizer_s_per_element=optimizer_s_per_element(card),
+        framework_bytes=FRAMEWORK_BYTES,
+        host_copy=host_copy(card),
+        estimated=True,
+    )
+
+
+def estimate(
+    model: ModelProfile, cluster: Cluster, *, sequence_length: int, dtype: ComputeDtype
+) -> Profile:
+    """The profile of a cluster of cards of the catalogue.
+
+    Raises:
+        InputError: the catalogue does not know a class.
+    """
+    return Profile(
+        sequence_length=sequence_length,
+        compute_dtype=dtype,
+        optimizer_bytes_per_element=ADAMW_STATE_BYTES,
+        torch_version="none: this is an estimate",
+        cluster=cluster,
+        model=model,
+        classes=tuple(estimate_class(find(c.name), model, dtype, c.name) for c in cluster.classes),
+        collectives=Collectives(gather="list", reduce="list"),
+    )
+
+
+def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:
+    """Estimates made `factor` times as long: by how much those of cards at hand were off."""
+    return tuple(_slowed(profile, factor) for profile in classes)
+
+
+def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
+    units = {}
+    for kind, times in profile.units.items():
+        curves = {
+            name: curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
+            for name, curve in times
+            if curve is not None
+        }
+        units[kind] = times.model_copy(update=curves)
+    return profile.model_copy(update={"units": units})

@@ -1,0 +1,125 @@
+"""How long a card should take, from what its vendor says of it: an estimate, never a measurement.
+
+A product runs at a part of the card's peak, or as fast as memory delivers its weights, whichever is
+slower. The part that is reached is limited by the architecture's kernels and, on small boards, by
+power: what a watt computes is much the same for all cards of an architecture. The constants were
+set by hand to round figures near the layer timings that Cephalo published (arXiv 2411.01075, for
+twelve cards from Pascal to Hopper; `benchmarks/planner_estimate.py` tells how far off they are);
+those of architectures that are not among them are assumptions, and marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpumix.hardware.catalogue import Card, CoherentLink
+from gpumix.spec.curve import Curve
+from gpumix.spec.plan import ComputeDtype
+
+LAUNCH_S = 2e-4  # of one unit's kernels, however small they are
+MEMORY_PART = 0.8  # of the stated bandwidth
+BACKWARD_FLOPS = 2.0  # for one of the forward: gradients of inputs and of weights
+# Each micro-batch's backward writes a gradient of the weights, and adds it to the fp32 one.
+GRADIENT_BYTES = 16
+# AdamW reads parameter, gradient and two moments, and writes all but the gradient, in fp32.
+ADAMW_BYTES = 28
+HOST_LINK_PART = 0.75
+MOST_SAMPLES = 4096
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The part of its peak that an architecture reaches: at most `part`, and at most so many
+    TFLOP/s for each watt (`per_watt`, None: power is no limit)."""
+
+    part: float
+    per_watt: float | None = None
+
+
+# 16-bit products on matrix units.
+MATRIX = {
+    "7.0": Reach(0.57),
+    "7.5": Reach(0.5, 0.28),
+    "8.0": Reach(0.6, 0.39),
+    "8.6": Reach(0.74, 0.28),
+    "8.9": Reach(0.72, 0.52),
+    "9.0": Reach(0.6, 0.73),
+    "10.0": Reach(0.6, 0.9),  # assumed
+    "12.0": Reach(0.72, 0.52),  # assumed to be like 8.9
+}
+# fp32 on plain units. From 8.6 on half of them serve integers too, and are hardly used in full.
+PLAIN = {
+    "6.0": Reach(0.75),
+    "6.1": Reach(0.58),
+    "7.0": Reach(0.83),
+    "7.5": Reach(0.5),
+    "8.0": Reach(0.88),
+    "8.6": Reach(0.5, 0.057),
+    "8.9": Reach(0.45, 0.1),
+    "9.0": Reach(0.68),
+    "10.0": Reach(0.6),  # assumed
+    "12.0": Reach(0.45, 0.1),  # assumed to be like 8.9
+}
+AMD = Reach(0.45)  # assumed, for all
+
+
+def flops_per_s(card: Card, dtype: ComputeDtype) -> float:
+    """What the datasheet promises for products in this dtype that are summed in fp32.
+
+    Cards without matrix units gain nothing from fp16, and those without bf16 compute it in fp32.
+    """
+    rate = {"fp32": card.flops.fp32, "bf16": card.flops.bf16, "fp16": card.flops.fp16}[dtype]
+    return rate if rate is not None and card.matrix_units else card.flops.fp32
+
+
+def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
+    """What is likely to be reached of it."""
+    peak = flops_per_s(card, dtype)
+    on_matrix_units = peak != card.flops.fp32
+    table = MATRIX if on_matrix_units else PLAIN
+    reach = table.get(card.compute_capability or "", AMD)
+    part = reach.part
+    if reach.per_watt is not None and card.tdp_watts is not None:
+        part = min(part, reach.per_watt * card.tdp_watts / (peak / 1e12))
+    return part * peak
+
+
+def forward_curve(card: Card, dtype: ComputeDtype, flops: float, weight_bytes: float) -> Curve:
+    """Seconds of a unit's forward by samples, each of so many FLOPs."""
+    read_s = weight_bytes / (card.memory_bandwidth * MEMORY_PART)
+    per_sample = flops / reached_flops_per_s(card, dtype)
+    return _curve(lambda n: LAUNCH_S + max(n * per_sample, read_s))
+
+
+def gradient_curve(card: Card, dtype: ComputeDtype, flops: float, elements: float) -> Curve:
+    """Seconds of the backward of a unit whose graph was kept."""
+    added_s = elements * GRADIENT_BYTES / (card.memory_bandwidth * MEMORY_PART)
+    per_sample = BACKWARD_FLOPS * flops / reached_flops_per_s(card, dtype)
+    return _curve(lambda n: 2 * LAUNCH_S + n * per_sample + added_s)
+
+
+def both(one: Curve, other: Curve) -> Curve:
+    """One after the other: the recompute, and the backward."""
+    values = tuple(a + b for a, b in zip(one.values, other.values, strict=True))
+    return Curve(sizes=one.sizes, values=values)
+
+
+def optimizer_s_per_element(card: Card) -> float:
+    """Seconds to update one element; memory is what limits it."""
+    return ADAMW_BYTES / (card.memory_bandwidth * MEMORY_PART)
+
+
+def host_copy(card: Card) -> Curve | None:
+    """Seconds to copy bytes to the host; None where the link is not known."""
+    if card.host_link is None:
+        return None
+    part = 1.0 if isinstance(card.host_link, CoherentLink) else HOST_LINK_PART
+    rate = card.host_link.bandwidth * part
+    sizes = (1.0, 2.0**34)
+    return Curve(sizes=sizes, values=tuple(1e-5 + size / rate for size in sizes))
+
+
+def _curve(seconds: Callable[[int], float]) -> Curve:
+    sizes = [2**i for i in range(MOST_SAMPLES.bit_length())]
+    return Curve(sizes=tuple(map(float, sizes)), values=tuple(seconds(n) for n in sizes))
