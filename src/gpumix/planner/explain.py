@@ -24,7 +24,7 @@ def check_strategy(name: str) -> None:
         )
 
 
-def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan:
+def plan(profile: Profile, request: PlanRequest | int, strategy: str = "optimal") -> Plan:
     """Plan with `strategy`, and weigh the result against the others.
 
     The alternatives are the other strategies on all devices, and the optimal plan on the devices of
@@ -36,7 +36,8 @@ def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan
         NoFeasiblePlanError: no plan of this strategy fits the devices.
     """
     check_strategy(strategy)
-    request = PlanRequest(global_batch=global_batch)
+    if isinstance(request, int):
+        request = PlanRequest(global_batch=request)
     chosen = STRATEGIES[strategy](profile, request)
     others = [
         _alternative(name, other, profile, request, chosen)

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
+from gpumix.spec.network import Network
 from gpumix.spec.read_errors import Problem, nearest, suggest, validated
 from gpumix.spec.read_yaml import Keys, show_value
 from gpumix.spec.units import Bytes, FlopRate
@@ -93,6 +94,11 @@ class ClusterForm(Value):
     devices: tuple[DeviceRow, ...] = Field(
         min_length=1, description="[the devices](#devices), one or several a row"
     )
+    network: Network | None = Field(
+        default=None,
+        description="links `between` hosts and `inside` them, as `25GbE`, `ib-hdr`, `nvlink3`, "
+        "`pcie4` or `12 GB/s`; they count where nothing was measured",
+    )
 
 
 class ShortRow(ClassForm, DeviceRow):
@@ -105,6 +111,7 @@ class _Parts:
 
     classes: tuple[tuple[Keys, DeviceClass], ...]
     rows: tuple[tuple[Keys, DeviceRow], ...]
+    network: Network | None = None
 
 
 def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Problem]]:
@@ -119,7 +126,8 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
     if problems:
         return None, problems
     classes = {c.name: c for _, c in parts.classes}
-    return Cluster(classes=tuple(classes.values()), devices=devices), []
+    cluster = Cluster(classes=tuple(classes.values()), devices=devices, network=parts.network)
+    return cluster, []
 
 
 def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
@@ -128,7 +136,7 @@ def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
         return None, problems
     classes = (((*keys, "classes", n), c.named(n)) for n, c in form.classes.items())
     rows = (((*keys, "devices", i), row) for i, row in enumerate(form.devices))
-    return _Parts(tuple(classes), tuple(rows)), []
+    return _Parts(tuple(classes), tuple(rows), form.network), []
 
 
 def _short(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:

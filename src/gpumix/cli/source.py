@@ -1,0 +1,277 @@
+"""Where a plan's profile comes from: a file, the cache, a measurement, or an estimate."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from gpumix.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from gpumix.planner.base import PlanRequest
+    from gpumix.spec.cluster import Cluster
+    from gpumix.spec.job import Job
+    from gpumix.spec.plan import ComputeDtype
+    from gpumix.spec.profile import Profile
+    from gpumix.spec.space import Space
+
+AnyJob = Annotated[
+    Path | None, typer.Argument(metavar="[JOB]", help="The job, a YAML file.", show_default=False)
+]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Plan from this profile.")]
+ClusterText = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help='Estimate for cards that need not be here: "4x rtx3090, 2x p40"; hosts are separated '
+        'by semicolons, or repeated: "2 hosts of 8x a100-80gb-sxm".',
+    ),
+]
+NetworkText = Annotated[
+    str | None,
+    typer.Option("--network", help="Link between hosts: 25GbE, ib-hdr, '12 GB/s', ..."),
+]
+ModelText = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Without a job: a size such as 7B (Llama-shaped), or a config.json."
+    ),
+]
+Length = Annotated[
+    int | None, typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample.")
+]
+Batch = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="Without a job: samples per step.")
+]
+Techniques = Annotated[
+    Literal["engine", "all"],
+    typer.Option(
+        "--techniques",
+        help="What plans may use: what the engine runs, or all that the planner knows.",
+    ),
+]
+
+# What is planned without a job, and said with every answer.
+MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
+PRECISION: Final = "bf16"
+_SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is planned: a profile, a request, and one line about what was taken for granted."""
+
+    profile: Profile
+    request: PlanRequest
+    strategy: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a verb that plans."""
+
+    job: Path | None
+    overrides: list[str]
+    profile: Path | None = None
+    cluster: str | None = None
+    network: str | None = None
+    model: str | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    techniques: Literal["engine", "all"] = "engine"
+    as_json: bool = False
+
+    def source(self) -> Source:
+        """The profile to plan from.
+
+        Raises:
+            InputError: the options contradict each other, or say too little.
+        """
+        self._refuse_contradictions()
+        if self.job is None:
+            return self._estimated_without_job()
+        from gpumix.spec.read import read_job
+
+        job = read_job(self.job, self.overrides)
+        profile, note = self._of_job(job, self.job)
+        return Source(profile, self._request(job.global_batch), job.strategy, note)
+
+    def _of_job(self, job: Job, path: Path) -> tuple[Profile, str]:
+        from gpumix.spec.profile import Profile
+
+        if self.cluster is not None:
+            config = job.model.config
+            if config is None:
+                raise InputError(
+                    "estimates need a model with a `config`, this one has a factory",
+                    where=str(path),
+                    fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
+                )
+            if not isinstance(config, dict):
+                config = _read_config(path.absolute().parent / config)
+            return self._estimate(config, job.sequence_length, job.precision), ESTIMATE
+        if self.profile is not None:
+            profile = Profile.load(self.profile)
+            _check_profile(profile, job, self.profile)
+            return profile, ""
+        return measured(path, job, self.overrides, as_json=self.as_json), ""
+
+    def _estimated_without_job(self) -> Source:
+        from gpumix.hardware.decoder import llama_shaped
+
+        model = self.model or MODEL
+        length = self.sequence_length or SEQUENCE_LENGTH
+        batch = self.global_batch or GLOBAL_BATCH
+        size = _SIZE.match(model.strip())
+        if size is None:
+            profile = self._estimate(_read_config(Path(model)), length, PRECISION)
+        else:
+            scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
+            decoder = llama_shaped(float(size[1]) * scale)
+            profile = self._profile(decoder.model(length, PRECISION, model), length, PRECISION)
+        note = (
+            f"{ESTIMATE}; for a model of {profile.model.parameters / 1e9:.2f} G parameters, "
+            f"{length} tokens a sample, {batch} samples a step, {PRECISION}"
+        )
+        return Source(profile, self._request(batch), "optimal", note)
+
+    def _estimate(self, config: Mapping[str, Any], length: int, dtype: ComputeDtype) -> Profile:
+        from gpumix.hardware.decoder import decoder
+
+        name = str(config.get("model_type", ""))
+        return self._profile(decoder(config).model(length, dtype, name), length, dtype)
+
+    def _profile(self, model: Any, length: int, dtype: ComputeDtype) -> Profile:
+        from gpumix.hardware.describe import cluster
+        from gpumix.hardware.estimate import estimate
+
+        assert self.cluster is not None
+        there = cluster(self.cluster, dtype, self.network)
+        return estimate(model, there, sequence_length=length, dtype=dtype)
+
+    def _request(self, batch: int) -> PlanRequest:
+        from gpumix.planner.base import PlanRequest
+
+        return PlanRequest(global_batch=batch, space=space_named(self.techniques))
+
+    def _refuse_contradictions(self) -> None:
+        given = {
+            "--model": self.model,
+            "--sequence-length": self.sequence_length,
+            "--global-batch": self.global_batch,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        if self.job is None and self.cluster is None:
+            raise InputError(
+                "there is nothing to plan for",
+                fix='give a job file, or --cluster "4x rtx3090, 2x p40"',
+            )
+        if self.job is not None and named:
+            raise InputError(
+                f"{named[0]} has no effect on a job", fix="change the job: --set key=value"
+            )
+        if self.cluster is not None and self.profile is not None:
+            raise InputError("--cluster is an estimate, --profile was measured: give one of them")
+        if self.network is not None and self.cluster is None:
+            raise InputError(
+                "--network has no effect without --cluster",
+                fix="`gpumix whatif JOB.yaml --network ...` tells what other links are worth",
+            )
+
+
+ESTIMATE = "an estimate from datasheets: measured times may be a third longer or shorter"
+
+
+def space_named(techniques: str) -> Space:
+    """The space of plans that `--techniques` names."""
+    from gpumix.spec.space import ENGINE, EVERYTHING
+
+    return EVERYTHING if techniques == "all" else ENGINE
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "cannot read the model's configuration", where=str(path), why=str(error)
+        ) from error
+    if not isinstance(config, dict):
+        raise InputError("this is no configuration of a model", where=str(path))
+    return config
+
+
+def _check_profile(profile: Profile, job: Job, path: Path) -> None:
+    """What is planned must be what is trained; the model itself is compared when it is built."""
+    fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
+    for what, found, wanted in (
+        ("sequence_length", profile.sequence_length, job.sequence_length),
+        ("precision", profile.compute_dtype, job.precision),
+        (
+            "bytes of optimizer state an element",
+            profile.optimizer_bytes_per_element,
+            job.optimizer.state_bytes_per_element,
+        ),
+    ):
+        if found != wanted:
+            raise InputError(
+                f"the profile is of {what} {found}, the job has {wanted}",
+                where=str(path),
+                fix=fix,
+            )
+    if job.cluster not in ("auto", profile.cluster):
+        raise InputError(
+            "the profile is of another cluster than the job's", where=str(path), fix=fix
+        )
+
+
+def measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> Profile:
+    """The profile from the cache; another process measures what is missing there."""
+    from gpumix.spec.profile import Profile
+
+    found = cached(path, job)
+    if found is not None:
+        return found
+    sets = [part for override in overrides for part in ("--set", override)]
+    # -P: modules are looked for beside the job, as everywhere, not in the current folder.
+    command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
+    with _ended_by_sigterm():
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        if as_json:  # its error
+            sys.stdout.write(done.stdout)
+        raise typer.Exit(done.returncode)
+    return Profile.model_validate_json(done.stdout)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """What ends this process ends the one that it waits for too."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def cached(path: Path, job: Job) -> Profile | None:
+    from gpumix.hardware.discover import discover
+    from gpumix.profiler.cache import MeasurementCache
+
+    cluster: Cluster = discover() if job.cluster == "auto" else job.cluster
+    return MeasurementCache(job, cluster, path.absolute().parent).load()

@@ -1,0 +1,135 @@
+"""`gpumix whatif`: what more cards, fewer, or other links would be worth. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.cli.source import (
+    AnyJob,
+    Asked,
+    Batch,
+    ClusterText,
+    Length,
+    ModelText,
+    ProfileFile,
+    Techniques,
+)
+from gpumix.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from gpumix.spec.profile import Profile
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Tell what each change to the cluster is worth, and all of them together.\n\n"
+        "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --network 25GbE"
+    )(whatif)
+
+
+@verb
+def whatif(
+    job: AnyJob = None,
+    add: Annotated[
+        list[str], typer.Option("--add", help="More cards: 2xa6000; may be repeated.")
+    ] = [],  # noqa: B006
+    remove: Annotated[
+        list[str], typer.Option("--remove", help="A class, or 2xp40; may be repeated.")
+    ] = [],  # noqa: B006
+    network: Annotated[
+        str | None, typer.Option("--network", help="Another link between hosts: 25GbE, ib-hdr.")
+    ] = None,
+    price: Annotated[
+        list[str],
+        typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
+    ] = [],  # noqa: B006
+    profile: ProfileFile = None,
+    cluster: ClusterText = None,
+    between: Annotated[
+        str | None, typer.Option("--between", help="With --cluster: the link that its hosts have.")
+    ] = None,
+    model: ModelText = None,
+    sequence_length: Length = None,
+    global_batch: Batch = None,
+    techniques: Techniques = "engine",
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.cli.tables import outlook_table
+    from gpumix.planner.change import outlooks
+    from gpumix.train.tables import stderr
+
+    source = Asked(
+        job,
+        overrides,
+        profile=profile,
+        cluster=cluster,
+        network=between,
+        model=model,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        techniques=techniques,
+        as_json=as_json,
+    ).source()
+    variants = _variants(source.profile, add, remove, network)
+    names = {c.name for _, variant in variants for c in variant.cluster.classes}
+    found = outlooks(variants, source.request, _prices(price, names))
+    if as_json:
+        print_json([outlook.model_dump(mode="json") for outlook in found])
+        return
+    if source.note:
+        stderr().print(source.note, style="yellow")
+    stderr().print(outlook_table(found))
+
+
+def _variants(
+    profile: Profile, add: list[str], remove: list[str], network: str | None
+) -> list[tuple[str, Profile]]:
+    """Today's cluster, each change by itself, and all of them."""
+    from gpumix.hardware.whatif import added, relinked, removed
+
+    changes = [(f"add {text}", added, text) for text in add]
+    changes += [(f"remove {text}", removed, text) for text in remove]
+    changes += [(f"network {network}", relinked, network)] if network is not None else []
+    if not changes:
+        raise InputError(
+            "there is nothing to change", fix="give --add 2xa6000, --remove p40 or --network 25GbE"
+        )
+    variants = [("now", profile)]
+    variants += [(name, change(profile, text)) for name, change, text in changes]
+    if len(changes) > 1:
+        together = profile
+        for _, change, text in changes:
+            together = change(together, text)
+        variants.append(("all together", together))
+    return variants
+
+
+def _prices(texts: list[str]) -> dict[str, float] | None:
+    """ "a100=1.80" as a number by class; one text may hold several, with commas."""
+    prices: dict[str, float] = {}
+    for text in (part for given in texts for part in given.split(",")):
+        given, _, amount = text.partition("=")
+        name = class_named(names, given.strip())
+        if name is None:
+            raise InputError(
+                f"there is no class '{given.strip()}' to pay for",
+                where="--price",
+                why=f"there are {', '.join(sorted(names))}",
+            )
+        prices[name] = _price(amount)
+    return prices or None
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise InputError(f"'{text}' is no price", where="--price", fix="write it as a100=1.80")
+    return price

@@ -1,0 +1,102 @@
+"""What changes to a cluster are worth: the optimal plan of each, beside that of today."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pydantic import Field
+
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.optimal import optimal
+from gpumix.spec.base import Value
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+SECONDS_PER_HOUR = 3600.0
+BILLION = 1e9
+
+
+class Outlook(Value):
+    """What one cluster would do."""
+
+    change: str
+    devices: dict[str, int] = Field(description="by class, those that take part in the plan")
+    step_s: float | None = Field(default=None, description="None: nothing fits")
+    tokens_per_s: float | None = None
+    worth: float | None = Field(
+        default=None, description="tokens a second against those of the first, 0.1 is 10 % more"
+    )
+    price_per_hour: float | None = None
+    price_per_billion_tokens: float | None = None
+    why: str = ""
+
+
+def outlooks(
+    variants: Sequence[tuple[str, Profile]],
+    request: PlanRequest,
+    prices: Mapping[str, float] | None = None,
+) -> list[Outlook]:
+    """The optimal plan of each variant; the first is what the others are compared with.
+
+    Args:
+        prices: what one device of each class costs an hour, in any currency; all devices of a
+            cluster are paid for, also those that get nothing to do.
+
+    Raises:
+        InputError: a class has no price.
+    """
+    found: list[Outlook] = []
+    for name, profile in variants:
+        found.append(_outlook(name, profile, request, prices, found[0] if found else None))
+    return found
+
+
+def _outlook(
+    change: str,
+    profile: Profile,
+    request: PlanRequest,
+    prices: Mapping[str, float] | None,
+    first: Outlook | None,
+) -> Outlook:
+    there = Counter(d.device_class for d in profile.cluster.devices)
+    hourly = None if prices is None else _hourly(there, prices)
+    try:
+        plan = optimal(profile, request)
+    except NoFeasiblePlanError as error:
+        return Outlook(change=change, devices=dict(there), price_per_hour=hourly, why=error.what)
+    speed = predicted(plan).tokens_per_s
+    before = None if first is None else first.tokens_per_s
+    return Outlook(
+        change=change,
+        devices=dict(there),
+        step_s=predicted(plan).step_s,
+        tokens_per_s=speed,
+        worth=None if before is None else speed / before - 1.0,
+        price_per_hour=hourly,
+        price_per_billion_tokens=(
+            None if hourly is None else hourly / SECONDS_PER_HOUR / speed * BILLION
+        ),
+        why=_idle(plan),
+    )
+
+
+def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
+    missing = sorted(set(there) - set(prices))
+    if missing:
+        raise InputError(
+            f"class '{missing[0]}' has no price",
+            where="--price",
+            fix=f"give one an hour and device: --price {missing[0]}=0.35",
+        )
+    return sum(count * prices[name] for name, count in there.items())
+
+
+def _idle(plan: Plan) -> str:
+    """Classes that get no samples: money that computes nothing."""
+    samples = Counter[str]()
+    for worker in plan.workers:
+        samples[worker.device_class] += worker.samples
+    idle = sorted(name for name, count in samples.items() if not count)
+    return f"{', '.join(idle)} gets no samples" if idle else ""
