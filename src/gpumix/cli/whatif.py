@@ -109,8 +109,10 @@ def _variants(
     return variants
 
 
-def _prices(texts: list[str]) -> dict[str, float] | None:
-    """ "a100=1.80" as a number by class; one text may hold several, with commas."""
+def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
+    """What "a100=1.80" says, as a number by class; one text may hold several, with commas."""
+    from gpumix.hardware.whatif import class_named
+
     prices: dict[str, float] = {}
     for text in (part for given in texts for part in given.split(",")):
         given, _, amount = text.partition("=")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -105,34 +106,38 @@ class MemoryModel:
     links: Links
     ranks: int
     zero_stage: ZeroStage = 3
-    phases: tuple[Phase, ...] = field(init=False)
-    sizes: Mapping[str, UnitSize] = field(init=False)
-    counts: Mapping[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", phases(self.profile.model))
-        object.__setattr__(self, "sizes", unit_sizes(self.profile.model))
-        object.__setattr__(self, "counts", unit_counts(self.profile.model))
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        return phases(self.profile.model)
 
-    @property
+    @cached_property
+    def sizes(self) -> Mapping[str, UnitSize]:
+        return unit_sizes(self.profile.model)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        return unit_counts(self.profile.model)
+
+    @cached_property
     def sharded_per_element(self) -> int:
         """Bytes of one element's state that its owner alone keeps."""
         masters = MASTER_BYTES if self.zero_stage == 3 or self._narrow else 0
         gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
         return masters + gradient + self.profile.optimizer_bytes_per_element
 
-    @property
+    @cached_property
     def sharded_bytes(self) -> int:
         """State of the whole model, as far as the shares divide it."""
         if self.zero_stage == 0:
             return 0
         frozen = self._frozen_bytes if self.zero_stage == 3 else 0
-        return self.profile.model.parameters * self.sharded_per_element + frozen
+        return self._parameters * self.sharded_per_element + frozen
 
-    @property
+    @cached_property
     def replicated_bytes(self) -> int:
         """State that every rank keeps whole."""
-        elements = self.profile.model.parameters
+        elements = self._parameters
         if self.zero_stage == 3:
             return 0
         held = elements * DTYPE_BYTES[self.profile.compute_dtype] + self._frozen_bytes
@@ -142,11 +147,15 @@ class MemoryModel:
             held += elements * self.sharded_per_element
         return held
 
-    @property
+    @cached_property
+    def _parameters(self) -> int:
+        return self.profile.model.parameters
+
+    @cached_property
     def _narrow(self) -> bool:
         return self.profile.compute_dtype != "fp32"
 
-    @property
+    @cached_property
     def _frozen_bytes(self) -> int:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 

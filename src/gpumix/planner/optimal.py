@@ -21,9 +21,9 @@ from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
 from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
+    Paces,
     PoolOptions,
     pool_options,
-    samples_bound,
     tabulate,
 )
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
@@ -78,9 +78,10 @@ def best_of(choices: Iterable[Setting], batch: int, strategy: str = "optimal") -
     """The fastest plan in any of these settings; None if nothing fits."""
     best: Solution | None = None
     bound = float("inf")
+    paces = Paces(batch)
     for setting in choices:
         below = float("inf") if best is None else best.step_s
-        solution = solve(setting, batch, below)
+        solution = _Search(setting, batch, paces).solve(below)
         if solution is not None:
             bound = min(bound, solution.bound_s)
             if solution.step_s < below * (1.0 - TOLERANCE):
@@ -90,57 +91,63 @@ def best_of(choices: Iterable[Setting], batch: int, strategy: str = "optimal") -
     return _plan(best, batch, strategy, bound)
 
 
-def solve(setting: Setting, batch: int, below_s: float = float("inf")) -> Solution | None:
-    """The fastest choice in one setting; None if none fits, or all take longer than `below_s`."""
-    fixed = exposed_seconds(setting.profile, setting.links) + _fixed_update_s(setting)
-    if any(not setting.modes_of(name) for name in setting.classes):
-        return None
-    found = _solve(setting, batch, below_s - fixed)
-    if found is None:
-        return None
-    pools, choice = found
-    return Solution(setting, pools, choice, fixed)
+class _Search:
+    """The search for the fastest choice in one setting."""
 
+    def __init__(self, setting: Setting, batch: int, paces: Paces) -> None:
+        self.setting = setting
+        self.batch = batch
+        self.paces = paces
+        self.gap = IMPROVEMENT if len(setting.devices) <= FEW_DEVICES else LARGE_GAP
 
-def _fixed_update_s(setting: Setting) -> float:
-    """Where nothing is sharded every device updates everything."""
-    if setting.zero_stage > 0:
-        return 0.0
-    return max(optimizer_seconds(setting.profile, name) for name in setting.classes)
+    def solve(self, below_s: float) -> Solution | None:
+        """The fastest choice; None if none fits, or all take longer than `below_s`."""
+        setting = self.setting
+        if any(not setting.modes_of(name) for name in setting.classes):
+            return None
+        fixed = exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
+        if fixed + self.paces.least_seconds(setting) > below_s * (1.0 + TOLERANCE):
+            return None
+        found = self._roughly_first(below_s - fixed)
+        return None if found is None else Solution(setting, *found, fixed)
+
+    def _fixed_update_s(self) -> float:
+        """Where nothing is sharded every device updates everything."""
+        if self.setting.zero_stage > 0:
+            return 0.0
+        return max(optimizer_seconds(self.setting.profile, name) for name in self.setting.classes)
+
+    def _roughly_first(self, within_s: float) -> Found | None:
+        """The fastest choice of those whose passes take at most `within_s`."""
+        if self.batch > FEW_SAMPLES and within_s == float("inf"):
+            few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
+            rough = self._among(few, within_s)
+            if rough is None and self.setting.memory.ones_are_least(self.batch):
+                return None
+            if rough is not None:
+                within_s = rough[1].limits.total_s * (1.0 + TOLERANCE)
+        return self._among(np.arange(1, self.batch + 1), within_s)
+
+    def _among(self, sizes: IntArray, within_s: float) -> Found | None:
+        """The fastest choice among micro-batches of `sizes`."""
+        if within_s < 0:
+            return None
+        setting = self.setting
+        options: dict[str, ClassOptions] = {}
+        for name in setting.classes:
+            most = self.paces.most_samples(setting, name, within_s)
+            largest = setting.largest_micro_batch(name, max(1, most))
+            options[name] = tabulate(
+                setting, name, batch=most, sizes=sizes[sizes <= largest], within_s=within_s
+            )
+        if not _enough(setting, options, self.batch):
+            return None
+        pools = pool_options(setting, options)
+        choice = fastest(pools, self.batch, self.gap)
+        return None if choice is None else (pools, choice)
 
 
 Found = tuple[tuple[PoolOptions, ...], Choice]
-
-
-def _solve(setting: Setting, batch: int, within_s: float) -> Found | None:
-    """The fastest choice of those whose passes take at most `within_s`."""
-    if batch > FEW_SAMPLES:
-        few = np.unique(np.geomspace(1, batch, FEW_SIZES).astype(np.int64))
-        rough = _search(setting, batch, few, within_s)
-        if rough is None and within_s == float("inf") and setting.memory.ones_are_least(batch):
-            return None
-        if rough is not None:
-            within_s = min(within_s, rough[1].limits.total_s * (1.0 + TOLERANCE))
-    return _search(setting, batch, np.arange(1, batch + 1), within_s)
-
-
-def _search(setting: Setting, batch: int, sizes: IntArray, within_s: float) -> Found | None:
-    """The fastest choice among micro-batches of `sizes` whose passes take at most `within_s`."""
-    if within_s < 0:
-        return None
-    options: dict[str, ClassOptions] = {}
-    for name in setting.classes:
-        most = samples_bound(setting, name, batch, within_s)
-        largest = setting.largest_micro_batch(name, max(1, most))
-        options[name] = tabulate(
-            setting, name, batch=most, sizes=sizes[sizes <= largest], within_s=within_s
-        )
-    if not _enough(setting, options, batch):
-        return None
-    pools = pool_options(setting, options)
-    gap = IMPROVEMENT if len(setting.devices) <= FEW_DEVICES else LARGE_GAP
-    choice = fastest(pools, batch, gap)
-    return None if choice is None else (pools, choice)
 
 
 def _enough(setting: Setting, options: Mapping[str, ClassOptions], batch: int) -> bool:

@@ -217,17 +217,47 @@ def _seconds(
     return forward + backward, np.zeros_like(backward)
 
 
-def samples_bound(setting: Setting, name: str, batch: int, within_s: float) -> int:
-    """More samples than this a device of class `name` cannot do in `within_s`, however it cuts."""
-    if within_s == float("inf"):
-        return batch
-    sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
-    one, free = MicroBatches.of(sizes, sizes), free_links(setting.profile.model)
-    per_sample = min(
-        float((np.add(*_seconds(setting, name, free, one, mode)) / sizes).min())
-        for mode in setting.modes_of(name)
-    )
-    return batch if per_sample * batch <= within_s else int(within_s / per_sample)
+class Paces:
+    """The least seconds that a device needs for a sample, however it cuts them: without network and
+    with any memory. Kept, for every setting of a search asks again."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._known: dict[tuple[str, tuple[Mode, ...]], float] = {}
+
+    def seconds_per_sample(self, setting: Setting, name: str) -> float:
+        modes = setting.modes_of(name)
+        if (name, modes) not in self._known:
+            sizes = np.arange(1, setting.largest_micro_batch(name, self._batch) + 1)
+            one, free = MicroBatches.of(sizes, sizes), free_links(setting.profile.model)
+            self._known[name, modes] = min(
+                float((np.add(*_seconds(setting, name, free, one, mode)) / sizes).min())
+                for mode in modes
+            )
+        return self._known[name, modes]
+
+    def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
+        """More samples than this a device of class `name` cannot do in `within_s`."""
+        if within_s == float("inf"):
+            return self._batch
+        per_sample = self.seconds_per_sample(setting, name)
+        if per_sample * self._batch <= within_s:
+            return self._batch
+        return int(within_s / per_sample)
+
+    def least_seconds(self, setting: Setting) -> float:
+        """No passes of this setting take less: all devices at their best, or collectives alone."""
+        speed = 0.0
+        for name, devices in setting.classes.items():
+            per_sample = self.seconds_per_sample(setting, name)
+            speed += len(devices) / per_sample if per_sample > 0 else float("inf")
+        idle = MicroBatches.of([0], [0])
+        moved = max(
+            float(np.add(*_seconds(setting, name, setting.links, idle, mode))[0])
+            for name in setting.classes
+            for mode in setting.modes_of(name)[:1]
+        )
+        return max(moved, self._batch / speed)
 
 
 def _dominated(
