@@ -9,8 +9,9 @@ answer bounds what is worth tabulating for the second. The result is exact for t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -29,11 +30,14 @@ from gpumix.planner.options import (
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
 from gpumix.planner.setting import Setting, settings
 from gpumix.planner.shortage import no_room
+from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
 FEW_SAMPLES = 96  # up to this many, all options are tabulated at once
 FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their logarithm, come first
+
+FEW_CLASSES = 4  # of which all subsets are tried
 
 FEW_DEVICES = 64  # up to this many the answer is exact
 LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this part
@@ -62,33 +66,55 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
     """The plan with the shortest step of all that the request's space allows.
 
     Of plans that are equally fast the one wins that needs the least memory: the highest ZeRO stage.
+    Where links are stated, and so are known for any devices, classes may be left out: with all
+    their hosts gone, the others may be linked better.
 
     Raises:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    best = best_of(settings(profile, devices, request.space), batch)
-    if best is None:
+    found = _Best(batch)
+    found.among(settings(profile, devices, request.space))
+    if profile.cluster.network is not None and not profile.network:
+        for some in _without_classes(devices):
+            # Settings of fewer devices, each with links of their own.
+            found.among(settings(profile, some, request.space))
+    if found.solution is None:
         raise no_room(profile, devices, request.space, batch)
-    return best
+    return _plan(found.solution, batch, found.bound_s)
 
 
-def best_of(choices: Iterable[Setting], batch: int, strategy: str = "optimal") -> Plan | None:
-    """The fastest plan in any of these settings; None if nothing fits."""
-    best: Solution | None = None
-    bound = float("inf")
-    paces = Paces(batch)
-    for setting in choices:
-        below = float("inf") if best is None else best.step_s
-        solution = _Search(setting, batch, paces).solve(below)
-        if solution is not None:
-            bound = min(bound, solution.bound_s)
-            if solution.step_s < below * (1.0 - TOLERANCE):
-                best = solution
-    if best is None:
-        return None
-    return _plan(best, batch, strategy, bound)
+class _Best:
+    """The fastest choice of all settings that were tried, and what bounds all of them."""
+
+    def __init__(self, batch: int) -> None:
+        self.solution: Solution | None = None
+        self.bound_s = float("inf")
+        self._batch = batch
+        self._paces = Paces(batch)
+
+    def among(self, choices: Iterable[Setting]) -> None:
+        """Try these too."""
+        for setting in choices:
+            below = float("inf") if self.solution is None else self.solution.step_s
+            solution = _Search(setting, self._batch, self._paces).solve(below)
+            if solution is not None:
+                self.bound_s = min(self.bound_s, solution.bound_s)
+                if solution.step_s < below * (1.0 - TOLERANCE):
+                    self.solution = solution
+
+
+def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
+    """The devices without some of their classes: all ways if there are few, else without one class,
+    and each alone."""
+    names = sorted({d.device_class for d in devices})
+    sizes: Iterable[int] = range(len(names) - 1, 0, -1)
+    if len(names) > FEW_CLASSES:
+        sizes = (len(names) - 1, 1)
+    for size in sizes:
+        for kept in combinations(names, size):
+            yield tuple(d for d in devices if d.device_class in kept)
 
 
 class _Search:
@@ -157,11 +183,11 @@ def _enough(setting: Setting, options: Mapping[str, ClassOptions], batch: int) -
     return sum(len(ds) * int(options[n].rows[-1]) for n, ds in setting.classes.items()) >= batch
 
 
-def _plan(solution: Solution, batch: int, strategy: str, bound_s: float) -> Plan:
+def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:
     """The solution as a plan, counted again without shortcuts."""
     plan = assemble(
         solution.setting,
-        strategy=strategy,
+        strategy="optimal",
         global_batch=batch,
         parts=parts(solution.setting, solution.pools, solution.choice, batch),
         bound_s=bound_s,
