@@ -214,3 +214,42 @@ def test_all_forms_are_told_to_the_planner(nccl):
         assert times.sizes == (64 * KIB, 512 * KIB, 4096 * KIB)
         assert times.values == tuple(map(wanted[key], times.sizes))
     assert found.step_overhead_s == pytest.approx(6e-5)  # losses, and the gradient norm
+
+
+# -- hosts, and computing at the same time ---------------------------------------------------------
+
+
+def measured_on_hosts(hosts):
+    """On a rank: what was measured where ranks stand on these hosts."""
+    found = measure_links(
+        all_ranks(), largest_bytes=300 * KIB, progress=lambda line: None, hosts=hosts
+    )
+    return {(of.operation, of.form, of.group) for of in found.network}
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "a"]])
+def test_links_inside_and_between_hosts_are_timed_apart(hosts):
+    for found in run_ranks(measured_on_hosts, len(hosts), hosts):
+        assert {("gather", "native", "inside"), ("reduce", "native", "inside")} < found
+        assert ("reduce", "native", "across") in found
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
+def test_one_host_or_one_device_each_has_nothing_to_tell_apart(hosts):
+    for found in run_ranks(measured_on_hosts, len(hosts), hosts):
+        assert {group for _, _, group in found} == {"all"}
+
+
+def contention_measured(world):
+    def synchronize():
+        return None
+
+    return measure_links(
+        all_ranks(), largest_bytes=300 * KIB, progress=lambda line: None, synchronize=synchronize
+    ).contention
+
+
+def test_contention_is_a_part_and_the_same_on_all_ranks():
+    first, second = run_ranks(contention_measured, 2, 2)
+    assert first == second
+    assert 0.0 <= first <= 1.0

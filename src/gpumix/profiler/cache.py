@@ -129,6 +129,7 @@ def assemble(
         collectives=links.collectives,
         network=links.network,
         step_overhead_s=links.step_overhead_s,
+        contention=links.contention,
         seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,
     )
 

@@ -113,6 +113,8 @@ class ClusterProfiler:
                 self._ranks.communicator(),
                 largest_bytes=_largest_buffer_bytes(model, self._subject.shape, self._cluster),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
+                hosts=[device.host for device in self._devices],
+                synchronize=self._runtime.synchronize,
             )
         # Each rank's own clock says how long it took.
         return LinkMeasurement.model_validate_json(

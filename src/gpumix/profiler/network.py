@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
-from gpumix.engine.comm import Communicator
+from gpumix.cost.wire import Operation
+from gpumix.engine.comm import Communicator, Pending
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm, cut
-from gpumix.spec.profile import CollectiveTimes, LinkMeasurement
+from gpumix.spec.profile import CollectiveTimes, LinkMeasurement, RankGroup
 from gpumix.spec.units import show_bytes
 
 REPEATS = 5
 SMALLEST_BYTES = 64 * 1024
 # Small collectives in a step that nothing hides: losses, and the gradient norm.
 SMALL_PER_STEP = 2
+PRODUCT = 192  # rows of the matrices that are multiplied while a collective runs
 
 
 def measure_links(
-    comm: Communicator, *, largest_bytes: int, progress: Callable[[str], None]
+    comm: Communicator,
+    *,
+    largest_bytes: int,
+    progress: Callable[[str], None],
+    hosts: Sequence[str] = (),
+    synchronize: Callable[[], None] | None = None,
 ) -> LinkMeasurement:
     """Time every form of gather and reduction that the backend has, at growing sizes.
 
@@ -29,6 +36,9 @@ def measure_links(
 
     Args:
         largest_bytes: of the largest buffer of interest.
+        hosts: the host of each rank. Where there are several, the links inside them and those
+            between them are timed apart too.
+        synchronize: waits for what the device computes; without it contention is not measured.
     """
     begun = time.perf_counter()
     if comm.world == 1:
@@ -49,6 +59,10 @@ def measure_links(
     if nccl:
         gather_s["native"] = [_gather_s(comm, "native", n) for n in sizes]
         reduce_s["native"] = [_reduce_s(comm, "native", n) for n in sizes]
+    contention = 0.0
+    if synchronize is not None:
+        contention = _contention(_with_forms(comm, best), sizes[-1], synchronize)
+        progress(f"a collective and computing at once lose {contention:.0%} of the shorter")
     progress(f"all-gather by {best.gather}: {_rate(sizes[-1], gather_s[best.gather][-1])}")
     progress(f"reduction by {best.reduce}: {_rate(sizes[-1], reduce_s[best.reduce][-1])}")
     return LinkMeasurement(
@@ -56,8 +70,10 @@ def measure_links(
         network=(
             *(_times("gather", form, sizes, seconds) for form, seconds in gather_s.items()),
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
+            *_between_groups(comm, hosts, best, sizes),
         ),
         step_overhead_s=SMALL_PER_STEP * _small_s(comm),
+        contention=contention,
         seconds_spent=time.perf_counter() - begun,
     )
 
@@ -72,15 +88,21 @@ def _sizes(largest_bytes: int) -> list[int]:
     return [*sizes[:-1], max(sizes[-1], largest_bytes)]
 
 
-def _gather_s(comm: Communicator, form: GatherForm, size: int) -> float:
+def _gather_s(
+    comm: Communicator, form: GatherForm, size: int, agree: Communicator | None = None
+) -> float:
     numel, offsets = _layout(comm, size, even=form == "native")
     full = torch.zeros(numel, device=comm.device)
     shard = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
     trial = _with_forms(comm, Collectives(gather=form))
-    return _agreed_s(comm, lambda: trial.gather(full, shard, offsets, "trial gather").wait())
+    return _agreed_s(
+        agree or comm, lambda: trial.gather(full, shard, offsets, "trial gather").wait()
+    )
 
 
-def _reduce_s(comm: Communicator, form: ReduceForm, size: int) -> float:
+def _reduce_s(
+    comm: Communicator, form: ReduceForm, size: int, agree: Communicator | None = None
+) -> float:
     numel, offsets = _layout(comm, size, even=form == "native")
     full = torch.zeros(numel, device=comm.device)
     out = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
@@ -89,7 +111,82 @@ def _reduce_s(comm: Communicator, form: ReduceForm, size: int) -> float:
     def deliver(rows: torch.Tensor) -> None:
         torch.sum(rows, 0, out=out)
 
-    return _agreed_s(comm, lambda: trial.reduce(full, offsets, "trial reduction", deliver).wait())
+    return _agreed_s(
+        agree or comm, lambda: trial.reduce(full, offsets, "trial reduction", deliver).wait()
+    )
+
+
+def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) -> float:
+    """How much of the shorter one a gather and a matrix product lose when they run at once."""
+    numel, offsets = _layout(comm, size, even=False)
+    full = torch.zeros(numel, device=comm.device)
+    shard = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
+    square = torch.zeros(PRODUCT, PRODUCT, device=comm.device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(square, square)
+        synchronize()
+
+    def gather() -> Pending:
+        return comm.gather(full, shard, offsets, "trial gather")
+
+    def at_once(times: int) -> None:
+        under_way = gather()
+        compute(times)
+        under_way.wait()
+
+    moved = _agreed_s(comm, lambda: gather().wait())
+    once = _agreed_s(comm, lambda: compute(1))
+    times = max(1, round(moved / once))
+    computed = _agreed_s(comm, lambda: compute(times))
+    both = _agreed_s(comm, lambda: at_once(times))
+    lost = (both - max(moved, computed)) / min(moved, computed)
+    return min(1.0, max(0.0, lost))
+
+
+def _between_groups(
+    comm: Communicator, hosts: Sequence[str], best: Collectives, sizes: list[int]
+) -> Iterator[CollectiveTimes]:
+    """Collectives inside each host, all hosts at once; and sums over hosts, of all devices at once.
+
+    Nothing if there is only one host, or no host has two devices.
+    """
+    places = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    if len(set(hosts)) < 2 or max(places) == 0:
+        return
+    inside = _own_group(comm, [[r for r, h in enumerate(hosts) if h == x] for x in _unique(hosts)])
+    gathers: list[GatherForm] = ["native", best.gather]
+    for gather in dict.fromkeys(gathers):
+        seconds = [_gather_s(inside, gather, n, agree=comm) for n in sizes]
+        yield _times("gather", gather, sizes, seconds, group="inside")
+    reduces: list[ReduceForm] = ["native", best.reduce]
+    for reduce in dict.fromkeys(reduces):
+        seconds = [_reduce_s(inside, reduce, n, agree=comm) for n in sizes]
+        yield _times("reduce", reduce, sizes, seconds, group="inside")
+    across = _own_group(comm, [[r for r, p in enumerate(places) if p == x] for x in set(places)])
+    per_host = max(places) + 1
+    seconds = [_sum_s(across, n // per_host, agree=comm) for n in sizes]
+    yield _times("reduce", "native", sizes, seconds, group="across")
+
+
+def _own_group(comm: Communicator, groups: list[list[int]]) -> Communicator:
+    """Collectives between this rank and those in its group; every rank makes all groups."""
+    made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
+    (index,) = (i for i, ranks in enumerate(groups) if comm.rank in ranks)
+    ranks = groups[index]
+    return Communicator(
+        made[index], rank=ranks.index(comm.rank), world=len(ranks), device=comm.device
+    )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _sum_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
+    value = torch.zeros(max(1, size // 4), device=comm.device)
+    return _agreed_s(agree, lambda: comm.all_reduce(value, "trial all-reduce"))
 
 
 def _small_s(comm: Communicator) -> float:
@@ -102,7 +199,7 @@ def _layout(comm: Communicator, size: int, *, even: bool) -> tuple[int, tuple[in
     part = -(-size // 4 // comm.world)
     numel = part * comm.world
     offsets = list(cut(numel, (1.0 / comm.world,) * comm.world))
-    if not even:
+    if not even and comm.world > 1:
         offsets[1] += 1
     return numel, tuple(offsets)
 
@@ -136,10 +233,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Literal["gather", "reduce"], form: str, sizes: list[int], seconds: list[float]
+    operation: Operation,
+    form: str,
+    sizes: list[int],
+    seconds: list[float],
+    group: RankGroup = "all",
 ) -> CollectiveTimes:
     curve = Curve(sizes=tuple(map(float, sizes)), values=tuple(seconds))
-    return CollectiveTimes(operation=operation, form=form, times=curve)
+    return CollectiveTimes(operation=operation, form=form, group=group, times=curve)
 
 
 def _rate(size: int, seconds: float) -> str:
