@@ -113,6 +113,7 @@ class _Moves:
         self._layout = layout
         self._dtype = profile.compute_dtype
         self._padding = layout.collectives.padding
+        self._spread = max(layout.shares) - min(layout.shares)
 
     def gather_s(self, size: UnitSize) -> float:
         """Of a unit's parameters; those without gradient lie in a buffer of their own."""
@@ -165,7 +166,7 @@ class _Moves:
         """The form of one collective over a buffer of `numel` elements."""
         layout = self._layout
         named = layout.collectives.gather if operation == "gather" else layout.collectives.reduce
-        equal = _equal(numel, layout.shares)
+        equal = self._cut_equally(numel)
         if equal and self._wire.knows(operation, "native", layout.group):
             return "native"
         if named == "native" and not equal:
@@ -176,11 +177,11 @@ class _Moves:
             )
         return named
 
-
-def _equal(numel: int, shares: tuple[float, ...]) -> bool:
-    """Whether a buffer is cut into equal intervals."""
-    if len(set(shares)) == 1:
-        return numel % len(shares) == 0
-    if (max(shares) - min(shares)) * numel > 2:
-        return False  # rounding moves each end of an interval by half an element at most
-    return len(set(cut_sizes(numel, shares))) == 1
+    def _cut_equally(self, numel: int) -> bool:
+        """Whether a buffer of `numel` elements is cut into equal intervals."""
+        shares = self._layout.shares
+        if self._spread == 0:
+            return numel % len(shares) == 0
+        if self._spread * numel > 2:
+            return False  # rounding moves each end of an interval by half an element at most
+        return len(set(cut_sizes(numel, shares))) == 1

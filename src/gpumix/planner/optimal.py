@@ -28,15 +28,17 @@ from gpumix.planner.options import (
     tabulate,
 )
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
-from gpumix.planner.setting import Setting, settings
+from gpumix.planner.setting import Fleet, Setting, setting_of, settings
 from gpumix.planner.shortage import no_room
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
 
 FEW_SAMPLES = 96  # up to this many, all options are tabulated at once
 FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their logarithm, come first
 
+NEAR = (2.0, 8.0)  # times the least that the passes can take
 FEW_CLASSES = 4  # of which all subsets are tried
 
 FEW_DEVICES = 64  # up to this many the answer is exact
@@ -75,11 +77,10 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
     found = _Best(batch)
-    found.among(settings(profile, devices, request.space))
+    found.among(Fleet(profile, devices), request.space)
     if profile.cluster.network is not None and not profile.network:
         for some in _without_classes(devices):
-            # Settings of fewer devices, each with links of their own.
-            found.among(settings(profile, some, request.space))
+            found.among(Fleet(profile, some), request.space)
     if found.solution is None:
         raise no_room(profile, devices, request.space, batch)
     return _plan(found.solution, batch, found.bound_s)
@@ -94,15 +95,31 @@ class _Best:
         self._batch = batch
         self._paces = Paces(batch)
 
-    def among(self, choices: Iterable[Setting]) -> None:
-        """Try these too."""
-        for setting in choices:
+    def among(self, fleet: Fleet, space: Space) -> None:
+        """Try all settings of a fleet too."""
+        if self.solution is not None and self._too_slow(fleet, space, self.solution.step_s):
+            return
+        for setting in settings(fleet, space):
             below = float("inf") if self.solution is None else self.solution.step_s
             solution = _Search(setting, self._batch, self._paces).solve(below)
             if solution is not None:
                 self.bound_s = min(self.bound_s, solution.bound_s)
                 if solution.step_s < below * (1.0 - TOLERANCE):
                     self.solution = solution
+
+    def _too_slow(self, fleet: Fleet, space: Space, below_s: float) -> bool:
+        """Whether these devices cannot compute the batch in time, whatever their links are."""
+        modes = tuple(space.modes(min(space.zero_stages)))
+        fastest_way = setting_of(fleet.profile, fleet.devices[:1], zero_stage=0, modes=modes)
+        speed = 0.0
+        for name, devices in fleet.classes.items():
+            if not fastest_way.modes_of(name):
+                return False
+            per_sample = self._paces.seconds_per_sample(fastest_way, name)
+            if per_sample <= 0:
+                return False
+            speed += len(devices) / per_sample
+        return self._batch / speed > below_s
 
 
 def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
@@ -144,15 +161,23 @@ class _Search:
         return max(optimizer_seconds(self.setting.profile, name) for name in self.setting.classes)
 
     def _roughly_first(self, within_s: float) -> Found | None:
-        """The fastest choice of those whose passes take at most `within_s`."""
-        if self.batch > FEW_SAMPLES and within_s == float("inf"):
-            few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
-            rough = self._among(few, within_s)
-            if rough is None and self.setting.memory.ones_are_least(self.batch):
-                return None
+        """The fastest choice of those whose passes take at most `within_s`.
+
+        Where nothing is known of the time, limits are tried that are not far from the least, for
+        they leave few options; and in a large batch few sizes first.
+        """
+        every = np.arange(1, self.batch + 1)
+        if within_s < float("inf") or self.batch <= FEW_SAMPLES:
+            return self._among(every, within_s)
+        few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
+        least = self.paces.least_seconds(self.setting)
+        for factor in (*NEAR, float("inf")):
+            rough = self._among(few, least * factor if least > 0 else float("inf"))
             if rough is not None:
-                within_s = rough[1].limits.total_s * (1.0 + TOLERANCE)
-        return self._among(np.arange(1, self.batch + 1), within_s)
+                return self._among(every, rough[1].limits.total_s * (1.0 + TOLERANCE))
+        if self.setting.memory.ones_are_least(self.batch):
+            return None
+        return self._among(every, float("inf"))
 
     def _among(self, sizes: IntArray, within_s: float) -> Found | None:
         """The fastest choice among micro-batches of `sizes`."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from gpumix.cost.memory import MemoryModel
 from gpumix.cost.network import Layout, Links, links_for
 from gpumix.cost.time import can
-from gpumix.cost.wire import Wire, forms_for, wire_for
+from gpumix.cost.wire import Operation, Wire, forms_for, wire_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import PLAIN, Collectives, Mode, Sharding, ZeroStage
 from gpumix.spec.profile import Profile, RankGroup
@@ -23,6 +23,7 @@ from gpumix.spec.space import Space
 
 # How long padded intervals may be, against equal ones. Per-owner collectives cost a quarter more
 # than native ones (`cost.wire`), so padding by more than that hardly ever pays.
+OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
 
 
@@ -47,22 +48,16 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A profile over chosen devices, with a ZeRO stage, pools, and collectives.
-
-    `cap` is the largest share that a device may store, times the devices of its pool: 1 where all
-    store as much and native collectives serve, infinite where each owner sends its own.
-    """
+class Fleet:
+    """Chosen devices of a profile in rank order, and the links between them: what all settings of a
+    search share."""
 
     profile: Profile
     devices: tuple[Device, ...]
-    zero_stage: ZeroStage
-    sharding: Sharding
-    collectives: Collectives
-    cap: float
-    links: Links
-    memory: MemoryModel
-    modes: tuple[Mode, ...] = (PLAIN,)
+
+    @cached_property
+    def wire(self) -> Wire:
+        return wire_for(self.profile, self.devices)
 
     @cached_property
     def classes(self) -> dict[str, tuple[Device, ...]]:
@@ -73,11 +68,55 @@ class Setting:
         return {name: tuple(found[name]) for name in sorted(found)}
 
     @cached_property
-    def pools(self) -> tuple[Pool, ...]:
-        """The pools of each kind, the kinds by the names of their classes."""
-        if self.sharding == "all":
-            return (Pool(tuple((name, (ds,)) for name, ds in self.classes.items())),)
+    def hosts(self) -> Counter[str]:
+        """How many devices each host has."""
+        return Counter(d.host for d in self.devices)
+
+    @cached_property
+    def whole(self) -> tuple[Pool, ...]:
+        """All devices as one pool."""
+        return (Pool(tuple((name, (ds,)) for name, ds in self.classes.items())),)
+
+    @cached_property
+    def by_host(self) -> tuple[Pool, ...]:
+        """A pool for each host, the kinds by the names of their classes."""
         return pools_by_host(self.devices)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A fleet with a ZeRO stage, pools, and collectives.
+
+    `cap` is the largest share that a device may store, times the devices of its pool: 1 where all
+    store as much and native collectives serve, infinite where each owner sends its own.
+    """
+
+    fleet: Fleet
+    zero_stage: ZeroStage
+    sharding: Sharding
+    collectives: Collectives
+    cap: float
+    links: Links
+    memory: MemoryModel
+    modes: tuple[Mode, ...] = (PLAIN,)
+
+    @property
+    def profile(self) -> Profile:
+        return self.fleet.profile
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self.fleet.devices
+
+    @property
+    def classes(self) -> dict[str, tuple[Device, ...]]:
+        """The devices of each class by id, the classes by name."""
+        return self.fleet.classes
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of each kind."""
+        return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
 
     @property
     def equal_shares(self) -> bool:
@@ -107,53 +146,45 @@ def pools_by_host(devices: tuple[Device, ...]) -> tuple[Pool, ...]:
     )
 
 
-def settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> Iterator[Setting]:
-    """All settings of a space over `devices`, those first that need the least memory."""
-    wire = wire_for(profile, devices)
+def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
+    """All settings of a space, those first that need the least memory."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         for sharding in space.shardings:
-            if sharding == "all" or _worth_a_pool(wire, devices, zero_stage):
-                yield from _forms(profile, devices, space, wire, zero_stage, sharding)
+            if sharding == "all" or _worth_a_pool(fleet, zero_stage):
+                yield from _forms(fleet, space, zero_stage, sharding)
 
 
-def _worth_a_pool(wire: Wire, devices: tuple[Device, ...], zero_stage: ZeroStage) -> bool:
+def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
     """Whether hosts may divide the state each for itself: there are several, some with several
     devices, and their links are known."""
-    hosts = Counter(d.host for d in devices)
+    hosts = fleet.hosts
     if zero_stage == 0 or len(hosts) == 1 or max(hosts.values()) == 1:
         return False
-    return wire.knows("reduce", "native", "across")
+    return fleet.wire.knows("reduce", "native", "across")
 
 
 def _forms(
-    profile: Profile,
-    devices: tuple[Device, ...],
-    space: Space,
-    wire: Wire,
-    zero_stage: ZeroStage,
-    sharding: Sharding,
+    fleet: Fleet, space: Space, zero_stage: ZeroStage, sharding: Sharding
 ) -> Iterator[Setting]:
-    named = forms_for(profile, wire)
+    named = forms_for(fleet.profile, fleet.wire)
     group: RankGroup = "inside" if sharding == "host" else "all"
-    native = all(wire.knows(op, "native", group) for op in ("gather", "reduce"))
+    native = [op for op in OPERATIONS if fleet.wire.knows(op, "native", group)]
     choices = [(float("inf"), named)]
-    if native or any(wire.knows(op, "native", group) for op in ("gather", "reduce")):
+    if native:
         choices.append((1.0, named))
     if zero_stage == 0:
         choices = [(1.0, named)]  # nothing is divided; what all need to know is cut evenly
-    elif native and space.padded:
+    elif len(native) == len(OPERATIONS) and space.padded:
         choices += [
             (cap, Collectives(gather="padded", reduce="padded", padding=cap)) for cap in PADDINGS
         ]
+    modes = tuple(space.modes(zero_stage))
     for cap, collectives in choices:
-        yield setting_of(
-            profile,
-            devices,
-            zero_stage=zero_stage,
-            sharding=sharding,
-            collectives=collectives,
-            cap=cap,
-            modes=tuple(space.modes(zero_stage)),
+        yield _setting(
+            fleet,
+            Layout(zero_stage, sharding, collectives, _shares(fleet, sharding, cap)),
+            cap,
+            modes,
         )
 
 
@@ -168,24 +199,31 @@ def setting_of(
     modes: tuple[Mode, ...] = (PLAIN,),
 ) -> Setting:
     """One setting; without `collectives` by the forms that serve unequal intervals best."""
-    wire = wire_for(profile, devices)
-    collectives = collectives or forms_for(profile, wire)
-    ranks = len(devices)
-    if sharding == "host":
-        ranks = max(Counter(d.host for d in devices).values())
-    layout = Layout(zero_stage, sharding, collectives, _typical_shares(ranks, cap))
-    links = links_for(profile, wire, layout)
+    fleet = Fleet(profile, devices)
+    collectives = collectives or forms_for(profile, fleet.wire)
+    layout = Layout(zero_stage, sharding, collectives, _shares(fleet, sharding, cap))
+    return _setting(fleet, layout, cap, modes)
+
+
+def _setting(fleet: Fleet, layout: Layout, cap: float, modes: tuple[Mode, ...]) -> Setting:
+    links = links_for(fleet.profile, fleet.wire, layout)
+    ranks = len(layout.shares)
     return Setting(
-        profile=profile,
-        devices=devices,
-        zero_stage=zero_stage,
-        sharding=sharding,
-        collectives=collectives,
+        fleet=fleet,
+        zero_stage=layout.zero_stage,
+        sharding=layout.sharding,
+        collectives=layout.collectives,
         cap=cap,
         links=links,
-        memory=MemoryModel(profile, links, ranks, zero_stage),
+        memory=MemoryModel(fleet.profile, links, ranks, layout.zero_stage),
         modes=modes,
     )
+
+
+def _shares(fleet: Fleet, sharding: Sharding, cap: float) -> tuple[float, ...]:
+    """Shares that cost what all shares of a setting cost at most, in its largest pool."""
+    ranks = max(fleet.hosts.values()) if sharding == "host" else len(fleet.devices)
+    return _typical_shares(ranks, cap)
 
 
 def _typical_shares(ranks: int, cap: float) -> tuple[float, ...]:
