@@ -62,8 +62,9 @@ class Decoder:
         norms = 2 * self.hidden * (2 if self.norm_bias else 1) + self.extra_norms
         first, second, third = self.biased
         biases = inputs * first + self.hidden * second
-        matrices = (3 if self.gated else 2) * self.hidden * self.feed_forward
-        biases += (self.feed_forward + self.hidden) * third
+        inner = (2 if self.gated else 1) * self.feed_forward  # gate and up, or up alone
+        matrices = self.hidden * (inner + self.feed_forward)
+        biases += (inner + self.hidden) * third
         router = self.hidden * self.experts
         return attention + norms + biases + router + max(1, self.experts) * matrices
 

@@ -1,0 +1,126 @@
+"""Decoders from their configuration alone, against the models that transformers builds from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import gpumix
+from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
+from gpumix.hardware.runtime import open_device
+from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import InputError
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+OWN_NAMES = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "opt": {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+    },
+    "gpt_neox": {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+}
+TOKENS = 129_000  # some configurations name tokens near 128,000
+
+
+def given(kind: str) -> dict:
+    return OWN_NAMES.get(kind, SIZES) | {"vocab_size": TOKENS, "model_type": kind}
+
+
+def built(config: dict) -> torch.nn.Module:
+    kind = config["model_type"]
+    settings = {k: v for k, v in config.items() if k != "model_type"}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+
+
+@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+def test_parameters_are_counted_exactly(kind):
+    model = built(given(kind))
+    elements = sum(p.numel() for p in model.parameters())
+    for config in (given(kind), model.config.to_dict()):
+        found = decoder(config)
+        assert found.layers == 3
+        assert found.layers * found.block_parameters + found.root_parameters == elements
+
+
+def test_biases_and_tied_heads_are_counted():
+    config = given("llama") | {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    }
+    elements = sum(p.numel() for p in built(config).parameters())
+    found = decoder(config)
+    assert found.layers * found.block_parameters + found.root_parameters == elements
+
+
+LENGTH, BATCH = 128, 4
+
+
+def measured(config: dict):
+    """What the profiler measures of the model on this machine's CPU."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config["vocab_size"], (BATCH, LENGTH), generator=generator)
+    settings = {k: v for k, v in config.items() if k != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **settings)
+    subject = Subject(
+        build=lambda: gpumix.build(lambda: AutoModelForCausalLM.from_config(made), seed=0),
+        make_batch=lambda n: {"input_ids": ids[:n], "labels": ids[:n]},
+        optimizer_of=torch.optim.AdamW,
+        shape=Shape(sequence_length=LENGTH, global_batch=BATCH, precision="fp32"),
+        budget_s=20,
+    )
+    with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
+        return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_flops_and_memory_are_near_what_is_measured(kind):
+    config = given(kind) | {"vocab_size": 2048}
+    config |= {"n_embd": 256} if kind == "gpt2" else {"hidden_size": 256, "intermediate_size": 704}
+    found, expected = measured(config).model, decoder(config).model(LENGTH, "fp32", kind)
+    block, estimate = found.kinds[0], expected.kinds[0]
+    assert estimate.name == KIND
+    assert estimate.trainable == block.trainable
+    assert estimate.flops == pytest.approx(block.flops, rel=0.02)
+    assert expected.root.flops == pytest.approx(found.root.flops, rel=0.02)
+    for name in ("kept", "saved", "backward"):
+        ratio = getattr(estimate, name).values[0] / getattr(block, name).values[0]
+        assert 0.85 < ratio < 1.7, name
+    assert 0.85 < expected.root.head.values[0] / found.root.head.values[0] < 1.7
+
+
+@pytest.mark.parametrize("size", [1e8, 1e9, 7e9, 7e10])
+def test_a_size_becomes_a_llama_of_about_that_size(size):
+    found = llama_shaped(size)
+    assert found.layers * found.block_parameters + found.root_parameters == pytest.approx(
+        size, rel=0.15
+    )
+
+
+def test_experts_count_in_full_and_compute_in_part():
+    config = given("mixtral")
+    some, all_of_them = decoder(config), decoder(config | {"num_experts_per_tok": 8})
+    assert isinstance(some, Decoder)
+    assert some.block_parameters == all_of_them.block_parameters
+    assert some.block_flops(10) < all_of_them.block_flops(10)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(InputError, match="no estimate for models of type 'bert'"):
+        decoder({"model_type": "bert"})
+    with pytest.raises(InputError, match="does not say its 'hidden_size'"):
+        decoder({"model_type": "llama"})
