@@ -124,7 +124,7 @@ def _attempt(seat: Seat, system_of: Callable[[], System], steps: int) -> Attempt
 def _refusal(profile: Profile) -> str:
     """Why the planner refuses the even plan; empty if it does not."""
     try:
-        gpumix.plan(profile, SETTING.global_batch, "even")
+        gpumix.plan(profile, SETTING.global_batch, strategy="even")
     except NoFeasiblePlanError as error:
         return str(error)
     return ""

@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[Callable[[], Profile], int]] = {
 
 def summary(setting: Profile, batch: int, strategy: str) -> object:
     try:
-        made = plan(setting, batch, strategy)
+        made = plan(setting, batch, strategy=strategy)
     except NoFeasiblePlanError as error:
         return str(error)
     assert made.prediction is not None

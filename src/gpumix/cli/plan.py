@@ -34,7 +34,11 @@ def plan(
     job: AnyJob = None,
     profile: ProfileFile = None,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", help="optimal or even; default: the job's.")
+        str | None,
+        typer.Option(
+            "--strategy",
+            help="optimal, even, proportional, poplar, cephalo or best-subset; default: the job's.",
+        ),
     ] = None,
     cluster: ClusterText = None,
     network: NetworkText = None,
@@ -67,7 +71,12 @@ def plan(
         techniques=techniques,
         as_json=as_json,
     ).source()
-    made = make_plan(source.profile, source.request, strategy or source.strategy)
+    made = make_plan(
+        source.profile,
+        source.request.global_batch,
+        strategy=strategy or source.strategy,
+        space=source.request.space,
+    )
     if output is not None:
         made.save(output)
     if as_json:

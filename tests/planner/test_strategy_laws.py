@@ -1,0 +1,111 @@
+"""Laws that every policy obeys, whatever the profile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from brute import plan_of, small_profiles
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from policies import peaked, plan_by
+from profiles import fleet
+
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.explain import STRATEGIES
+from gpumix.spec.space import ENGINE, EVERYTHING
+
+EASY = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+BATCHES = st.integers(1, 12)
+SPACES = pytest.mark.parametrize("space", [ENGINE, EVERYTHING], ids=["engine", "everything"])
+POLICIES = pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo", "best-subset"])
+
+
+@POLICIES
+@SPACES
+@EASY
+@given(profile=small_profiles(), batch=BATCHES)
+def test_a_plan_is_whole_and_fits(name, space, profile, batch):
+    profile = peaked(profile)
+    plan = plan_by(STRATEGIES[name], profile, batch, space)
+    assume(plan is not None)
+    assert plan.strategy == name
+    assert not space.missing(plan)
+    assert sum(w.samples for w in plan.workers) == batch
+    assert sum(w.state_share for w in plan.workers) == pytest.approx(1, abs=1e-9) or (
+        plan.sharding == "host"
+    )
+    for worker, expected in zip(plan.workers, plan.prediction.workers):
+        measured = profile.of_class(worker.device_class)
+        assert expected.peak_bytes <= expected.memory_limit_bytes
+        assert expected.host_bytes <= (measured.host_bytes or expected.host_bytes)
+        assert worker.micro_batch <= (measured.largest_micro_batch or batch)
+
+
+@pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo"])
+@SPACES
+@EASY
+@given(profile=small_profiles(), batch=BATCHES)
+def test_no_policy_is_faster_than_the_optimal_plan(name, space, profile, batch):
+    plan = plan_by(STRATEGIES[name], peaked(profile), batch, space)
+    assume(plan is not None)
+    best = plan_of(profile, batch, space)
+    assert best is not None
+    assert best.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)
+
+
+@POLICIES
+@SPACES
+@EASY
+@given(profile=small_profiles(), batch=BATCHES, dice=st.randoms(use_true_random=False))
+def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, batch, dice):
+    def shuffled(values):
+        return tuple(dice.sample(values, len(values)))
+
+    profile = peaked(profile)
+    cluster = profile.cluster.model_copy(
+        update={
+            "classes": shuffled(profile.cluster.classes),
+            "devices": shuffled(profile.cluster.devices),
+        }
+    )
+    other = profile.model_copy(update={"cluster": cluster, "classes": shuffled(profile.classes)})
+    strategy = STRATEGIES[name]
+    assert plan_by(strategy, other, batch, space) == plan_by(strategy, profile, batch, space)
+
+
+def test_the_same_plans_under_any_hash_seed():
+    code = (
+        "from profiles import fleet; from policies import peaked, plan_by\n"
+        "from gpumix.planner.explain import STRATEGIES\n"
+        "from gpumix.spec.space import EVERYTHING\n"
+        "profile = peaked(fleet(8, memory_factor=0.7), [4e12, 2e12, 1e12, 3e12])\n"
+        "for name, strategy in STRATEGIES.items():\n"
+        "    print(name, plan_by(strategy, profile, 100, EVERYTHING))"
+    )
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": search_path()},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(plans) == 1
+
+
+def search_path() -> str:
+    return os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_policy_on_some_devices_uses_no_others(name):
+    profile = peaked(fleet(8, memory_factor=2), [4e12, 2e12, 1e12, 3e12])
+    some = tuple(d.id for d in profile.cluster.devices if d.device_class in ("a100", "a6000"))
+    plan = STRATEGIES[name](profile, PlanRequest(global_batch=32, devices=some))
+    assert {w.device for w in plan.workers} <= set(some)
