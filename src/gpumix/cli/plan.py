@@ -35,7 +35,11 @@ def plan(
         Path | None, typer.Option("--profile", help="Plan from this profile.")
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", help="optimal or even; default: the job's.")
+        str | None,
+        typer.Option(
+            "--strategy",
+            help="optimal, even, proportional, poplar, cephalo or best-subset; default: the job's.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here.")

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import IntArray, MicroBatches
-from gpumix.cost.memory import Owned, free_bytes, owned_by_rank, usable_bytes
+from gpumix.cost.memory import Owned, free_bytes, owned_by_rank
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.misfit import too_large
 from gpumix.planner.setting import Setting
-from gpumix.planner.weigh import Load, even_settings, step_seconds
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.planner.weigh import Load, even_settings, host_excess, step_seconds
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.profile import Profile
-from gpumix.spec.units import show_bytes
 
 
 def even(profile: Profile, request: PlanRequest) -> Plan:
@@ -44,7 +44,7 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
     ]
     fitting = [way for way in tried if way.micro_batch is not None]
     if not fitting:
-        raise _too_large(tried)
+        raise too_large("an even plan", ((way.setting, way.excess) for way in tried))
     best = min(fitting, key=lambda way: way.step_s)
     assert best.micro_batch is not None
     return assemble(
@@ -105,27 +105,6 @@ def _excess(
     """Bytes by which a device of class `name` exceeds its memory, for each micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
     peaks = setting.memory.peaks(micro, mode, [owned] * len(sizes))
-    return np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, name)
-
-
-def _too_large(tried: list[_Even]) -> NoFeasiblePlanError:
-    best = min(tried, key=lambda way: (max(way.excess.values()), way.setting.zero_stage))
-    short = {name: over for name, over in best.excess.items() if over > 0}
-    if not short:
-        return NoFeasiblePlanError(
-            "an even plan does not fit: no one micro-batch fits all devices",
-            fix="use `strategy: optimal`, which gives each device its own",
-        )
-    cluster = best.setting.profile.cluster
-    name = max(short, key=lambda n: (short[n], n))
-    each = "; ".join(
-        f"{n} is short of {over} bytes ({show_bytes(over)}) of the "
-        f"{show_bytes(usable_bytes(cluster.class_named(n)))} it can use"
-        for n, over in sorted(short.items())
-    )
-    return NoFeasiblePlanError(
-        f"an even plan does not fit: device class '{name}' is short of {short[name]} bytes",
-        why=f"{each}, at the best micro-batch and with a {len(best.setting.devices)}th of the "
-        "state",
-        fix="use `strategy: optimal`, which gives devices with less memory less of it",
-    )
+    over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, name)
+    over_host = host_excess(setting, name, micro, mode).astype(np.int64)
+    return np.asarray(np.maximum(over, over_host))

@@ -1,15 +1,30 @@
-"""A plan with its reasons: what it was weighed against."""
+"""A plan with its reasons: what it was weighed against, whether mixing pays, what binds."""
 
 from __future__ import annotations
 
-from gpumix.planner.base import PlanRequest, Strategy, predicted, ranked_devices
+from gpumix.planner.base import PlanRequest, Strategy, predicted
+from gpumix.planner.best_subset import best_subset, single_classes
+from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
 from gpumix.planner.optimal import optimal
+from gpumix.planner.poplar import poplar
+from gpumix.planner.proportional import proportional
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Alternative, Plan
 from gpumix.spec.profile import Profile
 
-STRATEGIES: dict[str, Strategy] = {"optimal": optimal, "even": even}
+STRATEGIES: dict[str, Strategy] = {
+    "optimal": optimal,
+    "even": even,
+    "proportional": proportional,
+    "poplar": poplar,
+    "cephalo": cephalo,
+    "best-subset": best_subset,
+}
+WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
+SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class
+
+ALMOST = 0.97  # from here on a device counts as fully used
 
 
 def check_strategy(name: str) -> None:
@@ -25,11 +40,11 @@ def check_strategy(name: str) -> None:
 
 
 def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan:
-    """Plan with `strategy`, and weigh the result against the others.
+    """Plan with `strategy`, and weigh the result against others.
 
-    The alternatives are the other strategies on all devices, and the optimal plan on the devices of
-    each single class, which says whether mixing pays. Their links are taken to be those that were
-    measured between all devices.
+    The alternatives are the optimal and the even plan on all devices, and the optimal plan on the
+    devices of each single class, which says whether mixing pays. Their links are taken to be those
+    that were measured between all devices. `compare` weighs all strategies.
 
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
@@ -39,8 +54,8 @@ def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan
     request = PlanRequest(global_batch=global_batch)
     chosen = STRATEGIES[strategy](profile, request)
     others = [
-        _alternative(name, other, profile, request, chosen)
-        for name, other in STRATEGIES.items()
+        _alternative(name, STRATEGIES[name], profile, request, chosen)
+        for name in WEIGHED
         if name != strategy
     ]
     others += _single_classes(profile, request, chosen)
@@ -49,21 +64,11 @@ def plan(profile: Profile, global_batch: int, strategy: str = "optimal") -> Plan
 
 def _single_classes(profile: Profile, request: PlanRequest, chosen: Plan) -> list[Alternative]:
     """The optimal plan on each class alone; none if there is only one class."""
-    devices = ranked_devices(profile, request)
-    names = sorted({d.device_class for d in devices})
-    if len(names) == 1:
+    alone = list(single_classes(profile, request))
+    if len(alone) == 1:
         return []
     return [
-        _alternative(
-            f"only {name}",
-            optimal,
-            profile,
-            request.model_copy(
-                update={"devices": tuple(d.id for d in devices if d.device_class == name)}
-            ),
-            chosen,
-        )
-        for name in names
+        _alternative(SINGLE + name, optimal, profile, of_class, chosen) for name, of_class in alone
     ]
 
 
@@ -74,18 +79,18 @@ def _alternative(
         other = strategy(profile, request)
     except (NoFeasiblePlanError, InputError) as error:
         return Alternative(strategy=name, why=error.what)
-    step = predicted(other).step_s
-    return Alternative(strategy=name, step_s=step, why=_verdict(other, step, chosen))
+    return Alternative(strategy=name, step_s=predicted(other).step_s, why=verdict(other, chosen))
 
 
-def _verdict(other: Plan, step_s: float, chosen: Plan) -> str:
+def verdict(other: Plan, chosen: Plan) -> str:
     """How its step compares, and which device makes it so long."""
-    own = predicted(chosen).step_s
+    own, step_s = predicted(chosen).step_s, predicted(other).step_s
     if step_s <= own * (1 - 1e-9):
         return f"faster than the chosen plan: its step takes {step_s / own:.0%} of the time"
     if step_s <= own * (1 + 1e-9):
         return "as fast as the chosen plan"
-    return f"{step_s / own:.2f} times the step time: {_slowest(other)}"
+    times = step_s / own if own > 0 else float("inf")
+    return f"{times:.2f} times the step time: {_slowest(other)}"
 
 
 def _slowest(plan: Plan) -> str:
@@ -99,3 +104,38 @@ def _slowest(plan: Plan) -> str:
         f"{worker.device} ({worker.device_class}) computes {worker.samples} samples in "
         f"micro-batches of {worker.micro_batch}"
     )
+
+
+def mixing(plan: Plan) -> list[str]:
+    """The chosen plan against the best single class; nothing if there is only one."""
+    step_s = predicted(plan).step_s
+    single = [a for a in plan.alternatives if a.strategy.startswith(SINGLE)]
+    if not single:
+        return []
+    possible = [(a.step_s, a.strategy) for a in single if a.step_s is not None]
+    if not possible:
+        return ["mixing pays: no class could train this alone"]
+    best_s, best = min(possible)
+    if best_s < step_s:
+        return [
+            f"mixing does not pay: {best} takes {best_s / step_s:.0%} of the time; give the job "
+            "a cluster of that class"
+        ]
+    return [f"mixing pays: {best_s / step_s:.2f} times as fast as {best}, the best single class"]
+
+
+def binding(plan: Plan) -> str:
+    """What a faster step would need more of."""
+    prediction = predicted(plan)
+    step_s, workers = prediction.step_s, prediction.workers
+    class_of = {w.device: w.device_class for w in plan.workers}
+    busiest = max(w.busy_s for w in workers)
+    busy = {class_of[w.device] for w in workers if w.busy_s >= ALMOST * busiest}
+    full = {class_of[w.device] for w in workers if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
+    found = [f"compute of {', '.join(sorted(busy))}"]
+    if full:
+        found.append(f"memory of {', '.join(sorted(full))}")
+    waiting = prediction.exposed_communication_s / step_s
+    if waiting > 1 - ALMOST:
+        found.append(f"the network ({waiting:.0%} of the step)")
+    return "; ".join(found)

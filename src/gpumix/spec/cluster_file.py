@@ -39,6 +39,10 @@ class ClassForm(Value):
     )
     driver: str = Field(default="", description="a measurement is made again when it changes")
     compute_capability: str = Field(default="", description="as `8.6`")
+    peak_flops: FlopRate | None = Field(
+        default=None,
+        description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
+    )
 
     @model_validator(mode="after")
     def _emulated_on_cpu(self) -> Self:
@@ -56,6 +60,7 @@ class ClassForm(Value):
             product=self.product,
             driver=self.driver,
             compute_capability=self.compute_capability,
+            peak_flops_per_s=self.peak_flops,
         )
 
 

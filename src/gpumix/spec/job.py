@@ -205,8 +205,12 @@ class Job(Value):
     cluster: Literal["auto"] | Cluster = Field(
         default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"
     )
-    strategy: Literal["optimal", "even"] = Field(
-        default="optimal", description="`even` splits work and state evenly, to compare with"
+    strategy: Literal["optimal", "even", "proportional", "poplar", "cephalo", "best-subset"] = (
+        Field(
+            default="optimal",
+            description="the others are there to compare with: `even` splits work and state "
+            "evenly, `proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
+        )
     )
     output: Path = Field(
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"

@@ -8,13 +8,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpumix.planner.explain import binding, mixing
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
-ALMOST = 0.97  # from here on a device counts as fully used
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 
 
@@ -100,49 +100,15 @@ def why(plan: Plan) -> list[str]:
     """Whether mixing pays, what is predicted, what binds, and the alternatives, in words."""
     lines = []
     if plan.prediction is not None:
-        lines += _mixing(plan, plan.prediction.step_s)
+        lines += mixing(plan)
         lines.append(
             f"predicted: {show_seconds(plan.prediction.step_s)} a step, "
-            f"{plan.prediction.tokens_per_s:.0f} tokens/s; what binds: {_binding(plan)}"
+            f"{plan.prediction.tokens_per_s:.0f} tokens/s; what binds: {binding(plan)}"
         )
     for other in plan.alternatives:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
         lines.append(f"against {other.strategy}: {took}; {other.why}")
     return lines
-
-
-def _mixing(plan: Plan, step_s: float) -> list[str]:
-    """The chosen plan against the best single class."""
-    single = [a for a in plan.alternatives if a.strategy.startswith("only ")]
-    if not single:
-        return []
-    possible = [(a.step_s, a.strategy) for a in single if a.step_s is not None]
-    if not possible:
-        return ["mixing pays: no class could train this alone"]
-    best_s, best = min(possible)
-    if best_s < step_s:
-        return [
-            f"mixing does not pay: {best} takes {best_s / step_s:.0%} of the time; give the job "
-            "a cluster of that class"
-        ]
-    return [f"mixing pays: {best_s / step_s:.2f} times as fast as {best}, the best single class"]
-
-
-def _binding(plan: Plan) -> str:
-    """What a faster step would need more of."""
-    assert plan.prediction is not None
-    step_s, workers = plan.prediction.step_s, plan.prediction.workers
-    class_of = {w.device: w.device_class for w in plan.workers}
-    busiest = max(w.busy_s for w in workers)
-    busy = {class_of[w.device] for w in workers if w.busy_s >= ALMOST * busiest}
-    full = {class_of[w.device] for w in workers if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
-    found = [f"compute of {', '.join(sorted(busy))}"]
-    if full:
-        found.append(f"memory of {', '.join(sorted(full))}")
-    waiting = plan.prediction.exposed_communication_s / step_s
-    if waiting > 1 - ALMOST:
-        found.append(f"the network ({waiting:.0%} of the step)")
-    return "; ".join(found)
 
 
 def _alike(worker: Worker) -> tuple[str, int, int, float]:

@@ -1,0 +1,90 @@
+"""All strategies side by side, judged by the same cost model, and why each lost."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.explain import STRATEGIES, verdict
+from gpumix.spec.base import Value
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan, ZeroStage
+from gpumix.spec.profile import Profile
+
+
+class HeadRoom(Value):
+    """The least memory that a device of one class has left at its peak."""
+
+    device_class: str
+    free_bytes: int
+    part: float = Field(description="of what a plan may use of it")
+
+
+class Row(Value):
+    """One strategy's plan in figures; without them where it has none, and `why` says why."""
+
+    strategy: str
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    zero_stage: ZeroStage | None = None
+    head_room: tuple[HeadRoom, ...] = Field(
+        default=(), description="classes by name; those that the plan leaves out are missing"
+    )
+    why: str = Field(description="why it lost, or that it won")
+
+
+class Comparison(Value):
+    """A row for each strategy, in the order of `explain.STRATEGIES`."""
+
+    global_batch: int
+    best: str = Field(description="the fastest; the first one of those that are equally fast")
+    rows: tuple[Row, ...]
+
+
+def compare(profile: Profile, request: PlanRequest) -> Comparison:
+    """Plan with every strategy.
+
+    Raises:
+        InputError: the request or the profile does not fit any strategy.
+        NoFeasiblePlanError: no strategy has a plan that fits.
+    """
+    plans: dict[str, Plan] = {}
+    failures: dict[str, InputError | NoFeasiblePlanError] = {}
+    for name, strategy in STRATEGIES.items():
+        try:
+            plans[name] = strategy(profile, request)
+        except (InputError, NoFeasiblePlanError) as error:
+            failures[name] = error
+    if not plans:
+        raise next(iter(failures.values()))
+    best = min(plans, key=lambda name: predicted(plans[name]).step_s)
+    rows = (
+        _row(name, plans[name], plans[best], won=name == best)
+        if name in plans
+        else Row(strategy=name, why=failures[name].what)
+        for name in STRATEGIES
+    )
+    return Comparison(global_batch=request.global_batch, best=best, rows=tuple(rows))
+
+
+def _row(name: str, plan: Plan, best: Plan, *, won: bool) -> Row:
+    prediction = predicted(plan)
+    return Row(
+        strategy=name,
+        step_s=prediction.step_s,
+        tokens_per_s=prediction.tokens_per_s,
+        zero_stage=plan.zero_stage,
+        head_room=_head_room(plan),
+        why="the fastest" if won else verdict(plan, best),
+    )
+
+
+def _head_room(plan: Plan) -> tuple[HeadRoom, ...]:
+    least: dict[str, HeadRoom] = {}
+    for worker, expected in zip(plan.workers, predicted(plan).workers):
+        name, limit = worker.device_class, expected.memory_limit_bytes
+        free = limit - expected.peak_bytes
+        if name not in least or free < least[name].free_bytes:
+            part = free / limit if limit else 0.0
+            least[name] = HeadRoom(device_class=name, free_bytes=free, part=part)
+    return tuple(least[name] for name in sorted(least))

@@ -1,0 +1,71 @@
+"""Why the plan of a policy does not fit: which device class is short of how many bytes.
+
+`planner.shortage` says it of all plans there are; here it is said of one policy's plans, which have
+equal shares, and the way out is the policy that has no such rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from gpumix.cost.curves import MicroBatches
+from gpumix.cost.memory import free_bytes, usable_bytes
+from gpumix.planner.setting import Setting
+from gpumix.planner.weigh import host_excess, peak_bytes
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.plan import Mode
+from gpumix.spec.units import show_bytes
+
+# What a way of planning lacks: the bytes by which each class exceeds its memory.
+Lack = tuple[Setting, Mapping[str, int]]
+
+
+def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
+    """The error that names the class which is short of most, in the way that comes nearest."""
+    tried = list(lacks)
+    if not tried:
+        return NoFeasiblePlanError(
+            f"{what} is not possible: it treats all devices alike, and no mode of the allowed ones "
+            "was measured on every device class",
+            fix="use `strategy: optimal`, which lets each class have its own",
+        )
+    setting, excess = min(tried, key=lambda t: (max(t[1].values()), t[0].zero_stage))
+    short = {name: over for name, over in excess.items() if over > 0}
+    if not short:
+        return NoFeasiblePlanError(
+            f"{what} does not fit: no division by its rules fits all devices",
+            fix="use `strategy: optimal`, which gives each device its own and may fit",
+        )
+    cluster = setting.profile.cluster
+    name = max(short, key=lambda n: (short[n], n))
+    each = "; ".join(
+        f"{n} is short of {over} bytes ({show_bytes(over)}) of the "
+        f"{show_bytes(usable_bytes(cluster.class_named(n)))} it can use"
+        for n, over in sorted(short.items())
+    )
+    return NoFeasiblePlanError(
+        f"{what} does not fit: device class '{name}' is short of {short[name]} bytes",
+        why=f"{each}, at the best micro-batch and with a {len(setting.devices)}th of the state",
+        fix="use `strategy: optimal`, which gives devices with less memory less of it",
+    )
+
+
+def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
+    """What each setting and mode lacks to give every device the same samples and the same share, a
+    class at its best micro-batch."""
+    for setting, mode in ways:
+        samples = -(-batch // len(setting.devices))
+        yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
+
+
+def lack(setting: Setting, name: str, mode: Mode, samples: int) -> int:
+    """Bytes that a device of class `name` lacks to hold so many samples and an equal share."""
+    sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
+    micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
+    held = peak_bytes(setting, micro, mode, 1.0 / len(setting.devices))
+    over = np.maximum(
+        held - free_bytes(setting.profile, name), host_excess(setting, name, micro, mode)
+    )
+    return max(0, int(np.ceil(over.min())))
