@@ -117,7 +117,9 @@ def _contradiction(outcome: Outcome) -> str:
     run = outcome.run
     count = run.global_batch // len(run.groups) // run.micro_batch
     profiled = {
-        group.gpu: sum(f + g for f, g, _ in layers(group.gpu, group.degree)[run.micro_batch].values())
+        group.gpu: sum(
+            f + g for f, g, _ in layers(group.gpu, group.degree)[run.micro_batch].values()
+        )
         for group in run.groups
         if run.micro_batch in layers(group.gpu, group.degree)
     }
@@ -126,8 +128,8 @@ def _contradiction(outcome: Outcome) -> str:
     slowest = max(profiled.values())
     rest = run.step_s - outcome.communication_s - outcome.update_s
     return (
-        f"{run.name:<20} a micro-batch of {run.micro_batch} took {rest / count * 1e3:7.1f} ms in the "
-        f"run (what is predicted of reduction and update apart), {slowest * 1e3:7.1f} in the profile"
+        f"{run.name:<20} a micro-batch of {run.micro_batch} took {rest / count * 1e3:.1f} ms in the "
+        f"run (less predicted reduction and update), {slowest * 1e3:.1f} in the profile"
     )
 
 

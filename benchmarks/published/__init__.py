@@ -7,6 +7,7 @@ README; nothing of them is copied into it.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ class NotHereError(Exception):
     """The published files are not on this machine."""
 
 
+@cache
 def read(path: str) -> Any:
     """The JSON in `path`, which is relative to the folder of published measurements.
 

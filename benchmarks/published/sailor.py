@@ -75,33 +75,41 @@ class Setup:
     contention: float = 0.0
 
 
-def profile(groups: list[Group], setup: Setup, network: Network | None) -> Profile:
-    """OPT-350M on these groups, in hosts of as many GPUs as each type has there."""
-    degrees = {group.degree for group in groups}
-    widest = max(degrees)
+def profile(
+    groups: list[Group], setup: Setup, network: Network | None, *, blocks_a_unit: int = 1
+) -> Profile:
+    """OPT-350M on these groups, in hosts of as many GPUs as each type has there.
+
+    A group of few GPUs is taken to keep what the widest one keeps beside its division.
+    """
     return Profile(
         sequence_length=TOKENS,
         compute_dtype="fp32",
         optimizer_bytes_per_element=setup.optimizer_bytes,
         torch_version="published",
         cluster=_cluster(groups, network),
-        model=model(widest),
-        classes=tuple(_class(group, setup) for group in _kinds(groups)),
+        model=model(max(group.degree for group in groups), blocks_a_unit),
+        classes=tuple(_class(group, setup, blocks_a_unit) for group in _kinds(groups)),
         collectives=Collectives(gather="list", reduce="list"),
         contention=setup.contention,
     )
 
 
-def model(degree: int) -> ModelProfile:
-    """OPT-350M; a group of `degree` GPUs holds what is not divided that many times."""
+def model(degree: int, blocks_a_unit: int = 1) -> ModelProfile:
+    """OPT-350M; a group of `degree` GPUs holds what is not divided that many times.
+
+    Scores, their softmax and the gradients of both exist for one block at a time.
+    """
+    units = BLOCKS // blocks_a_unit
+    saved = blocks_a_unit * saved_bytes(degree)
     block = UnitKind(
         name="block",
-        trainable=BLOCK_PARAMETERS,
+        trainable=blocks_a_unit * BLOCK_PARAMETERS,
         kept=_line(degree * ONE_OUTPUT),
-        saved=_line(saved_bytes(degree)),
+        saved=_line(saved),
         gradient=_line(degree * ONE_OUTPUT),
-        forward=_line(2 * SCORES + 6 * degree * ONE_OUTPUT),  # scores, softmax; q, k, v and so on
-        backward=_line(saved_bytes(degree) + 2 * SCORES + 2 * degree * ONE_OUTPUT),
+        forward=_line(2 * SCORES + 6 * degree * ONE_OUTPUT),  # and q, k, v, and so on
+        backward=_line(saved + 2 * SCORES + 2 * degree * ONE_OUTPUT),
     )
     root = RootUnit(
         trainable=ROOT_PARAMETERS,
@@ -109,9 +117,9 @@ def model(degree: int) -> ModelProfile:
         head=_line(LOGITS_HELD * LOGITS + 2 * degree * ONE_OUTPUT),
     )
     return ModelProfile(
-        fingerprint=f"opt-350m.x{degree}",
-        calls=tuple(f"blocks.{i}" for i in range(BLOCKS)),
-        kind_of_call=("block",) * BLOCKS,
+        fingerprint=f"opt-350m.x{degree}.by{blocks_a_unit}",
+        calls=tuple(f"blocks.{i}" for i in range(units)),
+        kind_of_call=("block",) * units,
         kinds=(block,),
         root=root,
     )
@@ -126,32 +134,36 @@ def layers(gpu: str, degree: int) -> dict[int, dict[int, tuple[float, float, flo
     """Seconds of forward, backward and update by micro-batch and layer."""
     measured = read(f"sailor/profiles/OPT-350/{gpu}/profile.json")
     return {
-        size: {int(layer): tuple(times) for layer, times in measured[str(size)][str(degree)].items()}
+        size: {
+            int(layer): tuple(times) for layer, times in measured[str(size)][str(degree)].items()
+        }
         for size in sorted(map(int, measured))
         if str(degree) in measured[str(size)]
     }
 
 
-def _class(group: Group, setup: Setup) -> ClassProfile:
+def _class(group: Group, setup: Setup, blocks_a_unit: int) -> ClassProfile:
     by_size = layers(group.gpu, group.degree)
-    blocks = range(1, HEAD)
-    forward = {m: fmean(at[k][0] for k in blocks) for m, at in by_size.items()}
-    gradient = {m: fmean(at[k][1] for k in blocks) for m, at in by_size.items()}
-    again = {m: forward[m] + gradient[m] for m in by_size}
+    forward, gradient = (
+        {
+            m: blocks_a_unit * fmean(at[k][which] for k in range(1, HEAD))
+            for m, at in by_size.items()
+        }
+        for which in (0, 1)
+    )
+    block = UnitTimes(
+        forward=_curve(forward),
+        backward=_curve({m: forward[m] + gradient[m] for m in by_size}),
+        gradient=_curve(gradient),
+    )
+    root = UnitTimes(
+        forward=_curve({m: at[0][0] for m, at in by_size.items()}),
+        backward=_curve({m: at[HEAD][0] + at[HEAD][1] + at[0][1] for m, at in by_size.items()}),
+    )
     update = median(sum(times[2] for times in at.values()) for at in by_size.values())
     return ClassProfile(
         device_class=group.name,
-        units={
-            "block": UnitTimes(
-                forward=_curve(forward), backward=_curve(again), gradient=_curve(gradient)
-            ),
-            ROOT: UnitTimes(
-                forward=_curve({m: at[0][0] for m, at in by_size.items()}),
-                backward=_curve(
-                    {m: at[HEAD][0] + at[HEAD][1] + at[0][1] for m, at in by_size.items()}
-                ),
-            ),
-        },
+        units={"block": block, ROOT: root},
         optimizer_s_per_element=update / PARAMETERS,
         framework_bytes=group.degree * setup.framework_bytes,
         largest_micro_batch=max(by_size),
