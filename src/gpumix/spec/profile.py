@@ -85,7 +85,8 @@ class ModelProfile(Value):
     def parameters(self) -> int:
         """Trainable elements of the whole model; a unit called twice counts once."""
         units = dict(zip(self.calls, self.kind_of_call))
-        return self.root.trainable + sum(self.kind(k).trainable for k in units.values())
+        trainable = {kind.name: kind.trainable for kind in self.kinds}
+        return self.root.trainable + sum(trainable[kind] for kind in units.values())
 
 
 class UnitTimes(Value):

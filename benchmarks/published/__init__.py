@@ -1,0 +1,34 @@
+"""Measurements of real GPUs that others published, as profiles; skipped where they are not here.
+
+The files lie beside the project, in `../shared/data` from its root, with their licences and a
+README; nothing of them is copied into it.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
+
+GIB = 1024**3
+SAMPLES = float(2**16)  # the far end of straight lines: more samples than any batch here has
+
+
+class NotHereError(Exception):
+    """The published files are not on this machine."""
+
+
+@cache
+def read(path: str) -> Any:
+    """The JSON in `path`, which is relative to the folder of published measurements.
+
+    Raises:
+        NotHereError: there is no such file.
+    """
+    file = DATA / path
+    if not file.exists():
+        raise NotHereError(f"skipped: the published measurements are not here ({file})")
+    return json.loads(file.read_text(encoding="utf-8"))
