@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from gpumix import __version__
-from gpumix.cli import demo, devices, export, plan, profile, train
+from gpumix.cli import demo, devices, export, plan, profile, simulate, train
 
 app = typer.Typer(
     help="Train transformers on whatever mixture of GPUs you have.",
@@ -35,7 +35,7 @@ def _main(
     """Train transformers on whatever mixture of GPUs you have."""
 
 
-for verb in (devices, profile, plan, train, demo, export):
+for verb in (devices, profile, plan, simulate, train, demo, export):
     verb.register(app)
 
 

@@ -95,7 +95,7 @@ def _measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> P
     """The profile from the cache; another process measures what is missing there."""
     from gpumix.spec.profile import Profile
 
-    found = _cached(path, job)
+    found = cached_profile(path, job)
     if found is not None:
         return found
     sets = [part for override in overrides for part in ("--set", override)]
@@ -124,7 +124,9 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _cached(path: Path, job: Job) -> Profile | None:
+def cached_profile(path: Path, job: Job) -> Profile | None:
+    """What was measured of the model of the job file at `path`, on its cluster; None if some of it
+    was not."""
     from gpumix.hardware.discover import discover
     from gpumix.profiler.cache import MeasurementCache
 

@@ -96,10 +96,10 @@ class Computing:
         """Of a call; of head and loss, forward and backward, for `ROOT`."""
         return self.micro.seconds(self.backward_curve(kind))
 
-    def copied_s(self, kind: str) -> FloatArray | float:
+    def copied_s(self, kind: str) -> FloatArray:
         """To copy what a call leaves behind to the host, or back."""
         if self.mode.boundary == "device":
-            return 0.0
+            return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
         sizes = np.arange(int(self.micro.size.max(initial=0)) + 1)
         kept = bytes_at(self.model.kind(kind).kept, sizes)
