@@ -128,8 +128,8 @@ def _contradiction(outcome: Outcome) -> str:
     slowest = max(profiled.values())
     rest = run.step_s - outcome.communication_s - outcome.update_s
     return (
-        f"{run.name:<20} a micro-batch of {run.micro_batch} took {rest / count * 1e3:.1f} ms in the "
-        f"run (less predicted reduction and update), {slowest * 1e3:.1f} in the profile"
+        f"{run.name:<20} a micro-batch of {run.micro_batch} took {rest / count * 1e3:.1f} ms in "
+        f"the run (less predicted reduction and update), {slowest * 1e3:.1f} in the profile"
     )
 
 

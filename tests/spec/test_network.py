@@ -25,7 +25,7 @@ def test_names_and_rates(text, low, high):
 
 @pytest.mark.parametrize("text", ["", "fast", "25", "25 GB", "-3 GB/s", "0 GB/s", "0GbE"])
 def test_what_is_no_link(text):
-    with pytest.raises(ValueError, match="link|more than 0"):
+    with pytest.raises(ValueError, match=r"link|more than 0"):
         link(text)
 
 

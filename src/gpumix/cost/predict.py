@@ -64,16 +64,15 @@ class _Step:
         self._profile = profile
         self._plan = plan
         self._workers = plan.workers
-        shares = shares_of_group(plan)
-        layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares)
-        self._links = links_for(profile, wire_for(profile, devices_of(plan)), layout)
-        self._memory = MemoryModel(profile, self._links, len(shares), plan.zero_stage)
+        self._links = links_of_plan(profile, plan)
+        ranks = len(shares_of_group(plan))
+        self._memory = MemoryModel(profile, self._links, ranks, plan.zero_stage)
 
     def prediction(self) -> Prediction:
         plan, workers = self._plan, self._workers
         forward, backward = self._passes(self._links)
         free_forward, free_backward = self._passes(free_links(self._profile.model))
-        update = self._updates()
+        update = np.asarray(update_seconds(self._profile, self._plan))
         step = self._longest(forward, backward) + float(update.max())
         step += exposed_seconds(self._profile, self._links)
         hidden = self._longest(free_forward, free_backward) + float(update.max())
@@ -114,17 +113,6 @@ class _Step:
             )
         return forward, backward
 
-    def _updates(self) -> FloatArray:
-        whole = {c.name: 0.0 for c in self._profile.cluster.classes}
-        whole |= {
-            name: optimizer_seconds(self._profile, name)
-            for name in {w.device_class for w in self._workers}
-        }
-        replicated = self._plan.zero_stage == 0
-        return np.asarray(
-            [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in self._workers]
-        )
-
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
@@ -164,6 +152,24 @@ class _Step:
             samples = [self._workers[rank].samples for rank in ranks]
             sizes = [self._workers[rank].micro_batch for rank in ranks]
             yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes))
+
+
+def links_of_plan(profile: Profile, plan: Plan) -> Links:
+    """The seconds of each collective of `plan`.
+
+    Raises:
+        InputError: nothing is known of a collective form of the plan, or of a link.
+    """
+    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares_of_group(plan))
+    return links_for(profile, wire_for(profile, devices_of(plan)), layout)
+
+
+def update_seconds(profile: Profile, plan: Plan) -> list[float]:
+    """Seconds in which each worker updates what it stores; at stage 0 that is everything."""
+    names = {w.device_class for w in plan.workers}
+    whole = {name: optimizer_seconds(profile, name) for name in names}
+    replicated = plan.zero_stage == 0
+    return [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in plan.workers]
 
 
 def devices_of(plan: Plan) -> tuple[Device, ...]:

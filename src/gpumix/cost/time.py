@@ -56,7 +56,8 @@ def pass_seconds(
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of the forward and of the backward pass, the head and loss with the latter, for each
     worker, or each choice, of `micro` on a device of class `name`."""
-    work = _Work(profile.model, profile.of_class(name), links, micro, mode)
+    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    work = _Work(computing, links)
     return work.forward_seconds(), work.backward_seconds()
 
 
@@ -78,63 +79,85 @@ def optimizer_seconds(profile: Profile, device_class: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What devices of one class do in a step, with these links."""
+class Computing:
+    """What devices of one class compute and copy in a step, collectives left out: seconds of all
+    micro-batches of each worker, or each choice, of `micro`."""
 
     model: ModelProfile
     device: ClassProfile
-    links: Links
     micro: MicroBatches
     mode: Mode
 
-    def forward_seconds(self) -> FloatArray:
-        kinds, first = self.model.kind_of_call, self.micro.size
-        moved = self.links.gather_s
-        total = self._beside(self.device.units[ROOT].forward, moved[kinds[0]], first)
-        for (kind, gathered), count in _forward_calls(self.model).items():
-            computed = self._beside(
-                self.device.units[kind].forward, moved.get(gathered, 0.0), first
-            )
-            total = total + count * np.maximum(computed, self._copied(kind))
-        return total
+    def forward_s(self, kind: str) -> FloatArray:
+        """Of a call; of the code before the first unit for `ROOT`."""
+        return self.micro.seconds(self.forward_curve(kind))
 
-    def backward_seconds(self) -> FloatArray:
-        kinds, last = self.model.kind_of_call, self.micro.last
-        gathers, reductions = self.links.regather_s, self.links.reduce_s
-        total = self._beside(self.device.units[ROOT].backward, gathers[kinds[-1]], last)
-        for (kind, gathered, reduced), count in _backward_calls(self.model).items():
-            moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
-            computed = self._beside(self._backward(kind), moved, last)
-            total = total + count * np.maximum(computed, self._copied(kind))
-        return total
+    def backward_s(self, kind: str) -> FloatArray:
+        """Of a call; of head and loss, forward and backward, for `ROOT`."""
+        return self.micro.seconds(self.backward_curve(kind))
 
-    def _backward(self, kind: str) -> Curve:
-        times = self.device.units[kind]
-        if self.mode.recompute:
-            return times.backward
-        assert times.gradient is not None, "the mode keeps graphs, which were not measured"
-        return times.gradient
-
-    def _beside(self, curve: Curve, moved_s: float, beside: IntArray) -> FloatArray:
-        """All micro-batches, with a collective beside them: in layers, beside all of them; one
-        after the other, beside the one of size `beside` alone."""
-        table = seconds_at(curve, np.arange(int(self.micro.size.max(initial=0)) + 1))
-        computed = self.micro.over_all(table)
-        if moved_s == 0.0:
-            return computed
-        at_once = computed if self.mode.order == "layered" else table[beside]
-        both = np.maximum(at_once, moved_s)
-        both = both + self.links.contention * np.minimum(at_once, moved_s)
-        return computed + (both - at_once)
-
-    def _copied(self, kind: str) -> FloatArray | float:
-        """Seconds to copy what a call leaves behind to the host, or back."""
+    def copied_s(self, kind: str) -> FloatArray:
+        """To copy what a call leaves behind to the host, or back."""
         if self.mode.boundary == "device":
-            return 0.0
+            return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
         sizes = np.arange(int(self.micro.size.max(initial=0)) + 1)
         kept = bytes_at(self.model.kind(kind).kept, sizes)
         return self.micro.over_all(seconds_at(self.device.host_copy, kept))
+
+    def forward_curve(self, kind: str) -> Curve:
+        """Of one micro-batch by its samples."""
+        return self.device.units[kind].forward
+
+    def backward_curve(self, kind: str) -> Curve:
+        """Of one micro-batch by its samples."""
+        times = self.device.units[kind]
+        if self.mode.recompute or kind == ROOT:
+            return times.backward
+        assert times.gradient is not None, "the mode keeps graphs, which were not measured"
+        return times.gradient
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What devices of one class do in a step, with these links."""
+
+    computing: Computing
+    links: Links
+
+    def forward_seconds(self) -> FloatArray:
+        computing, gathers = self.computing, self.links.gather_s
+        kinds, first = computing.model.kind_of_call, computing.micro.size
+        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], first)
+        for (kind, gathered), count in Counter(forward_calls(computing.model)).items():
+            moved = gathers.get(gathered, 0.0)
+            computed = self._beside(computing.forward_curve(kind), moved, first)
+            total = total + count * np.maximum(computed, computing.copied_s(kind))
+        return total
+
+    def backward_seconds(self) -> FloatArray:
+        computing = self.computing
+        kinds, last = computing.model.kind_of_call, computing.micro.last
+        gathers, reductions = self.links.regather_s, self.links.reduce_s
+        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], last)
+        for (kind, gathered, reduced), count in Counter(backward_calls(computing.model)).items():
+            moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
+            computed = self._beside(computing.backward_curve(kind), moved, last)
+            total = total + count * np.maximum(computed, computing.copied_s(kind))
+        return total
+
+    def _beside(self, curve: Curve, moved_s: float, beside: IntArray) -> FloatArray:
+        """All micro-batches, with a collective beside them: in layers, beside all of them; one
+        after the other, beside the one of size `beside` alone."""
+        micro, order = self.computing.micro, self.computing.mode.order
+        table = seconds_at(curve, np.arange(int(micro.size.max(initial=0)) + 1))
+        computed = micro.over_all(table)
+        if moved_s == 0.0:
+            return computed
+        at_once = computed if order == "layered" else table[beside]
+        both = np.maximum(at_once, moved_s)
+        both = both + self.links.contention * np.minimum(at_once, moved_s)
+        return computed + (both - at_once)
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
@@ -151,24 +174,25 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def _forward_calls(model: ModelProfile) -> Counter[tuple[str, str]]:
-    """How often (kind of a call, kind that is gathered meanwhile) occurs."""
+def forward_calls(model: ModelProfile) -> list[tuple[str, str]]:
+    """Of each call: its kind, and the kind that is gathered meanwhile."""
     calls, kinds = model.calls, model.kind_of_call
-    found: Counter[tuple[str, str]] = Counter()
+    found = []
     for k, kind in enumerate(kinds):
         more = k + 1 < len(calls) and calls[k + 1] != calls[k]
-        found[kind, kinds[k + 1] if more else NOTHING] += 1
+        found.append((kind, kinds[k + 1] if more else NOTHING))
     return found
 
 
-def _backward_calls(model: ModelProfile) -> Counter[tuple[str, str, str]]:
-    """How often (kind of a call, kind gathered meanwhile, kind reduced meanwhile) occurs."""
+def backward_calls(model: ModelProfile) -> list[tuple[str, str, str]]:
+    """Of each call, in the order of the forward pass: its kind, and the kinds that are gathered and
+    reduced meanwhile."""
     calls, kinds = model.calls, model.kind_of_call
     first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
-    found: Counter[tuple[str, str, str]] = Counter()
+    found = []
     for k, kind in enumerate(kinds):
         more = k > 0 and calls[k - 1] != calls[k]
         reduces = k + 1 < len(calls) and first_call[calls[k + 1]] == k + 1
         gathered = kinds[k - 1] if more else NOTHING
-        found[kind, gathered, kinds[k + 1] if reduces else NOTHING] += 1
+        found.append((kind, gathered, kinds[k + 1] if reduces else NOTHING))
     return found

@@ -76,9 +76,7 @@ class Pipeline:
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        return make_plan(
-            profile, self.job.global_batch, strategy=strategy or self.job.strategy
-        )
+        return make_plan(profile, self.job.global_batch, strategy=strategy or self.job.strategy)
 
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:
         """Train by `plan`, or by one that is made first."""

@@ -33,15 +33,15 @@ class _Console(Console):
 
 def devices_table(cluster: Cluster) -> RenderableType:
     """One row per device class."""
-    table = _table("devices", "class", "devices", "memory", "what", "hosts")
+    table = new_table("devices", "class", "devices", "memory", "what", "hosts")
     for row in cluster.rows():
         table.add_row(*(str(row[key]) for key in ("class", "devices", "memory", "what", "hosts")))
-    return _labelled(table, cluster.emulated)
+    return labelled(table, cluster.emulated)
 
 
 def profile_table(profile: Profile) -> RenderableType:
     """One row per class: the time of one sample through the model, and how it scales."""
-    table = _table(
+    table = new_table(
         "profile", "class", "units forward", "units backward", "root", "best micro-batch",
         "samples/s",
     )  # fmt: skip
@@ -70,12 +70,12 @@ def profile_table(profile: Profile) -> RenderableType:
         f"torch {profile.torch_version}",
         style="dim",
     )
-    return Group(_labelled(table, profile.cluster.emulated), note)
+    return Group(labelled(table, profile.cluster.emulated), note)
 
 
 def plan_table(plan: Plan) -> RenderableType:
     """Who computes and who stores what, what it should take, and why it won."""
-    table = _table(
+    table = new_table(
         f"plan ({plan.strategy})",
         "class", "devices", "samples", "micro-batches", "state share", "memory", "busy",
     )  # fmt: skip
@@ -93,7 +93,7 @@ def plan_table(plan: Plan) -> RenderableType:
             name, str(len(workers)), str(samples), _micro(workers[0]), f"{share:.1%}", memory, busy
         )
     lines = [Text(line) for line in why(plan)]
-    return Group(_labelled(table, plan.emulated), *lines)
+    return Group(labelled(table, plan.emulated), *lines)
 
 
 def why(plan: Plan) -> list[str]:
@@ -129,12 +129,12 @@ def _micro(worker: Worker) -> str:
     return f"{len(full)} x {sizes[0]}{rest}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", expand=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
     return table
 
 
-def _labelled(table: Table, emulated: bool) -> RenderableType:
+def labelled(table: Table, emulated: bool) -> RenderableType:
     return Group(table, Text(EMULATED, style="yellow")) if emulated else table

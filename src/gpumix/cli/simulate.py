@@ -1,0 +1,201 @@
+"""`gpumix simulate`: what a step of a plan will look like. Decides, so it never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from gpumix.simulate.events import Event, Replay
+    from gpumix.simulate.program import Lane
+    from gpumix.simulate.timeline import Use
+    from gpumix.spec.plan import Plan
+    from gpumix.spec.profile import Profile
+
+LINES = 12  # of the critical path
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
+        "Open the trace in ui.perfetto.dev.\n\n"
+        "Example: gpumix simulate plan.json --profile profile.json --trace step.trace.json"
+    )(simulate)
+
+
+@verb
+def simulate(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.")],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Take times from this profile.")
+    ] = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="Take times from what was measured of this job.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.simulate.events import simulate as replay_of
+    from gpumix.simulate.trace import trace_of
+    from gpumix.spec.plan import Plan
+    from gpumix.train.tables import stderr
+
+    planned = Plan.load(plan)
+    replay = replay_of(_profile(profile, job, overrides), planned)
+    if trace is not None:
+        trace_of(replay, planned).save(trace)
+    if as_json:
+        print_json(_as_dict(replay, planned))
+        return
+    console = stderr()
+    for part in _shown(replay, planned):
+        console.print(part)
+
+
+def _profile(profile: Path | None, job: Path | None, overrides: list[str]) -> Profile:
+    """The profile of either option.
+
+    Raises:
+        InputError: neither or both are given, or the job was not measured.
+    """
+    from gpumix.cli.source import cached
+    from gpumix.spec.profile import Profile
+    from gpumix.spec.read import read_job
+
+    if (profile is None) == (job is None):
+        raise InputError(
+            "one of --profile and --job is wanted",
+            why="a plan does not say how fast its devices are",
+            fix="gpumix simulate PLAN --profile PROFILE.json",
+        )
+    if profile is not None:
+        if overrides:
+            raise InputError("--set changes a job, and none is given", fix="leave it out")
+        return Profile.load(profile)
+    assert job is not None
+    found = cached(job, read_job(job, overrides))
+    if found is None:
+        raise InputError("this job was not measured", where=str(job), fix=f"gpumix profile {job}")
+    return found
+
+
+# -- as JSON ---------------------------------------------------------------------------------------
+
+
+def _as_dict(replay: Replay, plan: Plan) -> dict[str, Any]:
+    """`lane` is a place in `lanes`, devices that are alike; None is all devices."""
+    from gpumix.simulate.timeline import critical_path, stretches, uses
+
+    return {
+        "step_s": replay.step_s,
+        "predicted_s": replay.predicted_s,
+        "emulated": plan.emulated,
+        "critical_path": [asdict(stretch) for stretch in stretches(replay)],
+        "critical_events": [_event(event, replay) for event in critical_path(replay)],
+        "lanes": [_use(use, plan) for use in uses(replay)],
+    }
+
+
+def _event(event: Event, replay: Replay) -> dict[str, Any]:
+    return {
+        "kind": event.kind,
+        "unit": replay.program.unit(event.call),
+        "lane": event.lane,
+        "start_s": event.start,
+        "end_s": event.end,
+        "micro_batches": list(event.micro_batches),
+    }
+
+
+def _use(use: Use, plan: Plan) -> dict[str, Any]:
+    worker = use.lane.worker
+    return {
+        "devices": _devices(use.lane, plan),
+        "device_class": worker.device_class,
+        "samples": worker.samples,
+        "busy_s": use.busy_s,
+        "idle_s": use.idle_s,
+    }
+
+
+def _devices(lane: Lane, plan: Plan) -> list[str]:
+    return [plan.workers[rank].device for rank in lane.ranks]
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _shown(replay: Replay, plan: Plan) -> Iterable[RenderableType]:
+    from gpumix.simulate.timeline import uses
+    from gpumix.spec.units import show_seconds
+    from gpumix.train.tables import labelled
+
+    off = replay.step_s / replay.predicted_s - 1 if replay.predicted_s else 0.0
+    off = round(off, 3) + 0.0  # no -0.0
+    yield (
+        f"simulated: {show_seconds(replay.step_s)} a step; the planner's formula says "
+        f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
+    )
+    yield _path_table(replay, plan)
+    yield labelled(_idle_table(uses(replay), replay.step_s), plan.emulated)
+
+
+def _path_table(replay: Replay, plan: Plan) -> RenderableType:
+    """What binds the step; of many stretches the longest."""
+    from gpumix.simulate.timeline import stretches
+    from gpumix.spec.units import show_seconds
+    from gpumix.train.tables import new_table
+
+    table = new_table("critical path", "what", "of", "on", "times", "takes", "of the step")
+    found = stretches(replay)
+    longest = sorted(found, key=lambda s: -s.seconds)[:LINES]
+    for s in found:
+        if s in longest:
+            units = s.first if s.first == s.last else f"{s.first} to {s.last}"
+            part = f"{s.seconds / replay.step_s:.1%}"
+            on = "all" if s.lane is None else _who(_devices(replay.program.lanes[s.lane], plan))
+            table.add_row(s.kind, units, on, str(s.events), show_seconds(s.seconds), part)
+    rest = sum(s.seconds for s in found if s not in longest)
+    if rest > 0:
+        part = f"{rest / replay.step_s:.1%}"
+        table.add_row("others", "", "", "", show_seconds(rest), part)
+    return table
+
+
+def _who(devices: list[str]) -> str:
+    return devices[0] if len(devices) == 1 else f"{devices[0]} and {len(devices) - 1} alike"
+
+
+def _idle_table(uses: Sequence[Use], step_s: float) -> Table:
+    """One row per class: the mean over its devices, of the step."""
+    from gpumix.simulate.timeline import CAUSES
+    from gpumix.train.tables import new_table
+
+    of_class: dict[str, list[Use]] = {}
+    for use in uses:
+        of_class.setdefault(use.lane.worker.device_class, []).append(use)
+    title = "busy, and idle by what is waited for"
+    causes = [cause for cause in CAUSES if any(use.idle_s[cause] > 0 for use in uses)]
+    table = new_table(title, "class", "devices", "busy", *causes)
+    for name, members in of_class.items():
+        counts = [len(use.lane.ranks) for use in members]
+        whole = sum(counts) * step_s or 1.0
+        columns = [[use.busy_s for use in members]]
+        columns += [[use.idle_s[cause] for use in members] for cause in causes]
+        parts = [sum(n * s for n, s in zip(counts, column)) / whole for column in columns]
+        table.add_row(name, str(sum(counts)), *(f"{part:.1%}" for part in parts))
+    return table

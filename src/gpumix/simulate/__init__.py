@@ -1,0 +1,1 @@
+"""What a step will look like: events, critical path, idle time, trace. Pure: no torch."""

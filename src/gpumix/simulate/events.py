@@ -1,0 +1,251 @@
+"""Replays one step of a plan event by event.
+
+Each rank has three streams: what it computes, its part in collectives, and copies to and from the
+host. A collective starts when all ranks have issued it and the one before it is done, and takes
+the same time on all of them. A call ends when it is computed and copied. While a collective runs,
+all ranks compute at 1 / (1 + contention) of their speed, and so does the collective while any rank
+computes: of two that start together, the one that ends last then takes longer by contention x the
+shorter one, which is what `cost.time` counts.
+
+Every event knows the one whose end let it start, so the walk back from the last is the critical
+path.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpumix.cost.predict import predict
+from gpumix.simulate.program import OUTSIDE, Collective, Move, Program, Task, Work, program_of
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+Kind = Literal[Work, Move, "copy to host", "copy from host", "overhead"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time.
+
+    `lane` says which ranks did it, those of one lane; None is all. `cause` is the number of the
+    event whose end let it start; None for the first.
+    """
+
+    kind: Kind
+    call: int
+    lane: int | None
+    start: float
+    end: float
+    cause: int | None
+    micro_batches: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step: what was to be done, and all events in the order in which they ended.
+
+    `moved` has the start and end of each collective of the program. `predicted_s` is what the
+    closed form of `cost` says.
+    """
+
+    program: Program
+    events: tuple[Event, ...]
+    moved: tuple[tuple[float, float], ...]
+    predicted_s: float
+
+    @property
+    def step_s(self) -> float:
+        return max((event.end for event in self.events), default=0.0)
+
+
+def simulate(profile: Profile, plan: Plan) -> Replay:
+    """One step of `plan`.
+
+    Raises:
+        InputError: the profile is of another model, sequence length or precision, or lacks a
+            class, a mode or a collective form of the plan.
+    """
+    program = program_of(profile, plan)
+    running = _Running(program)
+    running.run()
+    return Replay(
+        program, tuple(running.events), tuple(running.moved), predict(profile, plan).step_s
+    )
+
+
+@dataclass
+class _Rank:
+    """Where one lane stands."""
+
+    number: int
+    tasks: tuple[Task, ...]
+    issued: tuple[int, ...]
+    done: int = 0  # tasks
+    joined: int = 0  # collectives that it has issued
+    parts: int = 0  # of the task under way: computing, copying
+    start: float = 0.0  # of the task under way
+    cause: int | None = None
+
+
+@dataclass
+class _Running:
+    """A step under way.
+
+    Computing is timed on a clock of its own, `work`, that runs slower while a collective runs: all
+    ranks slow down together, so what is under way ends at a known time of that clock.
+    """
+
+    program: Program
+    now: float = 0.0
+    work: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    moved: list[tuple[float, float]] = field(default_factory=list)  # collectives that are done
+    _computing: list[tuple[float, int]] = field(default_factory=list)  # heap: end by `work`, lane
+    _copying: list[tuple[float, int]] = field(default_factory=list)  # heap: end, lane
+    _moving: float | None = None  # seconds that are left of the collective under way
+    _start: float = 0.0  # of the collective under way
+    _cause: int | None = None
+
+    def __post_init__(self) -> None:
+        lanes = enumerate(self.program.lanes)
+        self._ranks = [_Rank(number, lane.tasks, lane.issued) for number, lane in lanes]
+        self._issued = [0] * len(self.program.collectives)  # by how many lanes
+
+    def run(self) -> None:
+        """From the first event to the last."""
+        overhead = self.program.overhead_s
+        self.now = overhead
+        self._settle(self._ranks, self._event("overhead", OUTSIDE, None, 0.0, None))
+        while self._computing or self._copying or self._moving is not None:
+            self._next()
+
+    def _next(self) -> None:
+        """Go to the moment at which something ends, and start what can start then."""
+        slow = 1.0 / (1.0 + self.program.contention)
+        pace = 1.0 if self._moving is None else slow
+        ends = []
+        if self._moving is not None:
+            ends.append((self.now + self._moving / (slow if self._computing else 1.0), 0))
+        if self._computing:
+            ends.append((self.now + (self._computing[0][0] - self.work) / pace, 1))
+        if self._copying:
+            ends.append((self._copying[0][0], 2))
+        then, what = min(ends)
+        passed, self.now = max(0.0, then - self.now), max(then, self.now)
+        if self._moving is not None:
+            self._moving -= passed * (slow if self._computing else 1.0)
+        self.work += passed * pace
+        (self._end_moving, self._end_computing, self._end_copying)[what]()
+
+    # -- what ends ----------------------------------------------------------------------------
+
+    def _end_moving(self) -> None:
+        self._moving = None
+        move = self.program.collectives[len(self.moved)]
+        self.moved.append((self._start, self.now))
+        cause = self._event(move.kind, move.call, None, self._start, self._cause)
+        self._settle(self._waiting(), cause)
+
+    def _end_computing(self) -> None:
+        self.work, number = heapq.heappop(self._computing)
+        task = self._task(number)
+        self._end_part(number, task.kind)
+
+    def _end_copying(self) -> None:
+        _, number = heapq.heappop(self._copying)
+        forward = self._task(number).kind == "forward"
+        self._end_part(number, "copy to host" if forward else "copy from host")
+
+    def _end_part(self, number: int, kind: Kind) -> None:
+        rank, task = self._ranks[number], self._task(number)
+        cause = self._event(kind, task.call, number, rank.start, rank.cause, task.micro_batches)
+        rank.parts -= 1
+        if not rank.parts:
+            rank.done += 1
+            self._settle([rank], cause)
+
+    def _event(
+        self,
+        kind: Kind,
+        call: int,
+        lane: int | None,
+        start: float,
+        cause: int | None,
+        micro_batches: tuple[int, ...] = (),
+    ) -> int | None:
+        """Note what ends now. What took no time is nothing: its cause stands for it."""
+        if self.now <= start:
+            return cause
+        self.events.append(Event(kind, call, lane, start, self.now, cause, micro_batches))
+        return len(self.events) - 1
+
+    # -- what starts --------------------------------------------------------------------------
+
+    def _settle(self, ready: list[_Rank], cause: int | None) -> None:
+        """Let `ready` go on, and whom that lets go on, all because of the event `cause`."""
+        while True:
+            for rank in ready:
+                self._go_on(rank, cause)
+            ready = self._start_moving(cause)
+            if not ready:
+                return
+
+    def _go_on(self, rank: _Rank, cause: int | None) -> None:
+        """Issue collectives and start the next task that takes time, unless it has to wait."""
+        while True:
+            while rank.joined < len(rank.issued) and rank.issued[rank.joined] <= rank.done:
+                self._issued[rank.joined] += 1
+                rank.joined += 1
+            if rank.done == len(rank.tasks) or self._task(rank.number).needs > len(self.moved):
+                return
+            task = self._task(rank.number)
+            rank.start, rank.cause = self.now, cause
+            if task.seconds > 0:
+                heapq.heappush(self._computing, (self.work + task.seconds, rank.number))
+                rank.parts += 1
+            if task.copied_s > 0:
+                heapq.heappush(self._copying, (self.now + task.copied_s, rank.number))
+                rank.parts += 1
+            if rank.parts:
+                return
+            rank.done += 1
+
+    def _start_moving(self, cause: int | None) -> list[_Rank]:
+        """Start the next collective if all have issued it. Those that take no time are done at
+        once, up to one that ranks wait for: these ranks."""
+        while (collective := self._all_have_issued()) is not None:
+            if collective.seconds > 0:
+                self._moving, self._start, self._cause = collective.seconds, self.now, cause
+                break
+            self.moved.append((self.now, self.now))
+            if waiting := self._waiting():
+                return waiting
+        return []
+
+    def _all_have_issued(self) -> Collective | None:
+        number = len(self.moved)
+        if self._moving is not None or number == len(self._issued):
+            return None
+        everybody = self._issued[number] == len(self._ranks)
+        return self.program.collectives[number] if everybody else None
+
+    def _waiting(self) -> list[_Rank]:
+        """Ranks that wait for collectives, all of which are done."""
+        done = len(self.moved)
+        return [
+            rank
+            for rank in self._ranks
+            if not rank.parts
+            and rank.done < len(rank.tasks)
+            and rank.tasks[rank.done].needs <= done
+        ]
+
+    def _task(self, number: int) -> Task:
+        rank = self._ranks[number]
+        return rank.tasks[rank.done]

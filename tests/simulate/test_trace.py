@@ -1,0 +1,138 @@
+"""The trace is what the Trace Event Format wants, and shows every event of every device."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from brute import small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replays import any_plans, cards, plan_by_hand, wire
+
+from gpumix.simulate import trace as simulated
+from gpumix.simulate.events import simulate
+from gpumix.simulate.trace import trace_of
+from gpumix.spec.errors import InputError
+from gpumix.spec.trace import STREAMS, Span, Trace
+
+EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def document(trace: Trace):
+    """What a viewer reads."""
+    return json.loads(trace.model_dump_json())
+
+
+def example():
+    measured = cards((1.0, 2.0), network=wire(0.3, 0.4), overhead=0.1)
+    plan = plan_by_hand(measured, (2, 3))
+    return simulate(measured, plan), plan
+
+
+@EASY
+@given(small_profiles(), st.data())
+def test_the_format(profile, data):
+    plan = data.draw(any_plans(profile))
+    events = document(trace_of(simulate(profile, plan), plan))["traceEvents"]
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    processes = [e["pid"] for e in events if e["name"] == "process_name"]
+    assert len(set(processes)) == len(processes)
+    assert len({tid for _, tid in named}) == len(named)
+    for event in events:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["name"], str)
+        assert isinstance(event["args"], dict)
+        assert event["pid"] in processes
+        if event["ph"] == "X":
+            assert all(type(event[key]) is int for key in ("ts", "dur", "pid", "tid"))
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named
+
+
+@EASY
+@given(small_profiles(), st.data())
+def test_slices_of_a_thread_do_not_overlap(profile, data):
+    plan = data.draw(any_plans(profile))
+    slices = [e for e in document(trace_of(simulate(profile, plan), plan))["traceEvents"]
+              if e["ph"] == "X"]  # fmt: skip
+    for thread in {e["tid"] for e in slices}:
+        there = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == thread)
+        assert all(one[1] <= other[0] for one, other in pairwise(there))
+
+
+def test_processes_are_devices_in_rank_order():
+    replay, plan = example()
+    events = document(trace_of(replay, plan))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["localhost: c0-0 (c0)", "localhost: c1-0 (c1)"]
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {"compute", "communication"} < set(STREAMS)
+
+
+def test_times_are_microseconds():
+    replay, plan = example()
+    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    ends = max(e["ts"] + e["dur"] for e in slices)
+    assert ends == pytest.approx(replay.step_s * 1e6, abs=1)
+    forward = next(e for e in slices if e["name"] == "forward layers.1")
+    assert forward["dur"] == 2_000_000
+    assert forward["cat"] == "forward"
+    assert forward["args"] == {"unit": "layers.1", "micro_batches": [2], "critical": False}
+
+
+def test_the_critical_path_is_marked():
+    replay, plan = example()
+    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    slow = [e for e in slices if e["pid"] == 2 and e["args"]["critical"]]
+    assert sum(e["dur"] for e in slow) == pytest.approx(replay.step_s * 1e6, abs=20)
+
+
+def test_collectives_are_shown_on_every_device():
+    replay, plan = example()
+    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    one, other = (
+        [(e["name"], e["ts"], e["dur"]) for e in slices if e["pid"] == pid and e["tid"] % 100 == 1]
+        for pid in (1, 2)
+    )
+    assert one == other
+    assert [name for name, *_ in one][-3:] == [
+        "reduce layers.1",
+        "reduce layers.0",
+        "reduce (root)",
+    ]
+
+
+def test_of_very_many_devices_those_that_are_alike_are_shown_once(monkeypatch):
+    monkeypatch.setattr(simulated, "DEVICES", 2)
+    measured = cards((1.0, 2.0, 2.0))
+    plan = plan_by_hand(measured, (2, 3, 3))
+    events = document(trace_of(simulate(measured, plan), plan))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == [f"1 x c{i}: c{i}-0 and those alike" for i in range(3)]
+
+
+def test_a_trace_is_a_document(tmp_path):
+    replay, plan = example()
+    path = tmp_path / "step.trace.json"
+    trace_of(replay, plan).save(path)
+    trace_of(replay, plan).save(path)
+    assert Trace.load(path) == trace_of(replay, plan)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match="is not overwritten"):
+        trace_of(replay, plan).save(tmp_path / "plan.json")
+
+
+def test_any_spans_make_a_trace():
+    """As a training run will write its own."""
+    spans = [
+        Span("forward layers.0", "forward", "host-a: gpu-0", "compute", 0.001, 0.002),
+        Span("gather layers.1", "gather", "host-a: gpu-0", "communication", 0.0015, 0.0005),
+        Span("forward layers.0", "forward", "host-b: gpu-0", "compute", 0.001, 0.004),
+    ]
+    slices = [e for e in document(Trace.of(spans))["traceEvents"] if e["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in slices] == [
+        (1, 100, 1000, 2000), (1, 101, 1500, 500), (2, 200, 1000, 4000)
+    ]  # fmt: skip
