@@ -6,7 +6,8 @@ at every choice of a device class at once and the prediction of one plan uses th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -49,12 +50,16 @@ def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArr
 class MicroBatches:
     """How workers cut their samples: `full` micro-batches of `size` and one of `rest` samples.
 
-    One entry per worker or per choice; the arrays have one shape. Size 0 means no samples.
+    One entry per worker or per choice; the arrays have one shape. Size 0 means no samples. What is
+    summed of a curve is kept, for a search asks again and again.
     """
 
     size: IntArray
     full: IntArray
     rest: IntArray
+    _known: dict[tuple[str, Curve], FloatArray] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, samples: npt.ArrayLike, micro_batch: npt.ArrayLike) -> Self:
@@ -71,19 +76,34 @@ class MicroBatches:
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
-        return self.over_all(seconds_at(curve, self._range()))
+        return self._once("all", curve, lambda: self.over_all(seconds_at(curve, self.range)))
+
+    def first_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the first micro-batch."""
+        return self._once("first", curve, lambda: seconds_at(curve, self.range)[self.size])
+
+    def last_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the last micro-batch."""
+        return self._once("last", curve, lambda: seconds_at(curve, self.range)[self.last])
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""
-        return self.over_all(bytes_at(curve, self._range()))
+        return self._once("bytes", curve, lambda: self.over_all(bytes_at(curve, self.range)))
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Bytes of the largest micro-batch: they run one after the other."""
-        return bytes_at(curve, self._range())[self.size]
+        return self._once("largest", curve, lambda: bytes_at(curve, self.range)[self.size])
 
     def over_all(self, table: FloatArray) -> FloatArray:
         """Sum over micro-batches of what `table` has for each size."""
         return self.full * table[self.size] + table[self.rest]
 
-    def _range(self) -> IntArray:
+    @property
+    def range(self) -> IntArray:
+        """All sizes from 0 to that of the largest micro-batch."""
         return np.arange(int(self.size.max(initial=0)) + 1)
+
+    def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
+        if (what, curve) not in self._known:
+            self._known[what, curve] = make()
+        return self._known[what, curve]

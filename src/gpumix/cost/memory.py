@@ -108,10 +108,6 @@ class MemoryModel:
     zero_stage: ZeroStage = 3
 
     @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        return phases(self.profile.model)
-
-    @cached_property
     def sizes(self) -> Mapping[str, UnitSize]:
         return unit_sizes(self.profile.model)
 
@@ -159,38 +155,38 @@ class MemoryModel:
     def _frozen_bytes(self) -> int:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 
-    def without_shares(self, phase: Phase, held: Activations) -> dict[str, FloatArray]:
-        """Bytes of `phase` by cause, those apart that depend on the share of the state."""
+    def demands(self, held: Activations) -> Demands:
+        """What each choice takes in each phase, to compare with any amount of memory."""
+        alike, spare, per_share = self._in_phases
+        return Demands(
+            fixed=held.column(alike) + held.in_phases,
+            rounding=held.column(spare),
+            per_share=held.column(per_share),
+        )
+
+    @cached_property
+    def _in_phases(self) -> tuple[list[int], list[int], list[int]]:
+        """By phase: what all choices take, what is set aside for rounding, what a share adds."""
+        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
+        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
+        moments = phases(self.profile.model)
+        return (
+            [sum(self._of_any_choice(phase).values()) for phase in moments],
+            [rounding + self._received_bytes(phase, one_off) for phase in moments],
+            [max(1, self.bytes_per_share(phase)) for phase in moments],
+        )
+
+    def _of_any_choice(self, phase: Phase) -> dict[str, int]:
+        """Bytes of `phase` by cause that depend neither on samples nor on the share."""
         gathered = phase.gathered if self.zero_stage == 3 else ()
         gradients = phase.gradients if self.zero_stage >= 2 else ()
-        fixed = {
+        return {
             "replicas": self.replicated_bytes,
             "buffers": self.profile.model.root.buffer_bytes,
             "gathered": self.links.padding_bytes
             + sum(self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in gathered),
             "gradients": sum(self.sizes[n].gradient_bytes for n in gradients),
         }
-        return {cause: np.asarray(size, np.float64) for cause, size in fixed.items()} | {
-            "activations": held.kept(phase),
-            "boundary gradients": held.boundary(phase),
-            "working set": held.working(phase),
-        }
-
-    def demands(self, micro: MicroBatches, mode: Mode) -> Demands:
-        """What each choice of `micro` takes in each phase, to compare with any amount of memory."""
-        held = Activations(self.profile.model, micro, mode)
-        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
-        fixed = [sum(self.without_shares(phase, held).values()) for phase in self.phases]
-        spare = [rounding + self._received_bytes(p, one_off) for p in self.phases]
-        across = (len(self.phases),) + (1,) * micro.size.ndim
-        return Demands(
-            fixed=np.stack([np.broadcast_to(f, micro.size.shape) for f in fixed]),
-            rounding=np.asarray(spare, np.float64).reshape(across),
-            per_share=np.asarray(
-                [max(1, self.bytes_per_share(p)) for p in self.phases], np.float64
-            ).reshape(across),
-        )
 
     def bytes_per_share(self, phase: Phase) -> int:
         """What `phase` holds more at share 1 than at share 0."""
@@ -208,15 +204,13 @@ class MemoryModel:
         together = [bytes_at(curve, sizes) for curve in curves]
         return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
-    def peaks(
-        self, micro: MicroBatches, mode: Mode, owned: Sequence[Owned]
-    ) -> list[dict[str, int]]:
-        """Peak by cause, the framework apart, of each entry of `micro` that stores `owned`."""
-        held = Activations(self.profile.model, micro, mode)
+    def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
+        """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
         state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
         moments = []
-        for phase in self.phases:
-            causes = {"state": state} | self.without_shares(phase, held)
+        for phase in held.phases:
+            alike = {c: np.asarray(n, np.float64) for c, n in self._of_any_choice(phase).items()}
+            causes = {"state": state} | alike | held.by_cause(phase)
             causes["gradients"] = causes["gradients"] + np.asarray(
                 [self._received_bytes(phase, dict(o.elements)) for o in owned], np.float64
             )
@@ -253,6 +247,7 @@ class Activations:
     """
 
     def __init__(self, model: ModelProfile, micro: MicroBatches, mode: Mode) -> None:
+        self.model = model
         self._micro = micro
         self._mode = mode
         self._root = model.root
@@ -264,7 +259,33 @@ class Activations:
         self._passing = {name: _up(2 * micro.largest_bytes(curve)) for name, curve in left.items()}
         self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
 
-    def kept(self, phase: Phase) -> FloatArray:
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return phases(self.model)
+
+    @cached_property
+    def in_phases(self) -> FloatArray:
+        """Bytes on the device by phase, all causes together; the phases are the first axis."""
+        return np.stack([np.sum(list(self.by_cause(p).values()), axis=0) for p in self.phases])
+
+    @cached_property
+    def on_host(self) -> FloatArray:
+        """The most that calls leave on the host until their backward."""
+        return np.asarray(np.max([self._on_host(phase) for phase in self.phases], axis=0))
+
+    def column(self, by_phase: Sequence[int]) -> FloatArray:
+        """One number a phase, to go with `in_phases`."""
+        return np.asarray(by_phase, np.float64).reshape(-1, *(1,) * (self.in_phases.ndim - 1))
+
+    def by_cause(self, phase: Phase) -> dict[str, FloatArray]:
+        """Bytes on the device in `phase`."""
+        return {
+            "activations": self._kept_in(phase),
+            "boundary gradients": self._between_calls(phase),
+            "working set": self._working(phase),
+        }
+
+    def _kept_in(self, phase: Phase) -> FloatArray:
         """What calls leave on the device until their backward."""
         total = np.zeros(self._micro.size.shape)
         for name, count in phase.kept:
@@ -274,7 +295,7 @@ class Activations:
                 total = total + count * self._kept[name]
         return total
 
-    def on_host(self, phase: Phase) -> FloatArray:
+    def _on_host(self, phase: Phase) -> FloatArray:
         """What calls leave on the host until their backward."""
         total = np.zeros(self._micro.size.shape)
         if self._mode.boundary == "host":
@@ -282,13 +303,13 @@ class Activations:
                 total = total + (count * self._kept[name] if name != ROOT else 0.0)
         return total
 
-    def boundary(self, phase: Phase) -> FloatArray:
+    def _between_calls(self, phase: Phase) -> FloatArray:
         """Gradients between two calls, of all micro-batches that are under way."""
         if phase.boundary is None:
             return np.zeros(self._micro.size.shape)
         return self._boundary[phase.boundary]
 
-    def working(self, phase: Phase) -> FloatArray:
+    def _working(self, phase: Phase) -> FloatArray:
         """What one micro-batch needs while it is computed; they run one after the other."""
         if phase.working is None:
             return np.zeros(self._micro.size.shape)

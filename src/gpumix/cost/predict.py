@@ -19,7 +19,7 @@ from gpumix.cost.memory import (
     owned_by_rank,
     usable_bytes,
 )
-from gpumix.cost.network import Layout, Links, free_links, links_for
+from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.time import (
     can,
     exposed_seconds,
@@ -126,10 +126,9 @@ class _Step:
                 same.setdefault((worker.samples, worker.micro_batch, owned[rank]), []).append(rank)
             first = [self._workers[ranks[0]] for ranks in same.values()]
             micro = MicroBatches.of([w.samples for w in first], [w.micro_batch for w in first])
-            found = self._memory.peaks(micro, alike.mode, [owned[r[0]] for r in same.values()])
             held = Activations(self._profile.model, micro, alike.mode)
-            most = np.max([held.on_host(p) for p in self._memory.phases], axis=0)
-            for ranks, peak, kept in zip(same.values(), found, most):
+            found = self._memory.peaks(held, [owned[r[0]] for r in same.values()])
+            for ranks, peak, kept in zip(same.values(), found, held.on_host):
                 causes = peak | {"framework": framework}
                 for rank in ranks:
                     peaks[rank], host[rank] = causes, int(kept)
@@ -160,7 +159,8 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
-    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares_of_group(plan))
+    cuts = Cuts.at(shares_of_group(plan))
+    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
     return links_for(profile, wire_for(profile, devices_of(plan)), layout)
 
 

@@ -163,6 +163,23 @@ class Either:
         return self.measured if found else self.stated
 
 
+class Remembered:
+    """A wire that is asked for the same collectives again and again."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._known: dict[tuple[Operation, str, RankGroup, float], float] = {}
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        asked = (operation, form, group, size)
+        if asked not in self._known:
+            self._known[asked] = self._wire.seconds(*asked)
+        return self._known[asked]
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return self._wire.knows(operation, form, group)
+
+
 def wire_for(profile: Profile, devices: tuple[Device, ...]) -> Wire:
     """The links between `devices`, as far as the profile or its cluster knows them."""
     if len(devices) == 1:
@@ -174,9 +191,9 @@ def wire_for(profile: Profile, devices: tuple[Device, ...]) -> Wire:
     return Either(measured, stated) if profile.network else stated
 
 
-def forms_for(profile: Profile, wire: Wire) -> Collectives:
+def forms_for(profile: Profile) -> Collectives:
     """The forms for unequal intervals: those that were measured to be fastest, or NCCL's lists."""
-    if isinstance(wire, Stated):
+    if profile.cluster.network is not None and not profile.network:
         return Collectives(gather="list", reduce="list")
     return profile.collectives
 

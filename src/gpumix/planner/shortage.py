@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import Demands, free_bytes, usable_bytes
+from gpumix.cost.memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.planner.knapsack import Staircase, Undecided, select
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
@@ -157,9 +157,8 @@ class _Needs:
         sizes = np.arange(1, largest + 1)
         micro = MicroBatches.of(np.arange(batch + 1)[:, None], sizes)
         modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
-        self._tables = {
-            mode: _Table(largest, setting.memory.demands(micro, mode)) for mode in modes
-        }
+        held = {mode: Activations(setting.profile.model, micro, mode) for mode in modes}
+        self._tables = {mode: _Table(largest, setting.memory.demands(held[mode])) for mode in modes}
 
     def fit(self, batch: int, extra: Mapping[str, int]) -> bool:
         """Whether state and batch find room if the classes had so many more bytes."""
