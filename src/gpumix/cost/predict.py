@@ -28,7 +28,6 @@ from gpumix.cost.time import (
     passes_meet,
 )
 from gpumix.cost.wire import wire_for
-from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import ROOT, Profile
@@ -161,7 +160,8 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     """
     cuts = Cuts.at(shares_of_group(plan))
     layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
-    return links_for(profile, wire_for(profile, devices_of(plan)), layout)
+    wire = wire_for(profile, [(w.host, w.device_class) for w in plan.workers])
+    return links_for(profile, wire, layout)
 
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
@@ -170,14 +170,6 @@ def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     whole = {name: optimizer_seconds(profile, name) for name in names}
     replicated = plan.zero_stage == 0
     return [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in plan.workers]
-
-
-def devices_of(plan: Plan) -> tuple[Device, ...]:
-    """The devices of a plan, as far as links depend on them."""
-    return tuple(
-        Device.model_construct(id=w.device, device_class=w.device_class, host=w.host, ordinal=0)
-        for w in plan.workers
-    )
 
 
 def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:

@@ -9,18 +9,18 @@ faster counts. Unequal intervals take one broadcast, or one reduction, per owner
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
 from gpumix.cost.curves import seconds_at
-from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
 
+Place = tuple[str, str]  # host and class of a device
 Operation = Literal["gather", "reduce"]
 
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
@@ -93,16 +93,16 @@ class Stated:
     ranks: int
 
     @classmethod
-    def of(cls, network: Network, devices: Iterable[Device]) -> Stated:
-        """The links between `devices`.
+    def of(cls, network: Network, places: Iterable[Place]) -> Stated:
+        """The links between devices at `places`.
 
         Raises:
             InputError: no link is stated between some of them.
         """
-        on_host: dict[str, Counter[str]] = {}
-        for device in devices:
-            on_host.setdefault(device.host, Counter())[device.device_class] += 1
-        kinds = Counter(tuple(sorted(count.items())) for count in on_host.values())
+        on_host: dict[str, list[tuple[str, int]]] = {}
+        for (host, name), count in Counter(places).items():
+            on_host.setdefault(host, []).append((name, count))
+        kinds = Counter(tuple(sorted(counts)) for counts in on_host.values())
         inside = []
         for kind in kinds:
             count = sum(n for _, n in kind)
@@ -111,7 +111,8 @@ class Stated:
         between = None
         if len(on_host) > 1:
             between = _slowest(network, "between", _across(kinds))
-        return cls(tuple(inside), between, len(on_host), sum(c.total() for c in on_host.values()))
+        ranks = sum(alike * count for kind, alike in kinds.items() for _, count in kind)
+        return cls(tuple(inside), between, len(on_host), ranks)
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
         if group == "across":
@@ -180,14 +181,14 @@ class Remembered:
         return self._wire.knows(operation, form, group)
 
 
-def wire_for(profile: Profile, devices: tuple[Device, ...]) -> Wire:
-    """The links between `devices`, as far as the profile or its cluster knows them."""
-    if len(devices) == 1:
+def wire_for(profile: Profile, places: Collection[Place]) -> Wire:
+    """The links between devices at `places`, as far as the profile or its cluster knows them."""
+    if len(places) == 1:
         return Free()
     network, measured = profile.cluster.network, Measured(profile.network)
     if network is None:
         return measured if profile.network else Free()
-    stated = Stated.of(network, devices)
+    stated = Stated.of(network, places)
     return Either(measured, stated) if profile.network else stated
 
 

@@ -67,7 +67,7 @@ class Fleet:
 
     @cached_property
     def wire(self) -> Wire:
-        return Remembered(wire_for(self.profile, self.devices))
+        return Remembered(wire_for(self.profile, [(d.host, d.device_class) for d in self.devices]))
 
     @cached_property
     def classes(self) -> dict[str, tuple[Device, ...]]:
