@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Alternative, Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -23,6 +23,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons, Worth
 
 CLUSTER = Cluster(
     classes=(
@@ -57,7 +58,12 @@ def make_plan(**changes) -> Plan:
                 ),
             ),
         ),
-        "alternatives": (Alternative(strategy="even", step_s=None, why="does not fit"),),
+        "reasons": Reasons(
+            mixing=Mixing(pays=True, best_class="fast", speedup=1.5),
+            binds=Binding(compute=("fast",)),
+            worth=(Worth(device_class="fast", whole=None, one_more=0.1),),
+            alternatives=(Alternative(strategy="even", step_s=None, why="does not fit"),),
+        ),
     }  # fmt: skip
     return Plan(**(fields | changes))
 

@@ -68,6 +68,17 @@ def pass_seconds(
     return work.forward_seconds(), work.backward_seconds()
 
 
+def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+    """Seconds of all that a device of class `name` computes and copies in both passes, one after
+    the other: of ways that take as long, the one with the least work is the better one."""
+    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
+    for kind, count in Counter(profile.model.kind_of_call).items():
+        both = computing.forward_s(kind) + computing.backward_s(kind)
+        total = total + count * (both + 2 * computing.copied_s(kind))
+    return total
+
+
 def passes_meet(zero_stage: ZeroStage) -> bool:
     """Whether all ranks wait for one another between forward and backward."""
     return zero_stage >= 2

@@ -78,14 +78,29 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    fleets = [Fleet(profile, devices)]
-    if profile.cluster.network is not None and not profile.network:
-        fleets += [Fleet(profile, some) for some in _without_classes(devices)]
-    best = _Best(batch)
-    best.of(fleets, request.space)
+    best = _best_of(profile, devices, request)
     if best.solution is None:
         raise no_room(profile, devices, request.space, batch)
     return _plan(best.solution, batch, best.bound_s)
+
+
+def least_step_s(profile: Profile, request: PlanRequest) -> float | None:
+    """Seconds of the step of `optimal`, without the plan; None if nothing fits.
+
+    Raises:
+        InputError: the request names devices that the profile does not know.
+    """
+    best = _best_of(profile, ranked_devices(profile, request), request)
+    return None if best.solution is None else best.solution.step_s
+
+
+def _best_of(profile: Profile, devices: tuple[Device, ...], request: PlanRequest) -> _Best:
+    fleets = [Fleet(profile, devices)]
+    if profile.cluster.network is not None and not profile.network:
+        fleets += [Fleet(profile, some) for some in _without_classes(devices)]
+    best = _Best(request.global_batch)
+    best.of(fleets, request.space)
+    return best
 
 
 class _Best:

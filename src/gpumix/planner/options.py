@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import free_links
-from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet
+from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
 from gpumix.spec.plan import Mode, ZeroStage
 from gpumix.spec.profile import Profile
@@ -48,7 +48,7 @@ class ClassOptions:
     """The options of one class by growing samples, one array entry each.
 
     Where the passes of all ranks do not meet half-way, `forward_s` is both passes and `backward_s`
-    nothing. `busy_s` is the time without communication: it decides between options that are equally
+    nothing. `work_s` is what is computed and copied: it decides between options that are equally
     good. `optimizer_s` is what one device would need for the whole state. `mode` indexes `modes`.
     `starts` is where each of the distinct sample counts `rows` begins.
     """
@@ -61,7 +61,7 @@ class ClassOptions:
     mode: IntArray
     forward_s: FloatArray
     backward_s: FloatArray
-    busy_s: FloatArray
+    work_s: FloatArray
     capacity: FloatArray
     rows: IntArray
     starts: IntArray
@@ -91,7 +91,7 @@ class ClassOptions:
         return 1.0 / self.optimizer_s if self.optimizer_s > 0 else float("inf")
 
     def pick(self, samples: int, share: float, limits: Limits) -> int:
-        """The least busy allowed option with so many samples and room for `share`.
+        """The allowed option of least work with so many samples and room for `share`.
 
         Ties go to the smaller micro-batch, then to the plainer mode. The caller knows that there
         is one.
@@ -100,7 +100,7 @@ class ClassOptions:
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
         span = slice(int(self.starts[row]), int(end))
         good = self.allowed(limits)[span] & (self.capacity[span] >= share * (1.0 - TOLERANCE))
-        return span.start + int(np.argmin(np.where(good, self.busy_s[span], np.inf)))
+        return span.start + int(np.argmin(np.where(good, self.work_s[span], np.inf)))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Grid:
         self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
         self._profile = profile
         self._held: dict[Mode, Activations] = {}
-        self._busy: dict[tuple[str, Mode], FloatArray] = {}
+        self._work: dict[tuple[str, Mode], FloatArray] = {}
 
     def held(self, mode: Mode) -> Activations:
         """What samples hold, on a device of any class."""
@@ -172,13 +172,11 @@ class Grid:
             self._held[mode] = Activations(self._profile.model, self.micro, mode)
         return self._held[mode]
 
-    def busy_s(self, name: str, mode: Mode) -> FloatArray:
-        """Seconds that a device of class `name` computes."""
-        if (name, mode) not in self._busy:
-            free = free_links(self._profile.model)
-            passes = pass_seconds(self._profile, name, free, self.micro, mode)
-            self._busy[name, mode] = np.add(*passes)
-        return self._busy[name, mode]
+    def work_s(self, name: str, mode: Mode) -> FloatArray:
+        """Seconds of all work of a device of class `name`."""
+        if (name, mode) not in self._work:
+            self._work[name, mode] = work_seconds(self._profile, name, self.micro, mode)
+        return self._work[name, mode]
 
 
 class Grids:
@@ -204,7 +202,7 @@ class _Table:
 
     forward_s: FloatArray
     backward_s: FloatArray
-    busy_s: FloatArray
+    work_s: FloatArray
     capacity: FloatArray
 
 
@@ -215,11 +213,11 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
     tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
-    busy = np.concatenate([t.busy_s for t in tables], axis=1)
+    work = np.concatenate([t.work_s for t in tables], axis=1)
     capacity = np.concatenate([t.capacity for t in tables], axis=1)
     distinct = np.tile(grid.distinct, (1, len(modes)))
     valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
-    keep = valid & ~_dominated(valid, capacity, forward, backward, busy)
+    keep = valid & ~_dominated(valid, capacity, forward, backward, work)
     every = np.tile(grid.samples, (1, len(modes)))
     rows, starts = np.unique(every[keep], return_index=True)
     return ClassOptions(
@@ -231,7 +229,7 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
         mode=np.repeat(np.arange(len(modes)), len(grid.sizes))[np.nonzero(keep)[1]],
         forward_s=forward[keep],
         backward_s=backward[keep],
-        busy_s=busy[keep],
+        work_s=work[keep],
         capacity=capacity[keep],
         rows=rows,
         starts=starts,
@@ -249,7 +247,7 @@ def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
     host_bytes = profile.of_class(name).host_bytes
     if mode.boundary == "host" and host_bytes is not None:
         capacity = np.where(held.on_host <= host_bytes, capacity, -1.0)
-    return _Table(forward, backward, grid.busy_s(name, mode), capacity)
+    return _Table(forward, backward, grid.work_s(name, mode), capacity)
 
 
 @dataclass(frozen=True)
@@ -363,15 +361,15 @@ def _dominated(
     capacity: FloatArray,
     forward: FloatArray,
     backward: FloatArray,
-    busy: FloatArray,
+    work: FloatArray,
 ) -> npt.NDArray[np.bool_]:
     """Which options another one with as many samples beats or equals in everything.
 
     Each row is walked from the largest capacity down. An option is compared with the three before
-    it that have the least forward, the least backward and the least busy time: some dominated ones
+    it that have the least forward, the least backward and the least work: some dominated ones
     are overlooked, which costs only time, but none is dropped wrongly.
     """
-    times = [np.where(valid, t, np.inf) for t in (forward, backward, busy)]
+    times = [np.where(valid, t, np.inf) for t in (forward, backward, work)]
     order = np.lexsort((times[2], times[0] + times[1], -np.where(valid, capacity, -1.0)), axis=1)
     walked = [np.take_along_axis(t, order, axis=1) for t in times]
     beaten = np.zeros(valid.shape, dtype=bool)

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from gpumix.spec.base import Document, Value
 from gpumix.spec.errors import InputError
+from gpumix.spec.reasons import Reasons
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -142,14 +143,6 @@ class Prediction(Value):
     workers: tuple[WorkerPrediction, ...]
 
 
-class Alternative(Value):
-    """Another plan that was weighed, and why it lost."""
-
-    strategy: str
-    step_s: float | None = Field(default=None, description="None: it is not possible")
-    why: str
-
-
 class Plan(Document):
     """What every rank does, valid for one model, sequence length, batch and set of devices."""
 
@@ -168,7 +161,7 @@ class Plan(Document):
     )
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    reasons: Reasons | None = None
     emulated: bool = False
     estimated: tuple[str, ...] = Field(
         default=(), description="device classes whose times are estimates from their datasheets"
