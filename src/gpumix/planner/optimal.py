@@ -121,7 +121,7 @@ class _Best:
         least = [search.least_s for search in searches]
         for place in sorted(range(len(searches)), key=lambda p: (least[p], p)):
             below_s = self._step_s
-            if least[place] > below_s * (1.0 + TOLERANCE):
+            if least[place] == float("inf") or least[place] > below_s * (1.0 + TOLERANCE):
                 break
             found = searches[place].solve(below_s)
             if found is not None:
@@ -193,7 +193,8 @@ class _Search:
         """The fastest choice of those whose passes take at most `within_s`.
 
         Where nothing is known of the time, limits are tried that are not far from the least, for
-        they leave few options; and in a large batch few sizes first.
+        they leave few options; and in a large batch few sizes first. If none of them fits, all
+        small ones are tried too: what is wanted then is room, and large ones take more of it.
         """
         every = np.arange(1, self.batch + 1)
         if within_s < float("inf") or self.batch <= FEW_SAMPLES:
@@ -206,7 +207,7 @@ class _Search:
                 return self._among(every, rough[1].limits.total_s * (1.0 + TOLERANCE))
         if self.setting.memory.ones_are_least(self.batch):
             return None
-        return self._among(every, float("inf"))
+        return self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
 
     def _among(self, sizes: IntArray, within_s: float) -> Found | None:
         """The fastest choice among micro-batches of `sizes`."""
