@@ -52,7 +52,7 @@ def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int
     micro = MicroBatches.of([samples], [micro_batch])
     host = setting.profile.of_class(name).host_bytes
     held = Activations(setting.profile.model, micro, mode)
-    if host is not None and any(held.on_host(p)[0] > host for p in setting.memory.phases):
+    if host is not None and held.most_on_host(setting.memory.phases)[0] > host:
         return -1.0
     capacity = setting.memory.demands(micro, mode).capacity(free_bytes(setting.profile, name))
     if setting.zero_stage == 0:

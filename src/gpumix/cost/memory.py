@@ -17,7 +17,7 @@ import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at
 from gpumix.cost.network import GRADIENT_BYTES, Links, UnitSize, unit_sizes
-from gpumix.cost.phases import Phase, phases
+from gpumix.cost.phases import Pass, Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import DTYPE_BYTES, Mode, ZeroStage, cut_sizes
@@ -75,11 +75,13 @@ class Demands:
     """Bytes by phase (first axis) of many choices: without state, and what a share of it adds.
 
     `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
+    `on_host` is what each choice keeps on the host, whatever the phase.
     """
 
     fixed: FloatArray
     rounding: FloatArray
     per_share: FloatArray
+    on_host: FloatArray
 
     def capacity(self, free_bytes: float) -> FloatArray:
         """The largest share of the state, at most 1, that each choice leaves room for.
@@ -159,18 +161,16 @@ class MemoryModel:
     def _frozen_bytes(self) -> int:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 
-    def without_shares(self, phase: Phase, held: Activations) -> dict[str, FloatArray]:
+    def without_shares(self, phase: Phase, held: Activations) -> dict[str, FloatArray | float]:
         """Bytes of `phase` by cause, those apart that depend on the share of the state."""
         gathered = phase.gathered if self.zero_stage == 3 else ()
         gradients = phase.gradients if self.zero_stage >= 2 else ()
-        fixed = {
+        return {
             "replicas": self.replicated_bytes,
             "buffers": self.profile.model.root.buffer_bytes,
             "gathered": self.links.padding_bytes
             + sum(self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in gathered),
             "gradients": sum(self.sizes[n].gradient_bytes for n in gradients),
-        }
-        return {cause: np.asarray(size, np.float64) for cause, size in fixed.items()} | {
             "activations": held.kept(phase),
             "boundary gradients": held.boundary(phase),
             "working set": held.working(phase),
@@ -181,15 +181,18 @@ class MemoryModel:
         held = Activations(self.profile.model, micro, mode)
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
         rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
-        fixed = [sum(self.without_shares(phase, held).values()) for phase in self.phases]
+        fixed = np.empty((len(self.phases), *micro.size.shape))
+        for place, phase in enumerate(self.phases):
+            fixed[place] = sum(self.without_shares(phase, held).values())
         spare = [rounding + self._received_bytes(p, one_off) for p in self.phases]
         across = (len(self.phases),) + (1,) * micro.size.ndim
         return Demands(
-            fixed=np.stack([np.broadcast_to(f, micro.size.shape) for f in fixed]),
+            fixed=fixed,
             rounding=np.asarray(spare, np.float64).reshape(across),
             per_share=np.asarray(
                 [max(1, self.bytes_per_share(p)) for p in self.phases], np.float64
             ).reshape(across),
+            on_host=held.most_on_host(self.phases),
         )
 
     def bytes_per_share(self, phase: Phase) -> int:
@@ -208,25 +211,26 @@ class MemoryModel:
         together = [bytes_at(curve, sizes) for curve in curves]
         return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
-    def peaks(
-        self, micro: MicroBatches, mode: Mode, owned: Sequence[Owned]
-    ) -> list[dict[str, int]]:
-        """Peak by cause, the framework apart, of each entry of `micro` that stores `owned`."""
-        held = Activations(self.profile.model, micro, mode)
+    def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
+        """Peak by cause, the framework apart, of each entry of `held` that stores `owned`."""
         state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
         moments = []
         for phase in self.phases:
             causes = {"state": state} | self.without_shares(phase, held)
-            causes["gradients"] = causes["gradients"] + np.asarray(
-                [self._received_bytes(phase, dict(o.elements)) for o in owned], np.float64
-            )
-            moments.append({c: np.broadcast_to(size, state.shape) for c, size in causes.items()})
-        totals = [np.sum(list(causes.values()), axis=0) for causes in moments]
-        highest = np.argmax(totals, axis=0)
-        return [
-            {cause: int(size[i]) for cause, size in moments[phase].items()}
-            for i, phase in enumerate(highest)
-        ]
+            received = [self._received_bytes(phase, dict(o.elements)) for o in owned]
+            causes["gradients"] = causes["gradients"] + np.asarray(received, np.float64)
+            moments.append(causes)
+        highest = np.argmax([np.asarray(sum(causes.values())) for causes in moments], axis=0)
+        peaks: list[dict[str, int]] = [{}] * len(owned)
+        for phase in set(highest.tolist()):
+            ranks = np.flatnonzero(highest == phase)
+            by_cause = {
+                cause: np.broadcast_to(size, state.shape)[ranks].astype(np.int64).tolist()
+                for cause, size in moments[phase].items()
+            }
+            for place, rank in enumerate(ranks):
+                peaks[rank] = {cause: sizes[place] for cause, sizes in by_cause.items()}
+        return peaks
 
     def _owned_bytes(self, owned: Owned) -> int:
         if self.zero_stage == 0:
@@ -255,53 +259,52 @@ class Activations:
     def __init__(self, model: ModelProfile, micro: MicroBatches, mode: Mode) -> None:
         self._micro = micro
         self._mode = mode
-        self._root = model.root
         self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
         together = micro.bytes if mode.order == "layered" else micro.largest_bytes
         left = {name: self._left_behind(kind) for name, kind in self._kinds.items()}
         self._kept = {name: _up(together(curve)) for name, curve in left.items()}
         self._kept[ROOT] = _up(together(model.root.kept))
-        self._passing = {name: _up(2 * micro.largest_bytes(curve)) for name, curve in left.items()}
+        self._passing: dict[str, FloatArray] = {}
+        if mode.boundary == "host":
+            self._passing = {n: _up(2 * micro.largest_bytes(curve)) for n, curve in left.items()}
         self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
+        self._working: dict[tuple[str, Pass], FloatArray] = {
+            (ROOT, "head"): _up(micro.largest_bytes(model.root.head))
+        }
+        for name, kind in self._kinds.items():
+            self._working[name, "forward"] = _up(micro.largest_bytes(kind.forward))
+            self._working[name, "backward"] = _up(self._of_backward(kind))
 
-    def kept(self, phase: Phase) -> FloatArray:
+    def kept(self, phase: Phase) -> FloatArray | float:
         """What calls leave on the device until their backward."""
-        total = np.zeros(self._micro.size.shape)
+        total: FloatArray | float = 0.0
         for name, count in phase.kept:
-            if self._mode.boundary == "host" and name != ROOT:
-                total = total + np.minimum(count * self._kept[name], self._passing[name])
-            else:
-                total = total + count * self._kept[name]
+            kept, passing = count * self._kept[name], self._passing.get(name)
+            total = total + (kept if passing is None else np.minimum(kept, passing))
         return total
 
-    def on_host(self, phase: Phase) -> FloatArray:
-        """What calls leave on the host until their backward."""
-        total = np.zeros(self._micro.size.shape)
+    def most_on_host(self, phases: Sequence[Phase]) -> FloatArray:
+        """What calls leave on the host until their backward, in the phase in which it is most."""
+        most = np.zeros(self._micro.size.shape)
         if self._mode.boundary == "host":
-            for name, count in phase.kept:
-                total = total + (count * self._kept[name] if name != ROOT else 0.0)
-        return total
+            for phase in phases:
+                kept = (count * self._kept[name] for name, count in phase.kept if name != ROOT)
+                most = np.maximum(most, sum(kept))
+        return most
 
-    def boundary(self, phase: Phase) -> FloatArray:
+    def boundary(self, phase: Phase) -> FloatArray | float:
         """Gradients between two calls, of all micro-batches that are under way."""
-        if phase.boundary is None:
-            return np.zeros(self._micro.size.shape)
-        return self._boundary[phase.boundary]
+        return 0.0 if phase.boundary is None else self._boundary[phase.boundary]
 
-    def working(self, phase: Phase) -> FloatArray:
+    def working(self, phase: Phase) -> FloatArray | float:
         """What one micro-batch needs while it is computed; they run one after the other."""
-        if phase.working is None:
-            return np.zeros(self._micro.size.shape)
-        name, of = phase.working
-        if of == "head":
-            return _up(self._micro.largest_bytes(self._root.head))
-        kind = self._kinds[name]
-        if of == "forward":
-            return _up(self._micro.largest_bytes(kind.forward))
+        return 0.0 if phase.working is None else self._working[phase.working]
+
+    def _of_backward(self, kind: UnitKind) -> FloatArray:
         whole = self._micro.largest_bytes(kind.backward)
         if kind.saved is None or self._mode.recompute:
-            return _up(whole)
-        return _up(np.maximum(whole - self._micro.largest_bytes(kind.saved), 0.0))
+            return whole
+        return np.maximum(whole - self._micro.largest_bytes(kind.saved), 0.0)
 
     def _left_behind(self, kind: UnitKind) -> Curve:
         if self._mode.recompute:

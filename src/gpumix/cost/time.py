@@ -38,7 +38,9 @@ host are copied beside it all: a call takes no less than its copies.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -119,6 +121,16 @@ class Computing:
 
 
 @dataclass(frozen=True)
+class _Call:
+    """What the calls of one kind take in one pass, collectives left out: by the samples of a
+    micro-batch, for all micro-batches, and to copy."""
+
+    by_size: FloatArray
+    all_s: FloatArray
+    copied_s: FloatArray | float
+
+
+@dataclass(frozen=True)
 class _Work:
     """What devices of one class do in a step, with these links."""
 
@@ -126,38 +138,45 @@ class _Work:
     links: Links
 
     def forward_seconds(self) -> FloatArray:
-        computing, gathers = self.computing, self.links.gather_s
-        kinds, first = computing.model.kind_of_call, computing.micro.size
-        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], first)
-        for (kind, gathered), count in Counter(forward_calls(computing.model)).items():
-            moved = gathers.get(gathered, 0.0)
-            computed = self._beside(computing.forward_curve(kind), moved, first)
-            total = total + count * np.maximum(computed, computing.copied_s(kind))
+        model, first = self.computing.model, self.computing.micro.size
+        gathers, kinds = self.links.gather_s, model.kind_of_call
+        calls = self._calls(self.computing.forward_curve)
+        total = self._beside(calls[ROOT], gathers[kinds[0]], first)
+        for (kind, gathered), count in _alike(model.calls, kinds)[0].items():
+            total = total + count * self._beside(calls[kind], gathers.get(gathered, 0.0), first)
         return total
 
     def backward_seconds(self) -> FloatArray:
-        computing = self.computing
-        kinds, last = computing.model.kind_of_call, computing.micro.last
-        gathers, reductions = self.links.regather_s, self.links.reduce_s
-        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], last)
-        for (kind, gathered, reduced), count in Counter(backward_calls(computing.model)).items():
+        model, last = self.computing.model, self.computing.micro.last
+        gathers, reductions, kinds = self.links.regather_s, self.links.reduce_s, model.kind_of_call
+        calls = self._calls(self.computing.backward_curve)
+        total = self._beside(calls[ROOT], gathers[kinds[-1]], last)
+        for (kind, gathered, reduced), count in _alike(model.calls, kinds)[1].items():
             moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
-            computed = self._beside(computing.backward_curve(kind), moved, last)
-            total = total + count * np.maximum(computed, computing.copied_s(kind))
+            total = total + count * self._beside(calls[kind], moved, last)
         return total
 
-    def _beside(self, curve: Curve, moved_s: float, beside: IntArray) -> FloatArray:
+    def _calls(self, curve_of: Callable[[str], Curve]) -> dict[str, _Call]:
+        computing, micro = self.computing, self.computing.micro
+        sizes = np.arange(int(micro.size.max(initial=0)) + 1)
+        found = {}
+        for kind in {ROOT, *computing.model.kind_of_call}:
+            by_size = seconds_at(curve_of(kind), sizes)
+            copied = 0.0 if kind == ROOT else computing.copied_s(kind)
+            found[kind] = _Call(by_size, micro.over_all(by_size), copied)
+        return found
+
+    def _beside(self, call: _Call, moved_s: float, beside: IntArray) -> FloatArray:
         """All micro-batches, with a collective beside them: in layers, beside all of them; one
-        after the other, beside the one of size `beside` alone."""
-        micro, order = self.computing.micro, self.computing.mode.order
-        table = seconds_at(curve, np.arange(int(micro.size.max(initial=0)) + 1))
-        computed = micro.over_all(table)
+        after the other, beside the one of size `beside` alone. Copies run beside all that."""
         if moved_s == 0.0:
-            return computed
-        at_once = computed if order == "layered" else table[beside]
+            return np.maximum(call.all_s, call.copied_s)
+        at_once = call.all_s
+        if self.computing.mode.order == "sequential":
+            at_once = call.by_size[beside]
         both = np.maximum(at_once, moved_s)
         both = both + self.links.contention * np.minimum(at_once, moved_s)
-        return computed + (both - at_once)
+        return np.maximum(call.all_s + (both - at_once), call.copied_s)
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
@@ -174,9 +193,12 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def forward_calls(model: ModelProfile) -> list[tuple[str, str]]:
+ForwardCall = tuple[str, str]
+BackwardCall = tuple[str, str, str]
+
+
+def forward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[ForwardCall]:
     """Of each call: its kind, and the kind that is gathered meanwhile."""
-    calls, kinds = model.calls, model.kind_of_call
     found = []
     for k, kind in enumerate(kinds):
         more = k + 1 < len(calls) and calls[k + 1] != calls[k]
@@ -184,10 +206,9 @@ def forward_calls(model: ModelProfile) -> list[tuple[str, str]]:
     return found
 
 
-def backward_calls(model: ModelProfile) -> list[tuple[str, str, str]]:
+def backward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[BackwardCall]:
     """Of each call, in the order of the forward pass: its kind, and the kinds that are gathered and
     reduced meanwhile."""
-    calls, kinds = model.calls, model.kind_of_call
     first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
     found = []
     for k, kind in enumerate(kinds):
@@ -196,3 +217,11 @@ def backward_calls(model: ModelProfile) -> list[tuple[str, str, str]]:
         gathered = kinds[k - 1] if more else NOTHING
         found.append((kind, gathered, kinds[k + 1] if reduces else NOTHING))
     return found
+
+
+@lru_cache(maxsize=64)  # everything that is predicted asks again
+def _alike(
+    calls: tuple[str, ...], kinds: tuple[str, ...]
+) -> tuple[Counter[ForwardCall], Counter[BackwardCall]]:
+    """How many calls of each pass are alike."""
+    return Counter(forward_calls(calls, kinds)), Counter(backward_calls(calls, kinds))

@@ -8,13 +8,13 @@ dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.memory import Activations, free_bytes
+from gpumix.cost.memory import Demands
 from gpumix.cost.network import Links, free_links
 from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting
@@ -22,6 +22,8 @@ from gpumix.spec.plan import Mode
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
 TOLERANCE = 1e-12
+
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ class ClassOptions:
     rows: IntArray
     starts: IntArray
 
-    def allowed(self, limits: Limits) -> npt.NDArray[np.bool_]:
-        """Which options keep to the limits of the two passes."""
+    def allowed(self, limits: Limits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
+        """Which options of `span` keep to the limits of the two passes."""
         slack = 1.0 + TOLERANCE
-        return (self.forward_s <= limits.forward_s * slack) & (
-            self.backward_s <= limits.backward_s * slack
+        return (self.forward_s[span] <= limits.forward_s * slack) & (
+            self.backward_s[span] <= limits.backward_s * slack
         )
 
     def capacity_by_row(self, limits: Limits) -> FloatArray:
@@ -93,7 +95,7 @@ class ClassOptions:
         row = int(np.searchsorted(self.rows, samples))
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
         span = slice(int(self.starts[row]), int(end))
-        good = self.allowed(limits)[span] & (self.capacity[span] >= share * (1.0 - TOLERANCE))
+        good = self.allowed(limits, span) & (self.capacity[span] >= share * (1.0 - TOLERANCE))
         return span.start + int(np.argmin(np.where(good, self.busy_s[span], np.inf)))
 
 
@@ -156,17 +158,42 @@ class _Table:
     capacity: FloatArray
 
 
-def tabulate(
-    setting: Setting, name: str, *, batch: int, sizes: IntArray, within_s: float
-) -> ClassOptions:
-    """The options of class `name` with micro-batches of `sizes`, for up to `batch` samples.
+Span = tuple[slice, slice]  # of rows and columns
+
+
+class Cuts:
+    """All cuts of up to `most` samples, by row, into micro-batches of `sizes`, by column; and what
+    they hold in a setting, which is the same on devices of all classes."""
+
+    def __init__(self, setting: Setting, most: int, sizes: IntArray) -> None:
+        self.setting = setting
+        self.sizes = sizes
+        self._every = MicroBatches.of(np.arange(most + 1)[:, None], sizes)
+        self._demands: dict[Mode, Demands] = {}
+
+    def micro(self, span: Span) -> MicroBatches:
+        """Some of them."""
+        every = self._every
+        return MicroBatches(every.size[span], every.full[span], every.rest[span])
+
+    def demands(self, mode: Mode, span: Span) -> Demands:
+        """What some of them take in a mode."""
+        if mode not in self._demands:
+            self._demands[mode] = self.setting.memory.demands(self._every, mode)
+        every = self._demands[mode]
+        return replace(every, fixed=every.fixed[:, *span], on_host=every.on_host[span])
+
+
+def tabulate(cuts: Cuts, name: str, *, batch: int, largest: int, within_s: float) -> ClassOptions:
+    """The options of class `name` for up to `batch` samples in micro-batches of up to `largest`.
 
     Options that take longer than `within_s` for both passes are left out.
     """
-    modes = setting.modes_of(name)
-    micro_batch, samples = np.meshgrid(sizes, np.arange(batch + 1))
-    micro = MicroBatches.of(samples, micro_batch)
-    tables = [_table(setting, name, micro, mode) for mode in modes]
+    setting, sizes = cuts.setting, cuts.sizes[cuts.sizes <= largest]
+    modes, span = setting.modes_of(name), (slice(batch + 1), slice(len(sizes)))
+    micro = cuts.micro(span)
+    samples = np.broadcast_to(np.arange(batch + 1)[:, None], micro.size.shape)
+    tables = [_table(cuts, name, span, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
     busy = np.concatenate([t.busy_s for t in tables], axis=1)
@@ -193,19 +220,14 @@ def tabulate(
     )
 
 
-def _table(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> _Table:
-    profile = setting.profile
+def _table(cuts: Cuts, name: str, span: Span, mode: Mode) -> _Table:
+    setting, micro = cuts.setting, cuts.micro(span)
     forward, backward = _seconds(setting, name, setting.links, micro, mode)
-    busy = np.add(*_seconds(setting, name, free_links(profile.model), micro, mode))
-    capacity = setting.memory.demands(micro, mode).capacity(free_bytes(profile, name))
-    if setting.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
-        capacity = np.where(capacity >= 0, 1.0, -1.0)
-    host_bytes = profile.of_class(name).host_bytes
-    if mode.boundary == "host" and host_bytes is not None:
-        held = Activations(profile.model, micro, mode)
-        most = np.max([held.on_host(phase) for phase in setting.memory.phases], axis=0)
-        capacity = np.where(most <= host_bytes, capacity, -1.0)
-    return _Table(forward, backward, busy, capacity)
+    busy = forward + backward
+    if not setting.links.take_no_time:
+        free = free_links(setting.profile.model)
+        busy = np.add(*_seconds(setting, name, free, micro, mode))
+    return _Table(forward, backward, busy, setting.room(name, cuts.demands(mode, span)))
 
 
 def _seconds(
