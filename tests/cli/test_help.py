@@ -18,7 +18,9 @@ VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 
 
 def test_the_verbs_are_these():
-    assert VERBS == ["demo", "devices", "export", "plan", "profile", "train"]
+    assert VERBS == [
+        "compare", "demo", "devices", "export", "plan", "profile", "simulate", "train", "whatif",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS)

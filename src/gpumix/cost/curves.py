@@ -41,9 +41,8 @@ def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArr
     """
     wanted = np.asarray(sizes, dtype=np.float64)
     at = np.asarray(curve.sizes, dtype=np.float64)
-    beyond = values[-1] * (wanted / at[-1])
-    inside = np.interp(wanted, at, values)
-    return np.where(wanted <= 0, 0.0, np.where(wanted > at[-1], beyond, inside))
+    beyond = np.maximum(wanted / at[-1], 1.0)
+    return np.where(wanted <= 0, 0.0, np.interp(wanted, at, values) * beyond)
 
 
 @dataclass(frozen=True)

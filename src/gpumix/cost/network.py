@@ -105,6 +105,12 @@ class Links:
     contention: float = 0.0
     padding_bytes: int = 0
 
+    @property
+    def take_no_time(self) -> bool:
+        """Whether nobody ever waits for a collective."""
+        every = (self.gather_s, self.regather_s, self.reduce_s)
+        return not any(any(seconds.values()) for seconds in every)
+
 
 def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
     """The size of each unit kind, and of the root under `ROOT`."""

@@ -70,7 +70,9 @@ class _Step:
     def prediction(self) -> Prediction:
         plan, workers = self._plan, self._workers
         forward, backward = self._passes(self._links)
-        free_forward, free_backward = self._passes(free_links(self._profile.model))
+        free_forward, free_backward = forward, backward
+        if not self._links.take_no_time:
+            free_forward, free_backward = self._passes(free_links(self._profile.model))
         update = np.asarray(update_seconds(self._profile, self._plan))
         step = self._longest(forward, backward) + float(update.max())
         step += exposed_seconds(self._profile, self._links)
@@ -115,22 +117,21 @@ class _Step:
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
+        same: dict[Mode, dict[tuple[int, int, Owned], list[int]]] = {}
+        for rank, worker in enumerate(self._workers):
+            key = (worker.samples, worker.micro_batch, owned[rank])
+            same.setdefault(worker.mode, {}).setdefault(key, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
-        for alike in self._alike():
-            framework = self._profile.of_class(alike.device_class).framework_bytes
-            same: dict[object, list[int]] = {}
-            for rank in alike.ranks:
-                worker = self._workers[rank]
-                same.setdefault((worker.samples, worker.micro_batch, owned[rank]), []).append(rank)
-            first = [self._workers[ranks[0]] for ranks in same.values()]
-            micro = MicroBatches.of([w.samples for w in first], [w.micro_batch for w in first])
-            held = Activations(self._profile.model, micro, alike.mode)
-            found = self._memory.peaks(held, [owned[r[0]] for r in same.values()])
-            for ranks, peak, kept in zip(same.values(), found, held.on_host):
-                causes = peak | {"framework": framework}
+        framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
+        for mode, alike in same.items():
+            micro = MicroBatches.of([n for n, _, _ in alike], [m for _, m, _ in alike])
+            held = Activations(self._profile.model, micro, mode)
+            found = self._memory.peaks(held, [own for _, _, own in alike])
+            for ranks, peak, kept in zip(alike.values(), found, held.on_host):
+                causes = {name: peak | {"framework": size} for name, size in framework.items()}
                 for rank in ranks:
-                    peaks[rank], host[rank] = causes, int(kept)
+                    peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(kept)
         return peaks, host
 
     def _owned(self) -> list[Owned]:

@@ -2,9 +2,10 @@
 
 Devices of one class are interchangeable, so the unknowns are how many devices of a class take
 which option. Every setting (ZeRO stage, pools, form of the collectives) is searched, within the
-time of the best so far. Large problems are solved twice: first with few micro-batch sizes, whose
-answer bounds what is worth tabulating for the second. The result is exact for the cost model in
-`gpumix.cost`, down to the rounding of a cut to whole elements, but for the gap that it states.
+time of the best so far. The first is searched near the least time that there can be, which leaves
+few options; where there are many even so, first with few micro-batch sizes, whose answer bounds
+what is worth tabulating. The result is exact for the cost model in `gpumix.cost`, down to the
+rounding of a cut to whole elements, but for the gap that it states.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
-FEW_SAMPLES = 96  # up to this many, all options are tabulated at once
+FEW_SAMPLES = 96  # of one device: up to this many, all options are tabulated at once
 FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their logarithm, come first
 
-NEAR = (2.0, 8.0)  # times the least that the passes can take
+NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
 FEW_CLASSES = 4  # of which all subsets are tried
 
 FEW_DEVICES = 64  # up to this many the answer is exact
@@ -175,7 +176,7 @@ class _Search:
         """The fastest choice; None if none fits, or all take longer than `below_s`."""
         if not self.paces.enough(self.setting, below_s - self._fixed_s):
             return None
-        found = self._roughly_first(below_s - self._fixed_s)
+        found = self._nearest_first(below_s - self._fixed_s)
         return None if found is None else Solution(self.setting, *found, self._fixed_s)
 
     @cached_property
@@ -189,25 +190,40 @@ class _Search:
             return 0.0
         return max(optimizer_seconds(self.setting.profile, name) for name in self.setting.classes)
 
-    def _roughly_first(self, within_s: float) -> Found | None:
+    def _nearest_first(self, within_s: float) -> Found | None:
         """The fastest choice of those whose passes take at most `within_s`.
 
         Where nothing is known of the time, limits are tried that are not far from the least, for
-        they leave few options; and in a large batch few sizes first. If none of them fits, all
+        they leave few options; and few sizes first where devices can do many samples even so. A
+        choice that takes no longer than the limit it was looked for in, among all sizes, is the
+        fastest of all: whatever is faster was in the tables too. If none of few sizes fits, all
         small ones are tried too: what is wanted then is room, and large ones take more of it.
         """
         every = np.arange(1, self.batch + 1)
-        if within_s < float("inf") or self.batch <= FEW_SAMPLES:
+        if within_s < float("inf"):
             return self._among(every, within_s)
         few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
         least = self.paces.least_seconds(self.setting)
         for factor in (*NEAR, float("inf")):
-            rough = self._among(few, least * factor if least > 0 else float("inf"))
-            if rough is not None:
-                return self._among(every, rough[1].limits.total_s * (1.0 + TOLERANCE))
-        if self.setting.memory.ones_are_least(self.batch):
+            limit = least * factor if least > 0 else float("inf")
+            sizes = every if self._most_samples(limit) <= FEW_SAMPLES else few
+            found = self._among(sizes, limit)
+            if found is None:
+                continue
+            total = found[1].limits.total_s
+            if sizes is every and total <= limit:
+                return found
+            return self._among(every, total * (1.0 + TOLERANCE))
+        if sizes is every or self.setting.memory.ones_are_least(self.batch):
             return None
-        return self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
+        found = self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
+        return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
+
+    def _most_samples(self, within_s: float) -> int:
+        """More samples than this no device can do in `within_s`."""
+        return max(
+            self.paces.most_samples(self.setting, name, within_s) for name in self.setting.classes
+        )
 
     def _among(self, sizes: IntArray, within_s: float) -> Found | None:
         """The fastest choice among micro-batches of `sizes`."""

@@ -29,6 +29,8 @@ ROWS_AT_ONCE = 16  # grids differ by so many rows
 # Sums in another order differ in the last digits; limits are compared with this much slack.
 TOLERANCE = 1e-12
 
+EVERY = slice(None)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -66,11 +68,11 @@ class ClassOptions:
     rows: IntArray
     starts: IntArray
 
-    def allowed(self, limits: Limits) -> npt.NDArray[np.bool_]:
-        """Which options keep to the limits of the two passes."""
+    def allowed(self, limits: Limits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
+        """Which options of `span` keep to the limits of the two passes."""
         slack = 1.0 + TOLERANCE
-        return (self.forward_s <= limits.forward_s * slack) & (
-            self.backward_s <= limits.backward_s * slack
+        return (self.forward_s[span] <= limits.forward_s * slack) & (
+            self.backward_s[span] <= limits.backward_s * slack
         )
 
     def capacity_by_row(self, limits: Limits) -> FloatArray:
@@ -99,7 +101,7 @@ class ClassOptions:
         row = int(np.searchsorted(self.rows, samples))
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
         span = slice(int(self.starts[row]), int(end))
-        good = self.allowed(limits)[span] & (self.capacity[span] >= share * (1.0 - TOLERANCE))
+        good = self.allowed(limits, span) & (self.capacity[span] >= share * (1.0 - TOLERANCE))
         return span.start + int(np.argmin(np.where(good, self.work_s[span], np.inf)))
 
 
@@ -241,13 +243,7 @@ def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
     forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
     if not passes_meet(setting.zero_stage):
         forward, backward = forward + backward, np.zeros_like(backward)
-    capacity = setting.memory.demands(held).capacity(free_bytes(profile, name))
-    if setting.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
-        capacity = np.where(capacity >= 0, 1.0, -1.0)
-    host_bytes = profile.of_class(name).host_bytes
-    if mode.boundary == "host" and host_bytes is not None:
-        capacity = np.where(held.on_host <= host_bytes, capacity, -1.0)
-    return _Table(forward, backward, grid.work_s(name, mode), capacity)
+    return _Table(forward, backward, grid.work_s(name, mode), setting.room(name, held))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gpumix.cost.memory import MemoryModel
+import numpy as np
+
+from gpumix.cost.curves import FloatArray
+from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import Cuts, Layout, Links, links_for
 from gpumix.cost.time import can, moved_seconds
 from gpumix.cost.wire import Operation, Remembered, Wire, forms_for, wire_for
@@ -141,6 +144,17 @@ class Setting:
         """The largest micro-batch that class `name` may run of so many samples."""
         limit = self.profile.of_class(name).largest_micro_batch
         return samples if limit is None else min(samples, limit)
+
+    def room(self, name: str, held: Activations) -> FloatArray:
+        """The largest share that a device of class `name` has room for beside each choice; -1 where
+        it or its host has no room at all."""
+        capacity = self.memory.demands(held).capacity(free_bytes(self.profile, name))
+        if self.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
+            capacity = np.where(capacity >= 0, 1.0, -1.0)
+        host_bytes = self.profile.of_class(name).host_bytes
+        if host_bytes is None:
+            return capacity
+        return np.where(held.on_host <= host_bytes, capacity, -1.0)
 
     def modes_of(self, name: str) -> tuple[Mode, ...]:
         """What was measured of class `name`."""

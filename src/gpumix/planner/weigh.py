@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import Activations, free_bytes
+from gpumix.cost.memory import Activations
 from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
@@ -49,12 +49,7 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
 def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """The largest share that a device of class `name` has room for beside each of `micro`; -1 where
     it or its host has no room at all."""
-    held = Activations(setting.profile.model, micro, mode)
-    capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name))
-    if setting.zero_stage == 0:
-        capacity = np.where(capacity >= 0, 1.0, -1.0)
-    over_host = host_excess(setting, name, micro, mode) > 0
-    return np.asarray(np.where(over_host, -1.0, capacity))
+    return setting.room(name, Activations(setting.profile.model, micro, mode))
 
 
 def peak_bytes(setting: Setting, micro: MicroBatches, mode: Mode, share: float) -> FloatArray:
