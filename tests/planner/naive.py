@@ -257,11 +257,16 @@ def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, floa
 
 def peak_bytes(profile: Profile, plan: Plan, rank: int) -> tuple[int, int]:
     """The most that is held on the device at any moment of a step, and on its host."""
-    moments = list(_moments(profile, plan, rank))
+    moments = moments_bytes(profile, plan, rank)
+    return max(device for device, _ in moments), max(host for _, host in moments)
+
+
+def moments_bytes(profile: Profile, plan: Plan, rank: int) -> list[tuple[int, int]]:
+    """What is held at each moment of a step that counts, on the device and on its host."""
     always = _state(profile, plan, rank) + profile.model.root.buffer_bytes
     always += _class(profile, plan.workers[rank]).framework_bytes
     always += Wire(profile, plan).padding_bytes()
-    return always + max(device for device, _ in moments), max(host for _, host in moments)
+    return [(always + device, host) for device, host in _moments(profile, plan, rank)]
 
 
 def _state(profile: Profile, plan: Plan, rank: int) -> int:
