@@ -6,8 +6,11 @@ at every choice of a device class at once and the prediction of one plan uses th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -28,8 +31,28 @@ def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
 def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
     """Seconds at each of `sizes`. A point above a later one is lowered to it: what disturbs a
     measurement makes it longer, and less work does not take longer than more."""
-    values = np.minimum.accumulate(np.asarray(curve.values)[::-1])[::-1]
-    return _between(curve, values, sizes)
+    return _between(curve, np.asarray(_lowered(curve)), sizes)
+
+
+def seconds_of(curve: Curve, size: float) -> float:
+    """The same for one size, without arrays: links are asked one message at a time."""
+    at, values = curve.sizes, _lowered(curve)
+    if size <= 0:
+        return 0.0
+    if size >= at[-1]:
+        return values[-1] * (size / at[-1])
+    right = bisect_right(at, size)
+    if right == 0:
+        return values[0]
+    left = right - 1
+    part = (size - at[left]) / (at[right] - at[left])
+    return values[left] + part * (values[right] - values[left])
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few curves, thousands of times
+def _lowered(curve: Curve) -> tuple[float, ...]:
+    """The values of a curve of times, none above a later one."""
+    return tuple(accumulate(reversed(curve.values), min))[::-1]
 
 
 def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:

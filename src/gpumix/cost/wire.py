@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
-from gpumix.cost.curves import seconds_at
+from gpumix.cost.curves import seconds_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
@@ -64,7 +64,7 @@ class Measured:
             return 0.0
         for times in self._of(operation, group):
             if times.form == form:
-                return float(seconds_at(times.times, size))
+                return seconds_of(times.times, size)
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
@@ -132,18 +132,18 @@ class Stated:
     def _slowest_step(self, size: float) -> float:
         links = [link for _, link in self.inside]
         links += [self.between] if self.between is not None else []
-        return max(float(seconds_at(link.times, size)) for link in links)
+        return max(seconds_of(link.times, size) for link in links)
 
     def _inside(self, size: float) -> float:
         return max(
-            ((n - 1) * float(seconds_at(link.times, size / n)) for n, link in self.inside),
+            ((n - 1) * seconds_of(link.times, size / n) for n, link in self.inside),
             default=0.0,
         )
 
     def _between(self, size: float) -> float:
         if self.between is None:
             return 0.0
-        return (self.hosts - 1) * float(seconds_at(self.between.times, size / self.hosts))
+        return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
 
 
 @dataclass(frozen=True)
