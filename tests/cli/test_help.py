@@ -71,6 +71,14 @@ def test_help_does_not_import_torch(tmp_path, arguments):
     assert heavy_imports(tmp_path, *arguments) == set()
 
 
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("compare",), ("whatif", "--add", "1x p40")], ids=lambda a: a[0]
+)
+def test_what_answers_before_anything_is_there_does_not_import_torch(tmp_path, arguments):
+    given = ("--cluster", "2x rtx3090, 1x p40", "--model", "300M")
+    assert heavy_imports(tmp_path, *arguments, *given) == set()
+
+
 def test_devices_do_not_import_torch(tmp_path):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(EMULATED))
     assert heavy_imports(tmp_path, "devices", "--cluster", "cluster.yaml") == set()
