@@ -93,11 +93,12 @@ def make_profile() -> Profile:
             kinds=(kind,),
             root=RootUnit(trainable=5, kept=CURVE, head=CURVE),
         ),
-        classes=(
+        classes=tuple(
             ClassProfile(
-                device_class="fast", units={"Block": times, ROOT: times},
+                device_class=name, units={"Block": times, ROOT: times},
                 optimizer_s_per_element=1e-9, framework_bytes=3, largest_micro_batch=4,
-            ),
+            )
+            for name in ("fast", "slow")
         ),
         collectives=Collectives(gather="native"),
         network=(CollectiveTimes(operation="gather", form="native", times=CURVE),),
@@ -234,8 +235,10 @@ def test_a_unit_that_is_called_twice_has_its_parameters_once():
         ((1, 2), (1,), "2 sizes but 1 values"),
         ((2, 1), (1, 1), "must be positive and grow"),
         ((0, 1), (1, 1), "must be positive and grow"),
-        ((1, 2), (1, float("nan")), "must be finite"),
-        ((1, 2), (1, -1), "must be finite and not negative"),
+        ((1, float("inf")), (1, 1), "should be a finite number"),
+        ((float("nan"),), (1,), "should be a finite number"),
+        ((1, 2), (1, float("nan")), "should be a finite number"),
+        ((1, 2), (1, -1), "must not be negative"),
     ],
 )
 def test_a_curve_that_is_none(sizes, values, said):

@@ -200,8 +200,8 @@ class MemoryModel:
         and but for the last digits.
         """
         model, sizes = self.profile.model, np.arange(1, largest + 1)
-        curves = [model.root.kept, *(c for k in model.kinds for c in (k.kept, k.gradient))]
-        together = [bytes_at(curve, sizes) for curve in curves]
+        of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
+        together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
         return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
     def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:

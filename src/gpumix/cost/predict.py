@@ -30,7 +30,7 @@ from gpumix.cost.time import (
 from gpumix.cost.wire import wire_for
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.profile import Profile
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
@@ -212,29 +212,13 @@ def check_match(profile: Profile, plan: Plan) -> None:
     for name, mode in sorted(
         {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
     ):
-        check_class(profile, name)
+        if name not in {c.device_class for c in profile.classes}:
+            raise InputError(
+                f"the profile knows nothing of device class '{name}'",
+                fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
         if not can(profile, name, mode):
             raise InputError(
                 f"the profile does not say what class '{name}' takes to {mode.describe()}",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
-
-
-def check_class(profile: Profile, name: str) -> None:
-    """Refuse a device class that was not measured, in full, for this model.
-
-    Raises:
-        InputError: the profile lacks the class, or the times of one of its kinds of unit.
-    """
-    measured = {c.device_class: c for c in profile.classes}
-    if name not in measured or name not in {c.name for c in profile.cluster.classes}:
-        raise InputError(
-            f"the profile knows nothing of device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )
-    missing = {ROOT, *profile.model.kind_of_call} - set(measured[name].units)
-    if missing:
-        raise InputError(
-            f"the profile has no times of unit '{min(missing)}' on device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )

@@ -127,7 +127,7 @@ class _Best:
         least = [search.least_s for search in searches]
         for place in sorted(range(len(searches)), key=lambda p: (least[p], p)):
             below_s = self._step_s
-            if least[place] > below_s * (1.0 + TOLERANCE):
+            if least[place] == float("inf") or least[place] > below_s * (1.0 + TOLERANCE):
                 break
             found = searches[place].solve(below_s)
             if found is not None:
@@ -200,7 +200,8 @@ class _Search:
         Where nothing is known of the time, limits are tried that are not far from the least, for
         they leave few options; and few sizes first where devices can do many samples even so. A
         choice that takes no longer than the limit it was looked for in, among all sizes, is the
-        fastest of all: whatever is faster was in the tables too.
+        fastest of all: whatever is faster was in the tables too. If none of few sizes fits, all
+        small ones are tried too: what is wanted then is room, and large ones take more of it.
         """
         every = np.arange(1, self.batch + 1)
         if within_s < float("inf"):
@@ -219,7 +220,8 @@ class _Search:
             return self._among(every, total * (1.0 + TOLERANCE))
         if sizes is every or self.setting.memory.ones_are_least(self.batch):
             return None
-        return self._among(every, float("inf"))
+        found = self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
+        return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
     def _most_samples(self, within_s: float) -> int:
         """More samples than this no device can do in `within_s`."""
