@@ -64,8 +64,8 @@ class MicroBatches:
         return cls(size=size, full=full, rest=b - full * size)
 
     @property
-    def last(self) -> IntArray:
-        """Samples of the last micro-batch."""
+    def smallest(self) -> IntArray:
+        """Samples of the smallest micro-batch."""
         return np.where(self.rest > 0, self.rest, self.size)
 
     def seconds(self, curve: Curve) -> FloatArray:

@@ -28,7 +28,8 @@ Below ZeRO stage 3 parameters stay gathered, so the backward gathers nothing; at
 gathered at all, and R is an all-reduce. At stages 0 and 1 every rank has room for all gradients, so
 no reduction has to end before the next unit goes on, and ranks meet only at the end: there the
 longest sum of forward and backward counts. A worker that runs its micro-batches one after the other
-(`sequential`) hides gathers behind its first forward only, reductions behind its last backward.
+(`sequential`) hides gathers behind its first forward only, reductions behind its last backward; if
+one is smaller it goes first, for there is more to reduce than to gather.
 
 What runs at the same time is not free: max(a, b) above stands for max(a, b) + c min(a, b), where
 the profile's contention c is between 0 (perfect overlap) and 1 (none). Inputs that are kept on the
@@ -138,7 +139,7 @@ class _Work:
     links: Links
 
     def forward_seconds(self) -> FloatArray:
-        model, first = self.computing.model, self.computing.micro.size
+        model, first = self.computing.model, self.computing.micro.smallest
         gathers, kinds = self.links.gather_s, model.kind_of_call
         calls = self._calls(self.computing.forward_curve)
         total = self._beside(calls[ROOT], gathers[kinds[0]], first)
@@ -147,7 +148,7 @@ class _Work:
         return total
 
     def backward_seconds(self) -> FloatArray:
-        model, last = self.computing.model, self.computing.micro.last
+        model, last = self.computing.model, self.computing.micro.size
         gathers, reductions, kinds = self.links.regather_s, self.links.reduce_s, model.kind_of_call
         calls = self._calls(self.computing.backward_curve)
         total = self._beside(calls[ROOT], gathers[kinds[-1]], last)
