@@ -124,7 +124,7 @@ def test_one_after_the_other_each_micro_batch_is_an_event():
         [e.micro_batches for e in on_stream(replay, lane)["compute"] if e.kind == "head"]
         for lane in (0, 1)
     )
-    assert sequential == [(2,), (2,), (1,)]
+    assert sequential == [(1,), (2,), (2,)]
     assert layered == [(2, 2, 1)]
 
 

@@ -92,21 +92,21 @@ class MicroBatches:
         return cls(size=size, full=full, rest=b - full * size)
 
     @property
-    def last(self) -> IntArray:
-        """Samples of the last micro-batch."""
+    def smallest(self) -> IntArray:
+        """Samples of the smallest micro-batch."""
         return np.where(self.rest > 0, self.rest, self.size)
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
         return self._once("all", curve, lambda: self.over_all(seconds_at(curve, self.range)))
 
-    def first_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the first micro-batch."""
-        return self._once("first", curve, lambda: seconds_at(curve, self.range)[self.size])
+    def smallest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the smallest micro-batch."""
+        return self._once("smallest", curve, lambda: seconds_at(curve, self.range)[self.smallest])
 
-    def last_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the last micro-batch."""
-        return self._once("last", curve, lambda: seconds_at(curve, self.range)[self.last])
+    def largest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the largest micro-batch."""
+        return self._once("longest", curve, lambda: seconds_at(curve, self.range)[self.size])
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""

@@ -3,11 +3,13 @@
 A stated link gives the seconds of one message. A ring of n devices moves its buffer in n - 1 steps
 of an nth each, at the pace of its slowest link (Patarasuk and Yuan, JPDC 2009). Over several hosts
 NCCL runs either one ring through all devices or first between hosts and then inside each; the
-faster counts. Unequal intervals take one broadcast, or one reduction, per owner.
+faster counts. So it does for an all-reduce between hosts, of a ring and two trees. Unequal
+intervals take one broadcast, or one reduction, per owner.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ Operation = Literal["gather", "reduce"]
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
 # (arXiv 2411.01075).
 PER_OWNER = 1.25
+
+# What NCCL's trees pass on at a time, at most: an eighth of its buffer of 4 MiB.
+TREE_PIECE_BYTES = 2**19
 
 
 class Wire(Protocol):
@@ -115,8 +120,8 @@ class Stated:
         return cls(tuple(inside), between, len(on_host), ranks)
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
-        if group == "across":
-            return 2 * self._between(size)  # an all-reduce: replicas add up what they reduced
+        if group == "across":  # an all-reduce: replicas add up what they reduced
+            return 2 * min(self._between(size), self._tree(size))
         whole = self._inside(size) if group == "inside" else self._everywhere(size)
         return whole * (PER_OWNER if form in ("list", "broadcast", "all_to_all") else 1.0)
 
@@ -144,6 +149,16 @@ class Stated:
         if self.between is None:
             return 0.0
         return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
+
+    def _tree(self, size: float) -> float:
+        """To one host from all, or from it to all, by two trees that share the work (Sanders, Speck
+        and Traeff, Parallel Computing 2009; NCCL's since 2.4): the buffer passes each link once, in
+        pieces that move at the same time, and the first of them climbs all levels."""
+        if self.between is None:
+            return 0.0
+        stream = seconds_of(self.between.times, size)
+        piece = seconds_of(self.between.times, min(size, TREE_PIECE_BYTES))
+        return stream + math.ceil(math.log2(self.hosts)) * piece
 
 
 @dataclass(frozen=True)

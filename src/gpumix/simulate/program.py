@@ -190,11 +190,12 @@ class _Script:
         self.tasks.append(Task("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """Micro-batches that go through each unit together."""
+        """Micro-batches that go through each unit together; one after the other, the smaller one
+        first."""
         micro = self._worker.micro_batches
         if self._worker.mode.order == "layered" or not micro:
             return [micro]
-        return [(samples,) for samples in micro]
+        return [(samples,) for samples in reversed(micro)]
 
     def _forward(self, micro: tuple[int, ...], *, gathers: bool) -> None:
         self._compute("forward", OUTSIDE, micro)
