@@ -182,7 +182,7 @@ def _who(devices: list[str]) -> str:
 
 def _idle_table(uses: Sequence[Use], step_s: float) -> Table:
     """One row per class: the mean over its devices, of the step."""
-    from gpumix.simulate.timeline import CAUSES
+    from gpumix.spec.trace import CAUSES
     from gpumix.train.tables import new_table
 
     of_class: dict[str, list[Use]] = {}

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumix.cost.predict import predict
-from gpumix.simulate.program import OUTSIDE, Collective, Move, Program, Task, Work, program_of
+from gpumix.simulate.program import OUTSIDE, Collective, Program, Task, program_of
+from gpumix.spec import trace
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-Kind = Literal[Work, Move, "copy to host", "copy from host", "overhead"]
+Kind = Literal[trace.Kind, "overhead"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.network import Links, unit_sizes
@@ -20,9 +19,8 @@ from gpumix.cost.predict import check_match, links_of_plan, update_seconds
 from gpumix.cost.time import NOTHING, Computing, backward_calls, forward_calls
 from gpumix.spec.plan import Plan, Worker, ZeroStage
 from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.trace import Move, Work
 
-Work = Literal["forward", "head", "backward", "optimizer"]
-Move = Literal["gather", "regather", "reduce", "meet"]
 OUTSIDE = -1  # in the place of a call's number: the root unit
 
 
