@@ -45,10 +45,10 @@ def ranks():
 
 def test_every_moment_is_noted(ranks):
     for recording, _ in ranks:
-        stretches = recording.stretches
-        assert stretches[0].start_s == 0
-        assert all(one.end_s == other.start_s for one, other in pairwise(stretches))
-        assert all(stretch.start_s <= stretch.end_s for stretch in stretches)
+        activities = recording.activities
+        assert activities[0].start_s == 0
+        assert all(one.end_s == other.start_s for one, other in pairwise(activities))
+        assert all(activity.start_s <= activity.end_s for activity in activities)
 
 
 def test_computing_is_noted_by_pass_and_unit(ranks):
@@ -58,7 +58,7 @@ def test_computing_is_noted_by_pass_and_unit(ranks):
         *(("backward", unit) for unit in reversed(UNITS)),
     ]
     storing, computing, both = (
-        [(s.kind, s.unit) for s in recording.stretches if s.kind not in ("waiting", "overhead")]
+        [(s.kind, s.unit) for s in recording.activities if s.kind not in ("waiting", "overhead")]
         for recording, _ in ranks
     )
     assert storing == [("optimizer", ROOT)]
@@ -79,16 +79,16 @@ def test_a_collective_ends_before_its_wait_does_and_after_it_was_issued(ranks):
     for recording, _ in ranks:
         for move in recording.moves:
             assert move.issued_s <= move.ended_s
-        for stretch in recording.stretches:
-            if stretch.kind == "waiting":
-                move = recording.moves[stretch.move]
-                assert (move.unit, move.issued_s <= stretch.start_s) == (stretch.unit, True)
+        for activity in recording.activities:
+            if activity.kind == "waiting":
+                move = recording.moves[activity.move]
+                assert (move.unit, move.issued_s <= activity.start_s) == (activity.unit, True)
 
 
 def test_waits_are_those_that_the_communicator_counts(ranks):
     """And what follows at once: a reduction's sum over ranks."""
     for recording, counted_s in ranks:
-        waited = [s.end_s - s.start_s for s in recording.stretches if s.kind == "waiting"]
+        waited = [s.end_s - s.start_s for s in recording.activities if s.kind == "waiting"]
         assert 0 < counted_s <= sum(waited)
 
 
@@ -96,7 +96,7 @@ def test_a_rank_alone_waits_for_nothing():
     engine = engine_alone(GPT2.factory, 2, 1)
     recording, _ = recorded(engine, engine.plan.workers[0], next(batches(GPT2, 2, 1)))
     assert recording.moves == ()
-    assert "waiting" not in {stretch.kind for stretch in recording.stretches}
+    assert "waiting" not in {activity.kind for activity in recording.activities}
 
 
 def test_steps_are_not_recorded_by_default():

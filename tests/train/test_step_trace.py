@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
 
-from gpumix.engine.record import Moved, Recording, Stretch
+from gpumix.engine.record import Activity, Moved, Recording
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of as simulated_trace
 from gpumix.spec.errors import InputError
@@ -150,11 +150,11 @@ def recording(
 ) -> Recording:
     """Of a rank that waits for its collective as soon as it has issued it."""
     return Recording(
-        stretches=(
-            Stretch("overhead", "(root)", 0.0, 0.5),
-            Stretch("forward", "layers.0", 0.5, issued_s),
-            Stretch("waiting", unit, issued_s, ended_s, move=0),
-            Stretch("optimizer", "(root)", ended_s, 9.0),
+        activities=(
+            Activity("overhead", "(root)", 0.0, 0.5),
+            Activity("forward", "layers.0", 0.5, issued_s),
+            Activity("waiting", unit, issued_s, ended_s, move=0),
+            Activity("optimizer", "(root)", ended_s, 9.0),
         ),
         moves=(Moved(kind, unit, issued_s, ended_s),),
     )
@@ -207,8 +207,8 @@ def test_the_cause_of_a_wait_is_that_of_the_simulation(kind, unit, cause):
 def test_collectives_under_way_at_once_are_shown_one_after_the_other():
     moves = (Moved("gather", "a", 1.0, 4.0), Moved("reduce", "b", 2.0, 3.0),
              Moved("gather", "c", 3.5, 6.0))  # fmt: skip
-    stretches = (Stretch("overhead", "(root)", 0.0, 9.0),)
-    trace = trace_of(two_ranks(), [Recording(stretches, moves)] * 2)
+    activities = (Activity("overhead", "(root)", 0.0, 9.0),)
+    trace = trace_of(two_ranks(), [Recording(activities, moves)] * 2)
     for threads in slices(trace).values():
         assert times(threads["communication"]) == [
             ("gather a", 1.0, 4.0), ("reduce b", 4.0, 4.0), ("gather c", 4.0, 6.0)

@@ -32,7 +32,7 @@ Mark = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Activity:
     """A time in which a rank computes, or waits for the collective of number `move`, or neither."""
 
     kind: Literal[Work, "waiting", "overhead"]
@@ -54,9 +54,9 @@ class Moved:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step of one rank: stretches without a gap between them, collectives in their order."""
+    """One step of one rank: activities without a gap between them, collectives in their order."""
 
-    stretches: tuple[Stretch, ...]
+    activities: tuple[Activity, ...]
     moves: tuple[Moved, ...]
 
     def to_json(self) -> str:
@@ -66,7 +66,7 @@ class Recording:
     def from_json(cls, text: str) -> Recording:
         told = json.loads(text)
         return cls(
-            tuple(Stretch(**stretch) for stretch in told["stretches"]),
+            tuple(Activity(**activity) for activity in told["activities"]),
             tuple(Moved(**move) for move in told["moves"]),
         )
 
@@ -106,7 +106,7 @@ class Recorder(Record):
         self._worker = worker
         self._clock = _StreamClock(comm.device) if comm.device.type == "cuda" else _HostClock()
         self._begun = 0.0
-        self._stretches: list[tuple[Callable[..., Stretch], Mark]] = []
+        self._activities: list[tuple[Callable[..., Activity], Mark]] = []
         self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
         self._latest: dict[tuple[Operation, str], int] = {}
         self._turned = False  # from the forward pass to the backward pass
@@ -116,21 +116,22 @@ class Recorder(Record):
         _, met = self._comm.exchange(torch.zeros(1, device=self._comm.device), "meeting of ranks")
         met.wait()
         self._begun = self._clock.start()
-        self._stretches.append((partial(Stretch, "overhead", ROOT), lambda: 0.0))
+        self._activities.append((partial(Activity, "overhead", ROOT), lambda: 0.0))
         return self._begun
 
     def computes(self, kind: Work, unit: str) -> None:
         self._turned = self._turned or kind == "head"
-        if self._worker.state_share if kind == "optimizer" else self._worker.samples:
-            self._from_here(partial(Stretch, kind, unit))
+        part = self._worker.state_share if kind == "optimizer" else self._worker.samples
+        if part:
+            self._from_here(partial(Activity, kind, unit))
 
     def waits(self, operation: Operation, unit: str) -> None:
         move = self._latest.get((operation, unit))
         if move is not None:  # None: a rank alone, or a unit without parameters of its own
-            self._from_here(partial(Stretch, "waiting", unit, move=move))
+            self._from_here(partial(Activity, "waiting", unit, move=move))
 
     def overhead(self) -> None:
-        self._from_here(partial(Stretch, "overhead", ROOT))
+        self._from_here(partial(Activity, "overhead", ROOT))
 
     def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
         works = [work for part in parts for work in part.works]
@@ -143,23 +144,23 @@ class Recorder(Record):
     def end(self) -> float:
         ended = self._clock.stop()
         step_s = ended - self._begun
-        self._stretches.append((partial(Stretch, "overhead", ROOT), lambda: step_s))
+        self._activities.append((partial(Activity, "overhead", ROOT), lambda: step_s))
         return ended
 
     def recording(self) -> Recording:
         """The step, once it is over."""
         return Recording(
             tuple(
-                stretch(start_s=begun(), end_s=ended())
-                for (stretch, begun), (_, ended) in pairwise(self._stretches)
+                activity(start_s=begun(), end_s=ended())
+                for (activity, begun), (_, ended) in pairwise(self._activities)
             ),
             tuple(
                 moved(issued_s=issued(), ended_s=ended()) for moved, issued, ended in self._moves
             ),
         )
 
-    def _from_here(self, stretch: Callable[..., Stretch]) -> None:
-        self._stretches.append((stretch, self._clock.mark()))
+    def _from_here(self, activity: Callable[..., Activity]) -> None:
+        self._activities.append((activity, self._clock.mark()))
 
 
 class _HostClock:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import ClassVar, Literal, get_args
 
 from gpumix.spec.base import Document, Value
@@ -167,7 +168,7 @@ def _labels(pids: Mapping[str, int], threads: Mapping[tuple[str, Stream], int]) 
     for process, pid in pids.items():
         yield Label(name="process_name", pid=pid, args={"name": process})
         yield Label(name="process_sort_index", pid=pid, args={"sort_index": pid})
-    for (process, thread), tid in threads.items():
+    for (process, thread), tid in sorted(threads.items(), key=itemgetter(1)):
         pid, place = pids[process], STREAMS.index(thread)
         yield Label(name="thread_name", pid=pid, tid=tid, args={"name": thread})
         yield Label(name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": place})

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gpumix.engine.record import Moved, Recording, Stretch
-from gpumix.spec.plan import Plan
+from gpumix.engine.record import Activity, Moved, Recording
+from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.profile import ROOT
 from gpumix.spec.trace import Cause, Span, Trace, cause_of, event, process_of, wait
 
@@ -20,7 +20,7 @@ def trace_of(plan: Plan, recordings: Sequence[Recording]) -> Trace:
     """One step by the recordings of all ranks, in rank order."""
     of_all = zip(*(recording.moves for recording in recordings), strict=True)
     begun_s = tuple(max(move.issued_s for move in same) for same in of_all)
-    ranks = (_Rank(plan, rank, told, begun_s) for rank, told in enumerate(recordings))
+    ranks = (_Rank(plan, *of_rank, begun_s) for of_rank in zip(plan.workers, recordings))
     return Trace.of(chain.from_iterable(rank.spans() for rank in ranks))
 
 
@@ -29,14 +29,14 @@ class _Rank:
     """What one rank did. `begun_s` is when the last rank had issued each collective."""
 
     plan: Plan
-    rank: int
+    worker: Worker
     recording: Recording
     begun_s: tuple[float, ...]
 
     def spans(self) -> Iterator[Span]:
-        worker = self.plan.workers[self.rank]
+        worker = self.worker
         process = process_of(worker, emulated=self.plan.emulated)
-        for done in self.recording.stretches:
+        for done in self.recording.activities:
             if done.kind == "waiting" or done.kind == "overhead":
                 for cause, start_s, end_s in self._causes(done):
                     yield wait(cause, process=process, start_s=start_s, end_s=end_s)
@@ -52,7 +52,7 @@ class _Rank:
         for move, start_s, end_s in self._moves():
             yield event(move.kind, move.unit, process=process, start_s=start_s, end_s=end_s)
 
-    def _causes(self, waited: Stretch) -> Iterator[tuple[Cause, float, float]]:
+    def _causes(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
         """What a rank waits for: first for the last rank to issue the collective, then for it."""
         if waited.kind == "overhead":
             yield "overhead", waited.start_s, waited.end_s
