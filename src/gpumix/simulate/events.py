@@ -70,7 +70,7 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
-            class, a mode or a collective form of the plan.
+            device, a mode or a collective form of the plan.
     """
     program = program_of(profile, plan)
     running = _Running(program)

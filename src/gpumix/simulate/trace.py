@@ -39,14 +39,14 @@ def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
 
 def _processes(replay: Replay, plan: Plan) -> Iterator[tuple[int, str]]:
     """Lanes in rank order, with the device's name, or those of a lane put together."""
-    lanes = enumerate(replay.program.lanes)
-    if len(plan.workers) > DEVICES:
+    lanes, workers = enumerate(replay.program.lanes), plan.workers
+    if len(workers) > DEVICES:
         for number, lane in lanes:
-            first = process_of(plan.workers[lane.ranks[0]], emulated=plan.emulated)
+            first = process_of(lane.worker, emulated=plan.emulated)
             yield number, f"{len(lane.ranks)} devices like {first}"
         return
     for rank, number in sorted((rank, number) for number, lane in lanes for rank in lane.ranks):
-        yield number, process_of(plan.workers[rank], emulated=plan.emulated)
+        yield number, process_of(workers[rank], emulated=plan.emulated)
 
 
 def _span(replay: Replay, what: Event | Idle, process: str, critical: set[int]) -> Span:
