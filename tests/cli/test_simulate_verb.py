@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import pytest
-from jobs import gpumix, plan_for, train, write_job
-from typer.testing import CliRunner
+from click.testing import Result
+from jobs import plan_for, train, write_job
+from verbs import gpumix, refused
 
-from gpumix.cli import app
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.trace import Trace
 from gpumix.train.pipeline import Pipeline
@@ -19,32 +18,10 @@ ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a command printed, and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments) -> Said:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return Said(done.exit_code, done.stdout, done.stderr)
-
-
-def ran(*arguments) -> Said:
-    said = run(*arguments)
-    assert said.code == 0, said.err
-    return said
-
-
-def refused(*arguments) -> str:
-    """Told in one error, which is no bug."""
-    said = run(*arguments)
-    assert said.code == 2, said.err
-    assert said.err.count("gpumix: ") == 1
-    return said.err
+def ran(*arguments) -> Result:
+    done = gpumix(*arguments)
+    assert done.exit_code == 0, done.output
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +47,16 @@ def measured(tmp_path_factory):
 
 
 def test_an_estimate_says_that_it_is_one(estimated):
-    said = ran("simulate", estimated, *ESTIMATE)
-    assert "an estimate from datasheets" in said.err
-    assert "1024 tokens a sample, 48 samples a step" in said.err
+    done = ran("simulate", estimated, *ESTIMATE)
+    assert "an estimate from datasheets" in done.stderr
+    assert "1024 tokens a sample, 48 samples a step" in done.stderr
     for shown in ("simulated: ", "critical path", "backward", "busy, and idle by what", "p40"):
-        assert shown in said.err
-    assert said.out == ""
+        assert shown in done.stderr
+    assert done.stdout == ""
 
 
 def test_json_has_the_step_what_binds_it_and_how_each_device_spends_it(estimated):
-    found = json.loads(ran("simulate", estimated, *ESTIMATE, "--json").out)
+    found = json.loads(ran("simulate", estimated, *ESTIMATE, "--json").stdout)
     step_s = found["step_s"]
     assert found["predicted_s"] == pytest.approx(step_s, rel=0.02)
     assert found["emulated"] is False
@@ -96,7 +73,7 @@ def test_json_has_the_step_what_binds_it_and_how_each_device_spends_it(estimated
 
 def test_the_trace_is_written(estimated, tmp_path):
     path = tmp_path / "traces" / "simulated.json"
-    found = json.loads(ran("simulate", estimated, *ESTIMATE, "--json", "--trace", path).out)
+    found = json.loads(ran("simulate", estimated, *ESTIMATE, "--json", "--trace", path).stdout)
     events = Trace.load(path).traceEvents
     assert sum(e.name == "process_name" for e in events) == 6
     ends = max(e.ts + e.dur for e in events if e.ph == "X")
@@ -107,8 +84,8 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
     plan = measured / "plan.json"
     by_job = ran("simulate", plan, "--job", measured / "job.yaml", "--json")
     by_profile = ran("simulate", plan, "--profile", measured / "profile.json", "--json")
-    assert json.loads(by_job.out) == json.loads(by_profile.out)
-    assert json.loads(by_job.out)["estimated"] == []
+    assert json.loads(by_job.stdout) == json.loads(by_profile.stdout)
+    assert json.loads(by_job.stdout)["estimated"] == []
 
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
@@ -205,6 +182,6 @@ def test_a_trace_does_not_replace_other_files(measured):
 
 
 def test_errors_are_json_for_who_asks_for_it(estimated):
-    done = gpumix("simulate", estimated, "--json", folder=estimated.parent)
-    assert done.code == 2
-    assert done.json()["error"] == "InputError"
+    done = gpumix("simulate", estimated, "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"] == "InputError"

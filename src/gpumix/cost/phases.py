@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from gpumix.spec.profile import ROOT, ModelProfile
 
+Names = tuple[str, ...]
 Pass = Literal["forward", "backward", "head"]
 
 
@@ -40,8 +42,13 @@ def phases(model: ModelProfile) -> tuple[Phase, ...]:
 
     The optimizer's moment holds only what all others hold too, and so is never the peak.
     """
+    return _phases(model.calls, model.kind_of_call)
+
+
+@lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
+def _phases(calls: Names, kinds: Names) -> tuple[Phase, ...]:
     most: dict[Phase, Phase] = {}
-    for phase in _step(model):
+    for phase in _step(calls, kinds):
         alike = replace(phase, kept=())
         if alike not in most or _calls(phase) > _calls(most[alike]):
             most[alike] = phase
@@ -52,9 +59,8 @@ def _calls(phase: Phase) -> int:
     return sum(count for _, count in phase.kept)
 
 
-def _step(model: ModelProfile) -> Iterator[Phase]:
+def _step(calls: Names, kinds: Names) -> Iterator[Phase]:
     """All moments of a step."""
-    calls, kinds = model.calls, model.kind_of_call
     kept = _kept_before(kinds)
     for k, kind in enumerate(kinds):
         more = k + 1 < len(calls) and calls[k + 1] != calls[k]
@@ -62,13 +68,14 @@ def _step(model: ModelProfile) -> Iterator[Phase]:
         yield Phase(gathered, kept[k + 1], working=(kind, "forward"))
     last = kinds[-1]
     yield Phase((ROOT, last), kept[-1], (ROOT,), boundary=last, working=(ROOT, "head"))
-    yield from _backward(model, kept)
+    yield from _backward(calls, kinds, kept)
 
 
-def _backward(model: ModelProfile, kept: list[tuple[tuple[str, int], ...]]) -> Iterator[Phase]:
+def _backward(
+    calls: Names, kinds: Names, kept: list[tuple[tuple[str, int], ...]]
+) -> Iterator[Phase]:
     """Two moments a call: while it is computed, and when its reduction has begun and the one
     before it is waited for. A unit's gradient lives from its last call to that wait."""
-    calls, kinds = model.calls, model.kind_of_call
     first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
     gradients: dict[str, str] = {}  # kind by name of the unit
     reducing: tuple[str, ...] = ()  # name of the unit

@@ -19,7 +19,7 @@ from gpumix.cost.memory import (
     owned_by_rank,
     usable_bytes,
 )
-from gpumix.cost.network import Layout, Links, free_links, links_for
+from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.time import (
     can,
     exposed_seconds,
@@ -28,10 +28,9 @@ from gpumix.cost.time import (
     passes_meet,
 )
 from gpumix.cost.wire import wire_for
-from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.profile import Profile
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
@@ -71,7 +70,9 @@ class _Step:
     def prediction(self) -> Prediction:
         plan, workers = self._plan, self._workers
         forward, backward = self._passes(self._links)
-        free_forward, free_backward = self._passes(free_links(self._profile.model))
+        free_forward, free_backward = forward, backward
+        if not self._links.take_no_time:
+            free_forward, free_backward = self._passes(free_links(self._profile.model))
         update = np.asarray(update_seconds(self._profile, self._plan))
         step = self._longest(forward, backward) + float(update.max())
         step += exposed_seconds(self._profile, self._links)
@@ -116,23 +117,21 @@ class _Step:
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
+        same: dict[Mode, dict[tuple[int, int, Owned], list[int]]] = {}
+        for rank, worker in enumerate(self._workers):
+            key = (worker.samples, worker.micro_batch, owned[rank])
+            same.setdefault(worker.mode, {}).setdefault(key, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
-        for alike in self._alike():
-            framework = self._profile.of_class(alike.device_class).framework_bytes
-            same: dict[object, list[int]] = {}
-            for rank in alike.ranks:
-                worker = self._workers[rank]
-                same.setdefault((worker.samples, worker.micro_batch, owned[rank]), []).append(rank)
-            first = [self._workers[ranks[0]] for ranks in same.values()]
-            micro = MicroBatches.of([w.samples for w in first], [w.micro_batch for w in first])
-            found = self._memory.peaks(micro, alike.mode, [owned[r[0]] for r in same.values()])
-            held = Activations(self._profile.model, micro, alike.mode)
-            most = np.max([held.on_host(p) for p in self._memory.phases], axis=0)
-            for ranks, peak, kept in zip(same.values(), found, most):
-                causes = peak | {"framework": framework}
+        framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
+        for mode, alike in same.items():
+            micro = MicroBatches.of([n for n, _, _ in alike], [m for _, m, _ in alike])
+            held = Activations(self._profile.model, micro, mode)
+            found = self._memory.peaks(held, [own for _, _, own in alike])
+            for ranks, peak, kept in zip(alike.values(), found, held.on_host):
+                causes = {name: peak | {"framework": size} for name, size in framework.items()}
                 for rank in ranks:
-                    peaks[rank], host[rank] = causes, int(kept)
+                    peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(kept)
         return peaks, host
 
     def _owned(self) -> list[Owned]:
@@ -160,8 +159,10 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
-    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares_of_group(plan))
-    return links_for(profile, wire_for(profile, devices_of(plan)), layout)
+    cuts = Cuts.at(shares_of_group(plan))
+    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
+    wire = wire_for(profile, [(w.host, w.device_class) for w in plan.workers])
+    return links_for(profile, wire, layout)
 
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
@@ -170,14 +171,6 @@ def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     whole = {name: optimizer_seconds(profile, name) for name in names}
     replicated = plan.zero_stage == 0
     return [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in plan.workers]
-
-
-def devices_of(plan: Plan) -> tuple[Device, ...]:
-    """The devices of a plan, as far as links depend on them."""
-    return tuple(
-        Device.model_construct(id=w.device, device_class=w.device_class, host=w.host, ordinal=0)
-        for w in plan.workers
-    )
 
 
 def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
@@ -219,29 +212,13 @@ def check_match(profile: Profile, plan: Plan) -> None:
     for name, mode in sorted(
         {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
     ):
-        check_class(profile, name)
+        if name not in {c.device_class for c in profile.classes}:
+            raise InputError(
+                f"the profile knows nothing of device class '{name}'",
+                fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
         if not can(profile, name, mode):
             raise InputError(
                 f"the profile does not say what class '{name}' takes to {mode.describe()}",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
-
-
-def check_class(profile: Profile, name: str) -> None:
-    """Refuse a device class that was not measured, in full, for this model.
-
-    Raises:
-        InputError: the profile lacks the class, or the times of one of its kinds of unit.
-    """
-    measured = {c.device_class: c for c in profile.classes}
-    if name not in measured or name not in {c.name for c in profile.cluster.classes}:
-        raise InputError(
-            f"the profile knows nothing of device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )
-    missing = {ROOT, *profile.model.kind_of_call} - set(measured[name].units)
-    if missing:
-        raise InputError(
-            f"the profile has no times of unit '{min(missing)}' on device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )

@@ -38,15 +38,22 @@ host are copied beside it all: a call takes no less than its copies.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
+from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Mode, ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
+
+Names = tuple[str, ...]
+T = TypeVar("T")
+Counts = tuple[tuple[T, int], ...]
 
 NOTHING = ""  # in the place of a unit kind: no collective runs
 
@@ -61,6 +68,17 @@ def pass_seconds(
     return work.forward_seconds(), work.backward_seconds()
 
 
+def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+    """Seconds of all that a device of class `name` computes and copies in both passes, one after
+    the other: of ways that take as long, the one with the least work is the better one."""
+    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
+    for kind, count in Counter(profile.model.kind_of_call).items():
+        both = computing.forward_s(kind) + computing.backward_s(kind)
+        total = total + count * (both + 2 * computing.copied_s(kind))
+    return total
+
+
 def passes_meet(zero_stage: ZeroStage) -> bool:
     """Whether all ranks wait for one another between forward and backward."""
     return zero_stage >= 2
@@ -71,6 +89,20 @@ def exposed_seconds(profile: Profile, links: Links) -> float:
     first = profile.model.kind_of_call[0]
     ends = links.gather_s[ROOT] + links.reduce_s[first] + links.reduce_s[ROOT]
     return ends + profile.step_overhead_s
+
+
+def moved_seconds(profile: Profile, links: Links) -> tuple[float, float]:
+    """Seconds of the two passes of a rank without samples: it waits for the collectives."""
+    model = profile.model
+    calls, kinds = model.calls, model.kind_of_call
+    forward = links.gather_s[kinds[0]]
+    for (_, gathered), count in _forward_counts(calls, kinds):
+        forward += count * links.gather_s.get(gathered, 0.0)
+    backward = links.regather_s[kinds[-1]]
+    for (_, gathered, reduced), count in _backward_counts(calls, kinds):
+        moved = links.regather_s.get(gathered, 0.0) + links.reduce_s.get(reduced, 0.0)
+        backward += count * moved
+    return forward, backward
 
 
 def optimizer_seconds(profile: Profile, device_class: str) -> float:
@@ -101,8 +133,7 @@ class Computing:
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
-        sizes = np.arange(int(self.micro.size.max(initial=0)) + 1)
-        kept = bytes_at(self.model.kind(kind).kept, sizes)
+        kept = bytes_at(self.model.kind(kind).kept, self.micro.range)
         return self.micro.over_all(seconds_at(self.device.host_copy, kept))
 
     def forward_curve(self, kind: str) -> Curve:
@@ -127,37 +158,49 @@ class _Work:
 
     def forward_seconds(self) -> FloatArray:
         computing, gathers = self.computing, self.links.gather_s
-        kinds, first = computing.model.kind_of_call, computing.micro.size
-        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], first)
-        for (kind, gathered), count in Counter(forward_calls(computing.model)).items():
+        kinds, beside = computing.model.kind_of_call, computing.micro.first_seconds
+        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], beside)
+        for (kind, gathered), count in self._forward_counts:
             moved = gathers.get(gathered, 0.0)
-            computed = self._beside(computing.forward_curve(kind), moved, first)
+            computed = self._beside(computing.forward_curve(kind), moved, beside)
             total = total + count * np.maximum(computed, computing.copied_s(kind))
         return total
 
     def backward_seconds(self) -> FloatArray:
         computing = self.computing
-        kinds, last = computing.model.kind_of_call, computing.micro.last
+        kinds, beside = computing.model.kind_of_call, computing.micro.last_seconds
         gathers, reductions = self.links.regather_s, self.links.reduce_s
-        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], last)
-        for (kind, gathered, reduced), count in Counter(backward_calls(computing.model)).items():
+        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], beside)
+        for (kind, gathered, reduced), count in self._backward_counts:
             moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
-            computed = self._beside(computing.backward_curve(kind), moved, last)
+            computed = self._beside(computing.backward_curve(kind), moved, beside)
             total = total + count * np.maximum(computed, computing.copied_s(kind))
         return total
 
-    def _beside(self, curve: Curve, moved_s: float, beside: IntArray) -> FloatArray:
+    @property
+    def _forward_counts(self) -> Counts[tuple[str, str]]:
+        model = self.computing.model
+        return _forward_counts(model.calls, model.kind_of_call)
+
+    @property
+    def _backward_counts(self) -> Counts[tuple[str, str, str]]:
+        model = self.computing.model
+        return _backward_counts(model.calls, model.kind_of_call)
+
+    def _beside(
+        self, curve: Curve, moved_s: float, at_once: Callable[[Curve], FloatArray]
+    ) -> FloatArray:
         """All micro-batches, with a collective beside them: in layers, beside all of them; one
-        after the other, beside the one of size `beside` alone."""
-        micro, order = self.computing.micro, self.computing.mode.order
-        table = seconds_at(curve, np.arange(int(micro.size.max(initial=0)) + 1))
-        computed = micro.over_all(table)
+        after the other, beside the one that `at_once` tells of."""
+        computed = self.computing.micro.seconds(curve)
         if moved_s == 0.0:
             return computed
-        at_once = computed if order == "layered" else table[beside]
-        both = np.maximum(at_once, moved_s)
-        both = both + self.links.contention * np.minimum(at_once, moved_s)
-        return computed + (both - at_once)
+        if self.computing.mode.order == "layered":
+            at_once = self.computing.micro.seconds
+        hiding = at_once(curve)
+        both = np.maximum(hiding, moved_s)
+        both = both + self.links.contention * np.minimum(hiding, moved_s)
+        return computed + (both - hiding)
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
@@ -174,9 +217,18 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def forward_calls(model: ModelProfile) -> list[tuple[str, str]]:
+@lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
+def _forward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str]]:
+    return tuple(Counter(forward_calls(calls, kinds)).items())
+
+
+@lru_cache(maxsize=64)
+def _backward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str, str]]:
+    return tuple(Counter(backward_calls(calls, kinds)).items())
+
+
+def forward_calls(calls: Names, kinds: Names) -> list[tuple[str, str]]:
     """Of each call: its kind, and the kind that is gathered meanwhile."""
-    calls, kinds = model.calls, model.kind_of_call
     found = []
     for k, kind in enumerate(kinds):
         more = k + 1 < len(calls) and calls[k + 1] != calls[k]
@@ -184,10 +236,9 @@ def forward_calls(model: ModelProfile) -> list[tuple[str, str]]:
     return found
 
 
-def backward_calls(model: ModelProfile) -> list[tuple[str, str, str]]:
+def backward_calls(calls: Names, kinds: Names) -> list[tuple[str, str, str]]:
     """Of each call, in the order of the forward pass: its kind, and the kinds that are gathered and
     reduced meanwhile."""
-    calls, kinds = model.calls, model.kind_of_call
     first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
     found = []
     for k, kind in enumerate(kinds):

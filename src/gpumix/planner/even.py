@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import IntArray, MicroBatches
-from gpumix.cost.memory import Owned, free_bytes, owned_by_rank
+from gpumix.cost.memory import Activations, Owned, free_bytes, owned_by_rank
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.misfit import too_large
 from gpumix.planner.setting import Setting
@@ -104,7 +104,8 @@ def _excess(
 ) -> IntArray:
     """Bytes by which a device of class `name` exceeds its memory, for each micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
-    peaks = setting.memory.peaks(micro, mode, [owned] * len(sizes))
+    held = Activations(setting.profile.model, micro, mode)
+    peaks = setting.memory.peaks(held, [owned] * len(sizes))
     over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, name)
     over_host = host_excess(setting, name, micro, mode).astype(np.int64)
     return np.asarray(np.maximum(over, over_host))

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, IntArray
-from gpumix.planner.options import TOLERANCE, Limits, Member, PoolOptions
+from gpumix.planner.options import TOLERANCE, Member, PoolOptions
 
 WHOLE = 1.0 - TOLERANCE  # shares that add up to this hold the whole state
 
@@ -44,7 +44,8 @@ class Staircase:
     def of(cls, devices: int, samples: IntArray, capacity: FloatArray) -> Staircase:
         """Keep the steps that no other one with as many samples and as much room covers."""
         most = np.maximum.accumulate(capacity[::-1])[::-1]
-        corner = (most >= 0) & np.append(most[1:] < most[:-1], True)[: len(most)]
+        corner = most >= 0
+        corner[:-1] &= most[1:] < most[:-1]
         return cls(devices, samples[corner], most[corner])
 
 
@@ -58,14 +59,15 @@ class Move:
     end: int
 
 
-def staircase(member: Member, limits: Limits) -> Staircase:
-    """The staircase of a class in a pool under `limits`; no steps where nothing is allowed."""
-    share = np.minimum(member.room_by_row(limits), member.options.most_share(limits.optimizer_s))
+def staircase(member: Member, room: FloatArray, optimizer_s: float) -> Staircase:
+    """The staircase of a class in a pool with so much `room` beside each row of samples, and so
+    long for the update; no steps where nothing is allowed."""
+    share = np.minimum(room, member.options.most_share(optimizer_s))
     return Staircase.of(member.devices, member.options.rows, share)
 
 
 def select_in_pools(
-    pools: Sequence[PoolOptions], batch: int, limits: Limits
+    pools: Sequence[PoolOptions], stairs: Sequence[Sequence[Staircase]], batch: int
 ) -> tuple[Selection, ...] | None:
     """A step for every device of every kind of pool, so that samples reach `batch` over all pools
     and shares reach 1 in each; None if there is none.
@@ -73,7 +75,6 @@ def select_in_pools(
     Raises:
         Undecided: it would take too long to tell.
     """
-    stairs = [[staircase(member, limits) for member in pool.members] for pool in pools]
     if len(pools) == 1 and pools[0].alike == 1:
         selection = select(stairs[0], batch)
         return None if selection is None else (selection,)

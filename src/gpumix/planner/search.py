@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, IntArray
-from gpumix.planner.knapsack import Selection, Undecided, select_in_pools, staircase
+from gpumix.cost.curves import FloatArray
+from gpumix.planner.knapsack import Undecided, select_in_pools, staircase
 from gpumix.planner.options import TOLERANCE, Limits, PoolOptions
 
 IMPROVEMENT = 1e-10
@@ -112,31 +112,41 @@ class _Search:
     def _ask(self, limits: Limits) -> bool | None:
         """Whether there is a choice within `limits`, None if that would take too long to tell; if
         it is the best so far it is remembered."""
+        rooms = [[m.room_by_row(limits) for m in pool.members] for pool in self.pools]
+        stairs = [
+            [staircase(m, room, limits.optimizer_s) for m, room in zip(pool.members, row)]
+            for pool, row in zip(self.pools, rooms)
+        ]
         try:
-            selection = select_in_pools(self.pools, self.batch, limits)
+            selection = select_in_pools(self.pools, stairs, self.batch)
         except Undecided:
             return None
         if selection is None:
             return False
-        choice = self._attained(selection, limits)
+        samples = tuple(
+            tuple(
+                tuple((int(stair.samples[step]), count) for step, count in runs)
+                for stair, runs in zip(row, chosen)
+            )
+            for row, chosen in zip(stairs, selection)
+        )
+        choice = self._attained(samples, rooms, limits)
         if choice.limits.total_s < self.best.limits.total_s:
             self.best = choice
         return True
 
-    def _attained(self, selection: tuple[Selection, ...], limits: Limits) -> Choice:
-        """What a selection really takes: its limits are often lower than those it was found in."""
-        samples = tuple(
-            tuple(
-                tuple((int(stair[step]), count) for step, count in runs)
-                for stair, runs in zip(self._stairs(pool, limits), chosen)
-            )
-            for pool, chosen in zip(self.pools, selection)
-        )
+    def _attained(
+        self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: Limits
+    ) -> Choice:
+        """What samples really take: their limits are often lower than those they were found in."""
         rooms = [
             np.concatenate(
-                [m.room_of([n for n, _ in runs], limits) for m, runs in zip(pool.members, row)]
+                [
+                    room[np.searchsorted(m.options.rows, [n for n, _ in runs])]
+                    for m, room, runs in zip(pool.members, rooms_of_pool, row)
+                ]
             )
-            for pool, row in zip(self.pools, samples)
+            for pool, rooms_of_pool, row in zip(self.pools, by_row, samples)
         ]
         update = max(
             level(room, _speeds(pool, row), np.asarray([c for runs in row for _, c in runs], float))
@@ -152,9 +162,6 @@ class _Search:
                     forward = max(forward, float(member.options.forward_s[option]))
                     backward = max(backward, float(member.options.backward_s[option]))
         return Choice(samples, Limits(forward, backward, update))
-
-    def _stairs(self, pool: PoolOptions, limits: Limits) -> list[IntArray]:
-        return [staircase(member, limits).samples for member in pool.members]
 
     def _settle(self, forward_s: float, backward_s: float, low: float) -> None:
         """Find the least update at one pair of limits, as far as it beats the best choice."""

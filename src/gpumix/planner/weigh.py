@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import Activations, free_bytes
+from gpumix.cost.memory import Activations
 from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
@@ -49,16 +49,12 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
 def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """The largest share that a device of class `name` has room for beside each of `micro`; -1 where
     it or its host has no room at all."""
-    capacity = setting.memory.demands(micro, mode).capacity(free_bytes(setting.profile, name))
-    if setting.zero_stage == 0:
-        capacity = np.where(capacity >= 0, 1.0, -1.0)
-    over_host = host_excess(setting, name, micro, mode) > 0
-    return np.asarray(np.where(over_host, -1.0, capacity))
+    return setting.room(name, Activations(setting.profile.model, micro, mode))
 
 
 def peak_bytes(setting: Setting, micro: MicroBatches, mode: Mode, share: float) -> FloatArray:
     """What each of `micro` takes beside a share of the state, the framework apart."""
-    demands = setting.memory.demands(micro, mode)
+    demands = setting.memory.demands(Activations(setting.profile.model, micro, mode))
     if setting.zero_stage == 0:
         return np.asarray(demands.fixed.max(axis=0))
     held = demands.fixed + demands.rounding + share * demands.per_share
@@ -71,8 +67,7 @@ def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) ->
     if mode.boundary == "device" or most is None:
         return np.zeros(micro.size.shape)
     held = Activations(setting.profile.model, micro, mode)
-    kept = np.max([held.on_host(phase) for phase in setting.memory.phases], axis=0)
-    return np.asarray(np.maximum(kept - most, 0.0))
+    return np.asarray(np.maximum(held.on_host - most, 0.0))
 
 
 def even_settings(
