@@ -145,6 +145,26 @@ def test_memory_is_as_fast_as_a_bus_of_its_kind(card):
 
 
 @every_card
+def test_error_correction_is_in_the_memory_of_data_centre_cards_without_hbm(card):
+    inside = card.family == "data-centre" and chip(card).memory == "gddr"
+    assert card.ecc_in_memory == inside
+    assert card.visible_bytes == card.memory_bytes * (15 if inside else 16) // 16
+
+
+@pytest.mark.parametrize(
+    ("name", "reported_mib"),
+    [
+        ("p40", 22919), ("p4", 7611), ("t4", 15360), ("a10g", 23028), ("a10", 23028),
+        ("a40", 46068), ("a16", 15356), ("l4", 23034), ("l40s", 46068), ("rtxa6000", 49140),
+        ("h200", 143771), ("gh200-144gb", 146831), ("b200", 183359), ("b300", 275040),
+        ("gb300", 284208),
+    ],
+)  # fmt: skip
+def test_programs_see_the_memory_that_the_driver_reports(name, reported_mib):
+    assert 1 <= find(name).visible_bytes / (reported_mib * MIB) < 1.011
+
+
+@every_card
 def test_a_rate_is_there_where_the_chip_has_the_format(card):
     stated = {name for name, rate in card.flops if rate is not None}
     assert stated == {"fp32", *chip(card).formats.split()}

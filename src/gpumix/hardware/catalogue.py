@@ -114,6 +114,8 @@ class Card(Value):
     """AMD only, such as 'gfx90a'."""
     memory_bytes: Bytes
     """GiB as sold; the driver reports some hundred MiB less."""
+    ecc_in_memory: bool = False
+    """Shipped with error correction on, its bits in the memory: data-centre cards without HBM."""
     memory_bandwidth: ByteRate
     matrix_units: bool
     """Tensor or matrix cores; without them `flops.fp16` is plain arithmetic."""
@@ -129,6 +131,11 @@ class Card(Value):
     tdp_watts: int | None = Field(default=None, gt=0)
     note: str = ""
     source: str
+
+    @property
+    def visible_bytes(self) -> int:
+        """The memory that programs see: error correction in it takes a sixteenth."""
+        return self.memory_bytes * 15 // 16 if self.ecc_in_memory else self.memory_bytes
 
     @model_validator(mode="after")
     def _has_the_target_of_its_vendor(self) -> Card:

@@ -79,7 +79,7 @@ def device_class(card: Card, dtype: ComputeDtype) -> DeviceClass:
     return DeviceClass(
         name=card.name,
         accelerator="cuda",
-        memory_bytes=card.memory_bytes,
+        memory_bytes=card.visible_bytes,
         product=card.product,
         compute_capability=card.compute_capability or "",
         peak_flops_per_s=flops_per_s(card, dtype),
