@@ -127,3 +127,48 @@ def test_other_models_are_refused():
         decoder({"model_type": "bert"})
     with pytest.raises(InputError, match="does not say its 'hidden_size'"):
         decoder({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("word_embed_proj_dim", 32),
+        ("do_layer_norm_before", False),
+        ("_remove_final_layer_norm", True),
+        ("enable_bias", False),
+        ("layer_norm_elementwise_affine", False),
+    ],
+)
+def test_an_opt_that_is_counted_otherwise_is_refused(setting, value):
+    config = given("opt") | {setting: value}
+    usual = decoder(given("opt"))
+    elements = sum(p.numel() for p in built(config).parameters())
+    assert usual.layers * usual.block_parameters + usual.root_parameters != elements
+    with pytest.raises(InputError, match=f"no estimate for OPT with '{setting}' {value}") as caught:
+        decoder(config)
+    assert "gpumix profile" in caught.value.fix
+
+
+def test_a_narrow_opt_is_refused_whatever_its_width():
+    assert decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
+    with pytest.raises(InputError, match="'word_embed_proj_dim' 512"):
+        decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
+                 "num_attention_heads": 16, "ffn_dim": 4096, "vocab_size": 50272,
+                 "word_embed_proj_dim": 512})  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+def test_a_size_that_is_none_is_named(kind):
+    optional = ("n_positions", "max_position_embeddings", "n_inner", "head_dim")
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = given(kind) | dict.fromkeys(optional, 64) | experts
+    sizes = [name for name, value in config.items() if isinstance(value, int)]
+    asked = 0
+    for name in sizes:
+        for wrong in ("many", 0, -4, 1.5, True, [3]):
+            try:
+                decoder(config | {name: wrong})
+            except InputError as error:
+                asked += 1
+                assert f"'{name}'" in error.what
+    assert asked >= 6 * 4
