@@ -11,6 +11,8 @@ from itertools import product
 import pytest
 
 import planner_cephalo as contest
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.cephalo import cephalo as programme
 from published import cephalo
 
 PLAN = (("l4", 13, 1), ("l4", 6, 2), ("a6000", 34, 1), ("p40", 5, 1))  # size, number
@@ -40,6 +42,16 @@ def test_our_plan_is_as_fast_as_the_published_one():
     ms, _ = contest.example(show=said.append)
     assert ms == pytest.approx(PUBLISHED_MS, abs=0.05)
     assert "their plan costs 342.3 ms" in said[1]
+
+
+def test_their_programme_finds_the_published_plan():
+    setting = cephalo.summed(cephalo.profile(contest.EXAMPLE, contest.EXAMPLE_GPUS))
+    plan = programme(setting, PlanRequest(global_batch=BATCH))
+    assert sorted((w.device_class, w.samples, w.micro_batch) for w in plan.workers) == [
+        ("a6000", 34, 34), ("l4", 12, 6), ("l4", 13, 13), ("p40", 5, 5),
+    ]  # fmt: skip
+    found = contest.layer_ms(setting, plan.prediction.step_s)
+    assert found == pytest.approx(PUBLISHED_MS, abs=0.05)
 
 
 def test_no_equal_micro_batches_are_faster():
