@@ -1,8 +1,10 @@
-"""`jobs.py`, which runs the command line, lies with the tests of `train`."""
+"""`jobs.py`, which runs the command line, lies with the tests of `train`; profiles that are made up
+lie with those of the planner."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
+for folder in ("train", "planner"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))

@@ -18,7 +18,9 @@ VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 
 
 def test_the_verbs_are_these():
-    assert VERBS == ["demo", "devices", "export", "plan", "profile", "train"]
+    assert VERBS == [
+        "compare", "demo", "devices", "export", "plan", "profile", "simulate", "train", "whatif",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -67,6 +69,14 @@ def heavy_imports(folder, *arguments: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("demo", "--help")])
 def test_help_does_not_import_torch(tmp_path, arguments):
     assert heavy_imports(tmp_path, *arguments) == set()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("compare",), ("whatif", "--add", "1x p40")], ids=lambda a: a[0]
+)
+def test_what_answers_before_anything_is_there_does_not_import_torch(tmp_path, arguments):
+    given = ("--cluster", "2x rtx3090, 1x p40", "--model", "300M")
+    assert heavy_imports(tmp_path, *arguments, *given) == set()
 
 
 def test_devices_do_not_import_torch(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gpumix.cost.network import Layout, Links, links_for
+from gpumix.cost.network import Cuts, Layout, Links, links_for
 from gpumix.cost.wire import Free, Measured
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
@@ -15,7 +15,7 @@ from gpumix.spec.profile import Profile
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
     """The collectives of ZeRO-3 over all ranks."""
     wire = Measured(profile.network) if profile.network else Free()
-    return links_for(profile, wire, Layout(3, "all", collectives, shares))
+    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares)))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
 from gpumix.cost.curves import MicroBatches, bytes_at
-from gpumix.cost.memory import MemoryModel, free_bytes, owned_by_rank, usable_bytes
+from gpumix.cost.memory import Activations, MemoryModel, free_bytes, owned_by_rank, usable_bytes
 from gpumix.cost.phases import phases
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
@@ -129,7 +129,8 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
     for worker, expected in zip(plan.workers, plan.prediction.workers):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
         free = free_bytes(profile, worker.device_class)
-        capacity = float(model.demands(micro, PLAIN).capacity(free)[0])
+        held = Activations(profile.model, micro, PLAIN)
+        capacity = float(model.demands(held).capacity(free)[0])
         if worker.state_share <= capacity:
             assert expected.peak_bytes <= expected.memory_limit_bytes
         if worker.state_share > max(capacity, 0) + 0.2 and model.sharded_bytes > 5000:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpumix.cost.wire import TREE_PIECE_BYTES, Stated
-from gpumix.spec.cluster import Device
 from gpumix.spec.network import Link, Network
 
 LATENCY_S, RATE = 1e-4, 1e9
@@ -14,10 +13,8 @@ MIB = 2**20
 
 def between(hosts: int) -> Stated:
     """One device on each host, all linked alike."""
-    devices = [
-        Device(id=f"d{i}", device_class="c", host=f"h{i:03d}", ordinal=0) for i in range(hosts)
-    ]
-    return Stated.of(Network(between=Link.stated(RATE, LATENCY_S)), devices)
+    places = [(f"h{i:03d}", "c") for i in range(hosts)]
+    return Stated.of(Network(between=Link.stated(RATE, LATENCY_S)), places)
 
 
 def message_s(size: float) -> float:

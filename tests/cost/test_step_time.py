@@ -7,7 +7,7 @@ from brute import small_profiles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import links_of, plans_of
-from profiles import FREE, Card, Network, block, curve, line, profile, root
+from profiles import Card, Network, block, curve, line, profile, root
 
 from gpumix.cost.curves import MicroBatches, seconds_at
 from gpumix.cost.network import Links
@@ -175,12 +175,6 @@ def test_a_class_without_times_is_refused():
     plan = even(setting, PlanRequest(global_batch=2))
     with pytest.raises(InputError, match="device class 'slow'"):
         predict(setting.model_copy(update={"classes": setting.classes[:1]}), plan)
-    no_block = setting.classes[1].model_copy(
-        update={"units": {ROOT: UnitTimes(forward=FREE, backward=FREE)}}
-    )
-    classes = (setting.classes[0], no_block)
-    with pytest.raises(InputError, match="unit 'block'"):
-        predict(setting.model_copy(update={"classes": classes}), plan)
 
 
 def test_a_frozen_unit_is_gathered_but_not_reduced():

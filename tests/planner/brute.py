@@ -101,9 +101,9 @@ def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option
     options: list[Option] = []
     for (b, m), mode in product(cuts, setting.modes_of(name)):
         micro = MicroBatches.of([b], [m])
-        room = float(setting.memory.demands(micro, mode).capacity(free)[0])
         held = Activations(model, micro, mode)
-        on_host = float(held.most_on_host(setting.memory.phases)[0])
+        room = float(setting.memory.demands(held).capacity(free)[0])
+        on_host = float(held.on_host[0])
         if room < 0 or (host_bytes is not None and on_host > host_bytes):
             continue
         if setting.zero_stage == 0:

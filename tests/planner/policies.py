@@ -52,9 +52,9 @@ def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int
     micro = MicroBatches.of([samples], [micro_batch])
     host = setting.profile.of_class(name).host_bytes
     held = Activations(setting.profile.model, micro, mode)
-    if host is not None and held.most_on_host(setting.memory.phases)[0] > host:
+    if host is not None and held.on_host[0] > host:
         return -1.0
-    capacity = setting.memory.demands(micro, mode).capacity(free_bytes(setting.profile, name))
+    capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name))
     if setting.zero_stage == 0:
         return 1.0 if capacity[0] >= 0 else -1.0
     return float(capacity[0])

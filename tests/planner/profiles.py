@@ -110,7 +110,7 @@ class Network:
 
     def _of_hosts(self) -> Iterator[CollectiveTimes]:
         for operation in ("gather", "reduce") if self.inside else ():
-            for form in ("native", self.chosen.gather, self.chosen.reduce):
+            for form in dict.fromkeys(("native", self.chosen.gather, self.chosen.reduce)):
                 yield CollectiveTimes(
                     operation=operation, form=form, group="inside", times=self.inside
                 )

@@ -89,4 +89,9 @@ def test_the_best_row_is_the_fastest(profile, batch):
 
 def test_a_plan_is_not_weighed_against_every_strategy():
     made = make_plan(two_classes(), 8, strategy="poplar")
-    assert [a.strategy for a in made.alternatives] == ["optimal", "even", "only fast", "only slow"]
+    assert [a.strategy for a in made.reasons.alternatives] == [
+        "optimal",
+        "even",
+        "only fast",
+        "only slow",
+    ]

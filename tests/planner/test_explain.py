@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from gpumix.planner.explain import plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.network import Network as Links
 from gpumix.spec.plan import Plan
 from gpumix.train.tables import plan_table, why
 
@@ -21,7 +23,7 @@ def two_classes(slow=3.0, **changes):
 
 def test_the_alternatives_and_why_they_lost():
     best = plan(two_classes(), 8)
-    found = {a.strategy: a for a in best.alternatives}
+    found = {a.strategy: a for a in best.reasons.alternatives}
     assert set(found) == {"even", "only fast", "only slow"}
     assert found["even"].step_s == pytest.approx(2 * best.prediction.step_s)
     assert found["even"].why.startswith("2.00 times the step time: slow-0 (slow) computes 4")
@@ -30,7 +32,7 @@ def test_the_alternatives_and_why_they_lost():
 
 def test_an_even_plan_is_held_against_the_optimal_one():
     even = plan(two_classes(), 8, strategy="even")
-    optimal = next(a for a in even.alternatives if a.strategy == "optimal")
+    optimal = next(a for a in even.reasons.alternatives if a.strategy == "optimal")
     assert optimal.step_s == pytest.approx(even.prediction.step_s / 2)
     assert optimal.why.startswith("faster")
 
@@ -38,21 +40,21 @@ def test_an_even_plan_is_held_against_the_optimal_one():
 def test_mixing_that_does_not_pay_is_said():
     wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
     best = plan(two_classes(network=wire), 8)
-    alone = next(a for a in best.alternatives if a.strategy == "only fast")
+    alone = next(a for a in best.reasons.alternatives if a.strategy == "only fast")
     assert alone.step_s < best.prediction.step_s
     assert alone.why.startswith("faster than the chosen plan")
 
 
 def test_an_alternative_that_does_not_fit_says_by_how_much():
     best = plan(fleet(4), 64)
-    assert all(a.step_s is None for a in best.alternatives)
-    assert all("short of" in a.why for a in best.alternatives)
+    assert all(a.step_s is None for a in best.reasons.alternatives)
+    assert all("short of" in a.why for a in best.reasons.alternatives)
 
 
 def test_one_class_has_no_subsets():
     best = plan(profile([Card("c", 2, GIB, steady(1.0))]), 8)
-    assert [a.strategy for a in best.alternatives] == ["even"]
-    assert best.alternatives[0].why.startswith("as fast")
+    assert [a.strategy for a in best.reasons.alternatives] == ["even"]
+    assert best.reasons.alternatives[0].why.startswith("as fast")
 
 
 def test_a_plan_survives_its_file(tmp_path):
@@ -81,28 +83,131 @@ def test_no_plan_at_all_is_an_error():
         plan(fleet(4, memory_factor=0.2), 64)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- whether mixing pays ---------------------------------------------------------------------------
 
 
-def test_whether_mixing_pays_is_said_first():
-    first, second, *_ = why(plan(two_classes(), 8))
-    assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
-    assert second.endswith("what binds: compute of fast, slow")
+def test_mixing_is_held_against_the_best_class():
+    found = plan(two_classes(), 8).reasons.mixing
+    assert (found.pays, found.best_class, found.left_out) == (True, "fast", ())
+    assert found.speedup == pytest.approx(8 / 6)
 
 
-def test_that_mixing_does_not_pay_comes_with_what_to_do():
+def test_one_class_is_not_mixed():
+    best = plan(profile([Card("c", 2, GIB, steady(1.0))]), 8)
+    assert best.reasons.mixing is None
+    assert why(best)[0].startswith("predicted")
+
+
+def test_classes_that_cost_more_than_they_give_are_named():
+    best = plan(on_two_hosts("100 B/s"), 8)
+    found = best.reasons.mixing
+    assert (found.pays, found.best_class, found.left_out) == (False, "fast", ("slow",))
+    assert why(best)[0] == (
+        "mixing does not pay: only fast trains, for slow would cost more than they give"
+    )
+
+
+def test_mixing_where_nobody_can_do_alone():
+    found = plan(fleet(4), 64).reasons.mixing
+    assert found.pays
+    assert found.best_class is None
+    assert found.speedup is None
+
+
+# -- what binds ------------------------------------------------------------------------------------
+
+
+def on_two_hosts(link: str, slow: float = 3.0):
+    """A fast and a slow card, each on a host of its own."""
+    setting = two_classes(slow=slow)
+    devices = tuple(
+        d.model_copy(update={"host": host}) for d, host in zip(setting.cluster.devices, "ab")
+    )
+    network = Links(inside="900 GB/s", between=link)
+    cluster = setting.cluster.model_copy(update={"devices": devices, "network": network})
+    return setting.model_copy(update={"cluster": cluster, "network": ()})
+
+
+def test_the_slow_link_is_named_as_it_was_stated():
+    # Too slow to hide, not so slow that the slow card is left out.
+    speeds = ("1 kB/s", "3 kB/s", "10 kB/s", "30 kB/s", "100 kB/s", "300 kB/s", "1 MB/s", "3 MB/s")
+    mixed = [plan(on_two_hosts(speed, slow=1.0), 8) for speed in speeds]
+    waiting = [p for p in mixed if len(p.workers) == 2 and p.reasons.binds.waiting > 0.03]
+    assert waiting
+    for made in waiting:
+        assert made.reasons.binds.link.startswith("between hosts (")
+
+
+def test_measured_links_are_told_apart_by_place_only():
     wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
-    first, second, *_ = why(plan(two_classes(network=wire), 8))
-    assert first.startswith("mixing does not pay: only fast takes")
-    assert "give the job a cluster of that class" in first
-    assert "; the network (" in second
+    best = plan(two_classes(network=wire), 8)
+    assert best.reasons.binds.link == "inside hosts, as measured"
+    assert best.reasons.binds.waiting > 0.5
 
 
 def test_memory_that_binds_is_named():
     cards = [Card("roomy", 1, GIB, steady(3.0)), Card("tight", 1, 60_000, steady(1.0))]
     made = plan(profile(cards, kinds=[block(kept=line(1_000))]), 32)
-    assert "memory of tight" in why(made)[1]
-    assert "roomy" in why(made)[1].split("memory of")[0]
+    assert made.reasons.binds.memory == ("tight",)
+    assert "roomy" in made.reasons.binds.compute
+
+
+# -- what classes are worth ------------------------------------------------------------------------
+
+
+def test_worth_is_what_planning_without_and_with_more_says():
+    cards = [Card("fast", 2, GIB, steady(1.0)), Card("slow", 2, GIB, steady(3.0))]
+    found = {w.device_class: w for w in plan(profile(cards), 24).reasons.worth}
+    step = plan(profile(cards), 24).prediction.step_s
+    for name, others, more in (
+        ("fast", [Card("slow", 2, GIB, steady(3.0))], (3, 2)),
+        ("slow", [Card("fast", 2, GIB, steady(1.0))], (2, 3)),
+    ):
+        without = plan(profile(others), 24).prediction.step_s
+        counts = [Card(c.name, n, GIB, c.times) for c, n in zip(cards, more)]
+        with_more = plan(profile(counts), 24).prediction.step_s
+        assert found[name].whole == pytest.approx(without / step - 1)
+        assert found[name].one_more == pytest.approx(step / with_more - 1)
+
+
+def test_a_class_that_nothing_fits_without_is_needed():
+    cards = [Card(name, 1, 600_000, steady(1.0)) for name in "ab"]
+    made = plan(profile(cards, kinds=[block(trainable=10_000)]), 2)
+    assert made.reasons.mixing.best_class is None
+    assert [w.whole for w in made.reasons.worth] == [None, None]
+    assert "needed" in shown(made)
+
+
+def test_one_device_of_many_is_worth_little():
+    found = plan(fleet(256), 4096).reasons.worth
+    assert all(0 <= w.one_more < 0.02 for w in found)
+    assert any(w.one_more > 0 for w in found)
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def shown(made: Plan) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(plan_table(made))
+    return console.export_text()
+
+
+def test_whether_mixing_pays_is_said_first():
+    made = plan(two_classes(), 8)
+    first, second, third, *_ = why(made)
+    assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
+    assert second.endswith("; no plan takes less")
+    assert third == "what binds: compute of fast, slow"
+    assert shown(made).startswith("mixing pays")
+
+
+def test_that_mixing_does_not_pay_comes_with_what_to_do():
+    wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
+    lines = why(plan(two_classes(network=wire), 8))
+    assert lines[0].startswith("mixing does not pay: only fast takes")
+    assert "give the job a cluster of that class" in lines[0]
+    assert "; links inside hosts, as measured (" in lines[2]
 
 
 def test_a_device_without_samples_is_idle():
@@ -112,9 +217,15 @@ def test_a_device_without_samples_is_idle():
 
 
 def test_the_table_shows_every_class_with_its_part():
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(plan_table(plan(two_classes(), 8)))
-    rows = console.export_text().splitlines()
+    rows = shown(plan(two_classes(), 8)).splitlines()
     fast = next(row for row in rows if row.startswith("│ fast"))
-    assert [cell.strip() for cell in fast.split("│")[1:-1]][:4] == ["fast", "1", "6", "6 x 1"]
-    assert fast.rstrip("│ ").endswith("100%")
+    cells = [cell.strip() for cell in fast.split("│")[1:-1]]
+    assert cells[:4] == ["fast", "1", "6", "6 x 1"]
+    assert cells[6] == "100%"
+    assert cells[7].startswith("+")
+
+
+def test_json_has_all_of_it():
+    data = json.loads(plan(two_classes(), 8).model_dump_json())
+    assert set(data["reasons"]) == {"mixing", "binds", "worth", "alternatives"}
+    assert data["prediction"]["bound_s"] == pytest.approx(data["prediction"]["step_s"])

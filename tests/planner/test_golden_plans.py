@@ -67,7 +67,7 @@ def summary(setting: Profile, batch: int, strategy: str) -> object:
             }
             for worker, expected in zip(made.workers, made.prediction.workers)
         ],
-        "alternatives": [a.model_dump(mode="json") for a in made.alternatives],
+        "reasons": made.reasons.model_dump(mode="json"),
     }
 
 

@@ -20,6 +20,7 @@ from policies import (
 from profiles import GIB, Card, block, fleet, line, profile, steady
 
 from gpumix.cost.curves import MicroBatches
+from gpumix.cost.memory import Activations
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.proportional import proportional
 from gpumix.spec.cluster import DeviceClass
@@ -89,7 +90,9 @@ def shifted(setting, mode, batch, number):
 
 def memory(setting, name, mode, samples, size):
     """The part of a device's usable memory that is filled, as the worker with an equal share."""
-    demands = setting.memory.demands(MicroBatches.of([samples], [size]), mode)
+    demands = setting.memory.demands(
+        Activations(setting.profile.model, MicroBatches.of([samples], [size]), mode)
+    )
     held = demands.fixed
     if setting.zero_stage:
         held = held + demands.rounding + demands.per_share / len(setting.devices)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Alternative, Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -23,6 +23,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons, Worth
 
 CLUSTER = Cluster(
     classes=(
@@ -57,7 +58,12 @@ def make_plan(**changes) -> Plan:
                 ),
             ),
         ),
-        "alternatives": (Alternative(strategy="even", step_s=None, why="does not fit"),),
+        "reasons": Reasons(
+            mixing=Mixing(pays=True, best_class="fast", speedup=1.5),
+            binds=Binding(compute=("fast",)),
+            worth=(Worth(device_class="fast", whole=None, one_more=0.1),),
+            alternatives=(Alternative(strategy="even", step_s=None, why="does not fit"),),
+        ),
     }  # fmt: skip
     return Plan(**(fields | changes))
 
@@ -87,11 +93,12 @@ def make_profile() -> Profile:
             kinds=(kind,),
             root=RootUnit(trainable=5, kept=CURVE, head=CURVE),
         ),
-        classes=(
+        classes=tuple(
             ClassProfile(
-                device_class="fast", units={"Block": times, ROOT: times},
+                device_class=name, units={"Block": times, ROOT: times},
                 optimizer_s_per_element=1e-9, framework_bytes=3, largest_micro_batch=4,
-            ),
+            )
+            for name in ("fast", "slow")
         ),
         collectives=Collectives(gather="native"),
         network=(CollectiveTimes(operation="gather", form="native", times=CURVE),),
@@ -228,8 +235,10 @@ def test_a_unit_that_is_called_twice_has_its_parameters_once():
         ((1, 2), (1,), "2 sizes but 1 values"),
         ((2, 1), (1, 1), "must be positive and grow"),
         ((0, 1), (1, 1), "must be positive and grow"),
-        ((1, 2), (1, float("nan")), "must be finite"),
-        ((1, 2), (1, -1), "must be finite and not negative"),
+        ((1, float("inf")), (1, 1), "should be a finite number"),
+        ((float("nan"),), (1,), "should be a finite number"),
+        ((1, 2), (1, float("nan")), "should be a finite number"),
+        ((1, 2), (1, -1), "must not be negative"),
     ],
 )
 def test_a_curve_that_is_none(sizes, values, said):

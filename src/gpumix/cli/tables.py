@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from gpumix.spec.units import show_seconds
+from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.train.tables import labelled, new_table
 
 if TYPE_CHECKING:
     from gpumix.planner.change import Outlook
+    from gpumix.planner.compare import Comparison, Row
 
 
 def outlook_table(found: Sequence[Outlook]) -> RenderableType:
@@ -20,9 +21,7 @@ def outlook_table(found: Sequence[Outlook]) -> RenderableType:
     priced = any(o.price_per_hour is not None for o in found)
     columns = ["change", "devices", "step", "tokens/s", "worth"]
     columns += ["price per hour", "per billion tokens"] if priced else []
-    table = Table(title="what if", title_justify="left", title_style="bold", expand=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number == 0)
+    table = new_table("what if", *columns)
     for outlook in found:
         cells = [
             outlook.change,
@@ -36,6 +35,39 @@ def outlook_table(found: Sequence[Outlook]) -> RenderableType:
         table.add_row(*cells)
     notes = [Text(f"{o.change}: {o.why}") for o in found if o.why]
     return Group(table, *notes)
+
+
+def comparison_table(found: Comparison, *, emulated: bool) -> RenderableType:
+    """One row per strategy, and under the table why each lost."""
+    classes = sorted({room.device_class for row in found.rows for room in row.head_room})
+    columns = ["strategy", "step", "tokens/s", "against the best", "ZeRO"]
+    table = new_table("compare", *columns, *(f"free on {name}" for name in classes))
+    fastest = next(row for row in found.rows if row.strategy == found.best).step_s
+    for row in found.rows:
+        table.add_row(row.strategy, *_figures(row, fastest), *_head_rooms(row, classes))
+    notes = [Text(f"{row.strategy}: {row.why}") for row in found.rows]
+    return Group(labelled(table, emulated), *notes)
+
+
+def _figures(row: Row, fastest: float | None) -> list[str]:
+    if row.step_s is None or row.tokens_per_s is None:
+        return ["not possible", "", "", ""]
+    times = row.step_s / fastest if fastest else 1.0
+    return [
+        show_seconds(row.step_s),
+        f"{row.tokens_per_s:.0f}",
+        f"{times:.2f} x",
+        str(row.zero_stage),
+    ]
+
+
+def _head_rooms(row: Row, classes: Sequence[str]) -> list[str]:
+    """Memory that is left, the least of a class; nothing for a class that is left out."""
+    rooms = {room.device_class: room for room in row.head_room}
+    return [
+        f"{show_bytes(rooms[name].free_bytes)} ({rooms[name].part:.0%})" if name in rooms else ""
+        for name in classes
+    ]
 
 
 def _amount(price: float | None) -> str:

@@ -6,7 +6,11 @@ at every choice of a device class at once and the prediction of one plan uses th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -27,8 +31,28 @@ def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
 def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
     """Seconds at each of `sizes`. A point above a later one is lowered to it: what disturbs a
     measurement makes it longer, and less work does not take longer than more."""
-    values = np.minimum.accumulate(np.asarray(curve.values)[::-1])[::-1]
-    return _between(curve, values, sizes)
+    return _between(curve, np.asarray(_lowered(curve)), sizes)
+
+
+def seconds_of(curve: Curve, size: float) -> float:
+    """The same for one size, without arrays: links are asked one message at a time."""
+    at, values = curve.sizes, _lowered(curve)
+    if size <= 0:
+        return 0.0
+    if size >= at[-1]:
+        return values[-1] * (size / at[-1])
+    right = bisect_right(at, size)
+    if right == 0:
+        return values[0]
+    left = right - 1
+    part = (size - at[left]) / (at[right] - at[left])
+    return values[left] + part * (values[right] - values[left])
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few curves, thousands of times
+def _lowered(curve: Curve) -> tuple[float, ...]:
+    """The values of a curve of times, none above a later one."""
+    return tuple(accumulate(reversed(curve.values), min))[::-1]
 
 
 def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
@@ -48,12 +72,16 @@ def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArr
 class MicroBatches:
     """How workers cut their samples: `full` micro-batches of `size` and one of `rest` samples.
 
-    One entry per worker or per choice; the arrays have one shape. Size 0 means no samples.
+    One entry per worker or per choice; the arrays have one shape. Size 0 means no samples. What is
+    summed of a curve is kept, for a search asks again and again.
     """
 
     size: IntArray
     full: IntArray
     rest: IntArray
+    _known: dict[tuple[str, Curve], FloatArray] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, samples: npt.ArrayLike, micro_batch: npt.ArrayLike) -> Self:
@@ -70,19 +98,34 @@ class MicroBatches:
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
-        return self.over_all(seconds_at(curve, self._range()))
+        return self._once("all", curve, lambda: self.over_all(seconds_at(curve, self.range)))
+
+    def smallest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the smallest micro-batch."""
+        return self._once("smallest", curve, lambda: seconds_at(curve, self.range)[self.smallest])
+
+    def largest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the largest micro-batch."""
+        return self._once("largest", curve, lambda: seconds_at(curve, self.range)[self.size])
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""
-        return self.over_all(bytes_at(curve, self._range()))
+        return self._once("bytes", curve, lambda: self.over_all(bytes_at(curve, self.range)))
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Bytes of the largest micro-batch: they run one after the other."""
-        return bytes_at(curve, self._range())[self.size]
+        return self._once("largest bytes", curve, lambda: bytes_at(curve, self.range)[self.size])
 
     def over_all(self, table: FloatArray) -> FloatArray:
         """Sum over micro-batches of what `table` has for each size."""
         return self.full * table[self.size] + table[self.rest]
 
-    def _range(self) -> IntArray:
+    @property
+    def range(self) -> IntArray:
+        """All sizes from 0 to that of the largest micro-batch."""
         return np.arange(int(self.size.max(initial=0)) + 1)
+
+    def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
+        if (what, curve) not in self._known:
+            self._known[what, curve] = make()
+        return self._known[what, curve]

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at
 from gpumix.cost.network import GRADIENT_BYTES, Links, UnitSize, unit_sizes
-from gpumix.cost.phases import Pass, Phase, phases
+from gpumix.cost.phases import Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import DTYPE_BYTES, Mode, ZeroStage, cut_sizes
@@ -75,13 +75,11 @@ class Demands:
     """Bytes by phase (first axis) of many choices: without state, and what a share of it adds.
 
     `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
-    `on_host` is what each choice keeps on the host, whatever the phase.
     """
 
     fixed: FloatArray
     rounding: FloatArray
     per_share: FloatArray
-    on_host: FloatArray
 
     def capacity(self, free_bytes: float) -> FloatArray:
         """The largest share of the state, at most 1, that each choice leaves room for.
@@ -108,10 +106,6 @@ class MemoryModel:
     links: Links
     ranks: int
     zero_stage: ZeroStage = 3
-
-    @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        return phases(self.profile.model)
 
     @cached_property
     def sizes(self) -> Mapping[str, UnitSize]:
@@ -161,8 +155,29 @@ class MemoryModel:
     def _frozen_bytes(self) -> int:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 
-    def without_shares(self, phase: Phase, held: Activations) -> dict[str, FloatArray | float]:
-        """Bytes of `phase` by cause, those apart that depend on the share of the state."""
+    def demands(self, held: Activations) -> Demands:
+        """What each choice takes in each phase, to compare with any amount of memory."""
+        alike, spare, per_share = self._in_phases
+        return Demands(
+            fixed=held.column(alike) + held.in_phases,
+            rounding=held.column(spare),
+            per_share=held.column(per_share),
+        )
+
+    @cached_property
+    def _in_phases(self) -> tuple[list[float], list[int], list[int]]:
+        """By phase: what all choices take, what is set aside for rounding, what a share adds."""
+        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
+        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
+        moments = phases(self.profile.model)
+        return (
+            [float(sum(self._of_any_choice(phase).values())) for phase in moments],
+            [rounding + self._received_bytes(phase, one_off) for phase in moments],
+            [max(1, self.bytes_per_share(phase)) for phase in moments],
+        )
+
+    def _of_any_choice(self, phase: Phase) -> dict[str, FloatArray | float]:
+        """Bytes of `phase` by cause that depend neither on samples nor on the share."""
         gathered = phase.gathered if self.zero_stage == 3 else ()
         gradients = phase.gradients if self.zero_stage >= 2 else ()
         return {
@@ -171,29 +186,7 @@ class MemoryModel:
             "gathered": self.links.padding_bytes
             + sum(self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in gathered),
             "gradients": sum(self.sizes[n].gradient_bytes for n in gradients),
-            "activations": held.kept(phase),
-            "boundary gradients": held.boundary(phase),
-            "working set": held.working(phase),
         }
-
-    def demands(self, micro: MicroBatches, mode: Mode) -> Demands:
-        """What each choice of `micro` takes in each phase, to compare with any amount of memory."""
-        held = Activations(self.profile.model, micro, mode)
-        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
-        fixed = np.empty((len(self.phases), *micro.size.shape))
-        for place, phase in enumerate(self.phases):
-            fixed[place] = sum(self.without_shares(phase, held).values())
-        spare = [rounding + self._received_bytes(p, one_off) for p in self.phases]
-        across = (len(self.phases),) + (1,) * micro.size.ndim
-        return Demands(
-            fixed=fixed,
-            rounding=np.asarray(spare, np.float64).reshape(across),
-            per_share=np.asarray(
-                [max(1, self.bytes_per_share(p)) for p in self.phases], np.float64
-            ).reshape(across),
-            on_host=held.most_on_host(self.phases),
-        )
 
     def bytes_per_share(self, phase: Phase) -> int:
         """What `phase` holds more at share 1 than at share 0."""
@@ -207,29 +200,29 @@ class MemoryModel:
         and but for the last digits.
         """
         model, sizes = self.profile.model, np.arange(1, largest + 1)
-        curves = [model.root.kept, *(c for k in model.kinds for c in (k.kept, k.gradient))]
-        together = [bytes_at(curve, sizes) for curve in curves]
+        of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
+        together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
         return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
     def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
-        """Peak by cause, the framework apart, of each entry of `held` that stores `owned`."""
+        """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
         state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
         moments = []
-        for phase in self.phases:
-            causes = {"state": state} | self.without_shares(phase, held)
+        for phase in held.phases:
+            causes = {"state": state} | self._of_any_choice(phase) | held.by_cause(phase)
             received = [self._received_bytes(phase, dict(o.elements)) for o in owned]
             causes["gradients"] = causes["gradients"] + np.asarray(received, np.float64)
             moments.append(causes)
         highest = np.argmax([np.asarray(sum(causes.values())) for causes in moments], axis=0)
         peaks: list[dict[str, int]] = [{}] * len(owned)
         for phase in set(highest.tolist()):
-            ranks = np.flatnonzero(highest == phase)
+            places = np.flatnonzero(highest == phase)
             by_cause = {
-                cause: np.broadcast_to(size, state.shape)[ranks].astype(np.int64).tolist()
+                cause: np.broadcast_to(size, state.shape)[places].astype(np.int64).tolist()
                 for cause, size in moments[phase].items()
             }
-            for place, rank in enumerate(ranks):
-                peaks[rank] = {cause: sizes[place] for cause, sizes in by_cause.items()}
+            for number, place in enumerate(places):
+                peaks[place] = {cause: sizes[number] for cause, sizes in by_cause.items()}
         return peaks
 
     def _owned_bytes(self, owned: Owned) -> int:
@@ -257,6 +250,7 @@ class Activations:
     """
 
     def __init__(self, model: ModelProfile, micro: MicroBatches, mode: Mode) -> None:
+        self._model = model
         self._micro = micro
         self._mode = mode
         self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
@@ -268,37 +262,55 @@ class Activations:
         if mode.boundary == "host":
             self._passing = {n: _up(2 * micro.largest_bytes(curve)) for n, curve in left.items()}
         self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
-        self._working: dict[tuple[str, Pass], FloatArray] = {
-            (ROOT, "head"): _up(micro.largest_bytes(model.root.head))
-        }
+        self._working = {(ROOT, "head"): _up(micro.largest_bytes(model.root.head))}
         for name, kind in self._kinds.items():
             self._working[name, "forward"] = _up(micro.largest_bytes(kind.forward))
             self._working[name, "backward"] = _up(self._of_backward(kind))
 
-    def kept(self, phase: Phase) -> FloatArray | float:
-        """What calls leave on the device until their backward."""
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The moments of a step."""
+        return phases(self._model)
+
+    @cached_property
+    def in_phases(self) -> FloatArray:
+        """Bytes on the device by phase, all causes together; the phases are the first axis."""
+        found = np.empty((len(self.phases), *self._micro.size.shape))
+        for place, phase in enumerate(self.phases):
+            found[place] = sum(self.by_cause(phase).values())
+        return found
+
+    @cached_property
+    def on_host(self) -> FloatArray:
+        """The most that calls leave on the host until their backward."""
+        most = np.zeros(self._micro.size.shape)
+        if self._mode.boundary == "host":
+            for phase in self.phases:
+                kept = (count * self._kept[name] for name, count in phase.kept if name != ROOT)
+                most = np.maximum(most, sum(kept))
+        return most
+
+    def column(self, by_phase: Sequence[float]) -> FloatArray:
+        """One number a phase, to go with `in_phases`."""
+        return np.asarray(by_phase, np.float64).reshape(-1, *(1,) * self._micro.size.ndim)
+
+    def by_cause(self, phase: Phase) -> dict[str, FloatArray | float]:
+        """Bytes on the device in `phase`: what calls leave until their backward, gradients between
+        two calls of all micro-batches that are under way, and what the one that is computed needs.
+        """
+        boundary, working = phase.boundary, phase.working
+        return {
+            "activations": self._kept_in(phase),
+            "boundary gradients": 0.0 if boundary is None else self._boundary[boundary],
+            "working set": 0.0 if working is None else self._working[working],
+        }
+
+    def _kept_in(self, phase: Phase) -> FloatArray | float:
         total: FloatArray | float = 0.0
         for name, count in phase.kept:
             kept, passing = count * self._kept[name], self._passing.get(name)
             total = total + (kept if passing is None else np.minimum(kept, passing))
         return total
-
-    def most_on_host(self, phases: Sequence[Phase]) -> FloatArray:
-        """What calls leave on the host until their backward, in the phase in which it is most."""
-        most = np.zeros(self._micro.size.shape)
-        if self._mode.boundary == "host":
-            for phase in phases:
-                kept = (count * self._kept[name] for name, count in phase.kept if name != ROOT)
-                most = np.maximum(most, sum(kept))
-        return most
-
-    def boundary(self, phase: Phase) -> FloatArray | float:
-        """Gradients between two calls, of all micro-batches that are under way."""
-        return 0.0 if phase.boundary is None else self._boundary[phase.boundary]
-
-    def working(self, phase: Phase) -> FloatArray | float:
-        """What one micro-batch needs while it is computed; they run one after the other."""
-        return 0.0 if phase.working is None else self._working[phase.working]
 
     def _of_backward(self, kind: UnitKind) -> FloatArray:
         whole = self._micro.largest_bytes(kind.backward)

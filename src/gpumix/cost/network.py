@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from gpumix.cost.wire import Operation, Wire
 from gpumix.spec.errors import InputError
@@ -37,16 +38,50 @@ class UnitSize:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the state is divided: the ZeRO stage, among whom, by which collectives and shares.
+class Cuts:
+    """How buffers are cut into intervals, one for each of `ranks`: all at `shares`, or equally if
+    they divide by the ranks (`even`), or never equally."""
 
-    `shares` is one per rank, or those of one host where each host divides the whole state.
+    ranks: int
+    even: bool = False
+    shares: tuple[float, ...] = ()
+
+    @classmethod
+    def alike(cls, ranks: int) -> Self:
+        """All ranks have the same share."""
+        return cls(ranks, even=True)
+
+    @classmethod
+    def unlike(cls, ranks: int) -> Self:
+        """The ranks have shares that differ by much."""
+        return cls(ranks, even=ranks == 1)
+
+    @classmethod
+    def at(cls, shares: tuple[float, ...]) -> Self:
+        """Each rank has its share."""
+        return cls(len(shares), even=max(shares) == min(shares), shares=shares)
+
+    def equal(self, numel: int) -> bool:
+        """Whether a buffer of `numel` elements is cut into equal intervals."""
+        if self.even:
+            return numel % self.ranks == 0
+        # Rounding moves each end of an interval by half an element at most.
+        if not self.shares or (max(self.shares) - min(self.shares)) * numel > 2:
+            return False
+        return len(set(cut_sizes(numel, self.shares))) == 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the state is divided: the ZeRO stage, among whom, by which collectives, into which cuts.
+
+    Where each host divides the whole state, the cuts are those of one host.
     """
 
     zero_stage: ZeroStage
     sharding: Sharding
     collectives: Collectives
-    shares: tuple[float, ...]
+    cuts: Cuts
 
     @property
     def group(self) -> RankGroup:
@@ -93,7 +128,7 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
     sizes = unit_sizes(profile.model)
     gather = {name: moves.gather_s(size) for name, size in sizes.items()}
     none = dict.fromkeys(sizes, 0.0)
-    if len(layout.shares) == 1 and layout.sharding == "all":
+    if layout.cuts.ranks == 1 and layout.sharding == "all":
         return free_links(profile.model)
     return Links(
         gather_s=none if layout.zero_stage == 0 else gather,
@@ -119,7 +154,6 @@ class _Moves:
         self._layout = layout
         self._dtype = profile.compute_dtype
         self._padding = layout.collectives.padding
-        self._spread = max(layout.shares) - min(layout.shares)
 
     def gather_s(self, size: UnitSize) -> float:
         """Of a unit's parameters; those without gradient lie in a buffer of their own."""
@@ -172,7 +206,7 @@ class _Moves:
         """The form of one collective over a buffer of `numel` elements."""
         layout = self._layout
         named = layout.collectives.gather if operation == "gather" else layout.collectives.reduce
-        equal = self._cut_equally(numel)
+        equal = layout.cuts.equal(numel)
         if equal and self._wire.knows(operation, "native", layout.group):
             return "native"
         if named == "native" and not equal:
@@ -182,12 +216,3 @@ class _Moves:
                 fix="plan again from a new profile: `gpumix plan JOB.yaml`",
             )
         return named
-
-    def _cut_equally(self, numel: int) -> bool:
-        """Whether a buffer of `numel` elements is cut into equal intervals."""
-        shares = self._layout.shares
-        if self._spread == 0:
-            return numel % len(shares) == 0
-        if self._spread * numel > 2:
-            return False  # rounding moves each end of an interval by half an element at most
-        return len(set(cut_sizes(numel, shares))) == 1

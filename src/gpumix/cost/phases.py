@@ -15,6 +15,7 @@ from typing import Literal
 
 from gpumix.spec.profile import ROOT, ModelProfile
 
+Names = tuple[str, ...]
 Pass = Literal["forward", "backward", "head"]
 
 
@@ -41,11 +42,11 @@ def phases(model: ModelProfile) -> tuple[Phase, ...]:
 
     The optimizer's moment holds only what all others hold too, and so is never the peak.
     """
-    return _moments(model.calls, model.kind_of_call)
+    return _phases(model.calls, model.kind_of_call)
 
 
-@lru_cache(maxsize=64)  # every setting of a search asks again
-def _moments(calls: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[Phase, ...]:
+@lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
+def _phases(calls: Names, kinds: Names) -> tuple[Phase, ...]:
     most: dict[Phase, Phase] = {}
     for phase in _step(calls, kinds):
         alike = replace(phase, kept=())
@@ -58,7 +59,7 @@ def _calls(phase: Phase) -> int:
     return sum(count for _, count in phase.kept)
 
 
-def _step(calls: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[Phase]:
+def _step(calls: Names, kinds: Names) -> Iterator[Phase]:
     """All moments of a step."""
     kept = _kept_before(kinds)
     for k, kind in enumerate(kinds):
@@ -71,7 +72,7 @@ def _step(calls: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[Phase]:
 
 
 def _backward(
-    calls: tuple[str, ...], kinds: tuple[str, ...], kept: list[tuple[tuple[str, int], ...]]
+    calls: Names, kinds: Names, kept: list[tuple[tuple[str, int], ...]]
 ) -> Iterator[Phase]:
     """Two moments a call: while it is computed, and when its reduction has begun and the one
     before it is waited for. A unit's gradient lives from its last call to that wait."""

@@ -19,7 +19,7 @@ from gpumix.cost.memory import (
     owned_by_rank,
     usable_bytes,
 )
-from gpumix.cost.network import Layout, Links, free_links, links_for
+from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.time import (
     can,
     exposed_seconds,
@@ -28,10 +28,9 @@ from gpumix.cost.time import (
     passes_meet,
 )
 from gpumix.cost.wire import wire_for
-from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.profile import Profile
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
@@ -129,9 +128,7 @@ class _Step:
             micro = MicroBatches.of([n for n, _, _ in alike], [m for _, m, _ in alike])
             held = Activations(self._profile.model, micro, mode)
             found = self._memory.peaks(held, [own for _, _, own in alike])
-            for ranks, peak, kept in zip(
-                alike.values(), found, held.most_on_host(self._memory.phases)
-            ):
+            for ranks, peak, kept in zip(alike.values(), found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
                 for rank in ranks:
                     peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(kept)
@@ -162,8 +159,10 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
-    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, shares_of_group(plan))
-    return links_for(profile, wire_for(profile, devices_of(plan)), layout)
+    cuts = Cuts.at(shares_of_group(plan))
+    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
+    wire = wire_for(profile, [(w.host, w.device_class) for w in plan.workers])
+    return links_for(profile, wire, layout)
 
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
@@ -172,14 +171,6 @@ def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     whole = {name: optimizer_seconds(profile, name) for name in names}
     replicated = plan.zero_stage == 0
     return [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in plan.workers]
-
-
-def devices_of(plan: Plan) -> tuple[Device, ...]:
-    """The devices of a plan, as far as links depend on them."""
-    return tuple(
-        Device.model_construct(id=w.device, device_class=w.device_class, host=w.host, ordinal=0)
-        for w in plan.workers
-    )
 
 
 def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
@@ -221,29 +212,13 @@ def check_match(profile: Profile, plan: Plan) -> None:
     for name, mode in sorted(
         {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
     ):
-        check_class(profile, name)
+        if name not in {c.device_class for c in profile.classes}:
+            raise InputError(
+                f"the profile knows nothing of device class '{name}'",
+                fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
         if not can(profile, name, mode):
             raise InputError(
                 f"the profile does not say what class '{name}' takes to {mode.describe()}",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
-
-
-def check_class(profile: Profile, name: str) -> None:
-    """Refuse a device class that was not measured, in full, for this model.
-
-    Raises:
-        InputError: the profile lacks the class, or the times of one of its kinds of unit.
-    """
-    measured = {c.device_class: c for c in profile.classes}
-    if name not in measured or name not in {c.name for c in profile.cluster.classes}:
-        raise InputError(
-            f"the profile knows nothing of device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )
-    missing = {ROOT, *profile.model.kind_of_call} - set(measured[name].units)
-    if missing:
-        raise InputError(
-            f"the profile has no times of unit '{min(missing)}' on device class '{name}'",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
-        )

@@ -42,14 +42,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
+from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Mode, ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
+
+Names = tuple[str, ...]
+T = TypeVar("T")
+Counts = tuple[tuple[T, int], ...]
 
 NOTHING = ""  # in the place of a unit kind: no collective runs
 
@@ -64,6 +69,17 @@ def pass_seconds(
     return work.forward_seconds(), work.backward_seconds()
 
 
+def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+    """Seconds of all that a device of class `name` computes and copies in both passes, one after
+    the other: of ways that take as long, the one with the least work is the better one."""
+    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
+    for kind, count in Counter(profile.model.kind_of_call).items():
+        both = computing.forward_s(kind) + computing.backward_s(kind)
+        total = total + count * (both + 2 * computing.copied_s(kind))
+    return total
+
+
 def passes_meet(zero_stage: ZeroStage) -> bool:
     """Whether all ranks wait for one another between forward and backward."""
     return zero_stage >= 2
@@ -74,6 +90,20 @@ def exposed_seconds(profile: Profile, links: Links) -> float:
     first = profile.model.kind_of_call[0]
     ends = links.gather_s[ROOT] + links.reduce_s[first] + links.reduce_s[ROOT]
     return ends + profile.step_overhead_s
+
+
+def moved_seconds(profile: Profile, links: Links) -> tuple[float, float]:
+    """Seconds of the two passes of a rank without samples: it waits for the collectives."""
+    model = profile.model
+    calls, kinds = model.calls, model.kind_of_call
+    forward = links.gather_s[kinds[0]]
+    for (_, gathered), count in _forward_counts(calls, kinds):
+        forward += count * links.gather_s.get(gathered, 0.0)
+    backward = links.regather_s[kinds[-1]]
+    for (_, gathered, reduced), count in _backward_counts(calls, kinds):
+        moved = links.regather_s.get(gathered, 0.0) + links.reduce_s.get(reduced, 0.0)
+        backward += count * moved
+    return forward, backward
 
 
 def optimizer_seconds(profile: Profile, device_class: str) -> float:
@@ -104,8 +134,7 @@ class Computing:
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
-        sizes = np.arange(int(self.micro.size.max(initial=0)) + 1)
-        kept = bytes_at(self.model.kind(kind).kept, sizes)
+        kept = bytes_at(self.model.kind(kind).kept, self.micro.range)
         return self.micro.over_all(seconds_at(self.device.host_copy, kept))
 
     def forward_curve(self, kind: str) -> Curve:
@@ -122,16 +151,6 @@ class Computing:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What the calls of one kind take in one pass, collectives left out: by the samples of a
-    micro-batch, for all micro-batches, and to copy."""
-
-    by_size: FloatArray
-    all_s: FloatArray
-    copied_s: FloatArray | float
-
-
-@dataclass(frozen=True)
 class _Work:
     """What devices of one class do in a step, with these links."""
 
@@ -139,45 +158,50 @@ class _Work:
     links: Links
 
     def forward_seconds(self) -> FloatArray:
-        model, first = self.computing.model, self.computing.micro.smallest
-        gathers, kinds = self.links.gather_s, model.kind_of_call
-        calls = self._calls(self.computing.forward_curve)
-        total = self._beside(calls[ROOT], gathers[kinds[0]], first)
-        for (kind, gathered), count in _alike(model.calls, kinds)[0].items():
-            total = total + count * self._beside(calls[kind], gathers.get(gathered, 0.0), first)
+        computing, gathers = self.computing, self.links.gather_s
+        kinds, beside = computing.model.kind_of_call, computing.micro.smallest_seconds
+        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], beside)
+        for (kind, gathered), count in self._forward_counts:
+            moved = gathers.get(gathered, 0.0)
+            computed = self._beside(computing.forward_curve(kind), moved, beside)
+            total = total + count * np.maximum(computed, computing.copied_s(kind))
         return total
 
     def backward_seconds(self) -> FloatArray:
-        model, last = self.computing.model, self.computing.micro.size
-        gathers, reductions, kinds = self.links.regather_s, self.links.reduce_s, model.kind_of_call
-        calls = self._calls(self.computing.backward_curve)
-        total = self._beside(calls[ROOT], gathers[kinds[-1]], last)
-        for (kind, gathered, reduced), count in _alike(model.calls, kinds)[1].items():
+        computing = self.computing
+        kinds, beside = computing.model.kind_of_call, computing.micro.largest_seconds
+        gathers, reductions = self.links.regather_s, self.links.reduce_s
+        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], beside)
+        for (kind, gathered, reduced), count in self._backward_counts:
             moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
-            total = total + count * self._beside(calls[kind], moved, last)
+            computed = self._beside(computing.backward_curve(kind), moved, beside)
+            total = total + count * np.maximum(computed, computing.copied_s(kind))
         return total
 
-    def _calls(self, curve_of: Callable[[str], Curve]) -> dict[str, _Call]:
-        computing, micro = self.computing, self.computing.micro
-        sizes = np.arange(int(micro.size.max(initial=0)) + 1)
-        found = {}
-        for kind in {ROOT, *computing.model.kind_of_call}:
-            by_size = seconds_at(curve_of(kind), sizes)
-            copied = 0.0 if kind == ROOT else computing.copied_s(kind)
-            found[kind] = _Call(by_size, micro.over_all(by_size), copied)
-        return found
+    @property
+    def _forward_counts(self) -> Counts[tuple[str, str]]:
+        model = self.computing.model
+        return _forward_counts(model.calls, model.kind_of_call)
 
-    def _beside(self, call: _Call, moved_s: float, beside: IntArray) -> FloatArray:
+    @property
+    def _backward_counts(self) -> Counts[tuple[str, str, str]]:
+        model = self.computing.model
+        return _backward_counts(model.calls, model.kind_of_call)
+
+    def _beside(
+        self, curve: Curve, moved_s: float, at_once: Callable[[Curve], FloatArray]
+    ) -> FloatArray:
         """All micro-batches, with a collective beside them: in layers, beside all of them; one
-        after the other, beside the one of size `beside` alone. Copies run beside all that."""
+        after the other, beside the one that `at_once` tells of."""
+        computed = self.computing.micro.seconds(curve)
         if moved_s == 0.0:
-            return np.maximum(call.all_s, call.copied_s)
-        at_once = call.all_s
-        if self.computing.mode.order == "sequential":
-            at_once = call.by_size[beside]
-        both = np.maximum(at_once, moved_s)
-        both = both + self.links.contention * np.minimum(at_once, moved_s)
-        return np.maximum(call.all_s + (both - at_once), call.copied_s)
+            return computed
+        if self.computing.mode.order == "layered":
+            at_once = self.computing.micro.seconds
+        hiding = at_once(curve)
+        both = np.maximum(hiding, moved_s)
+        both = both + self.links.contention * np.minimum(hiding, moved_s)
+        return computed + (both - hiding)
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
@@ -194,11 +218,17 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-ForwardCall = tuple[str, str]
-BackwardCall = tuple[str, str, str]
+@lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
+def _forward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str]]:
+    return tuple(Counter(forward_calls(calls, kinds)).items())
 
 
-def forward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[ForwardCall]:
+@lru_cache(maxsize=64)
+def _backward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str, str]]:
+    return tuple(Counter(backward_calls(calls, kinds)).items())
+
+
+def forward_calls(calls: Names, kinds: Names) -> list[tuple[str, str]]:
     """Of each call: its kind, and the kind that is gathered meanwhile."""
     found = []
     for k, kind in enumerate(kinds):
@@ -207,7 +237,7 @@ def forward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[Forwar
     return found
 
 
-def backward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[BackwardCall]:
+def backward_calls(calls: Names, kinds: Names) -> list[tuple[str, str, str]]:
     """Of each call, in the order of the forward pass: its kind, and the kinds that are gathered and
     reduced meanwhile."""
     first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
@@ -218,11 +248,3 @@ def backward_calls(calls: tuple[str, ...], kinds: tuple[str, ...]) -> list[Backw
         gathered = kinds[k - 1] if more else NOTHING
         found.append((kind, gathered, kinds[k + 1] if reduces else NOTHING))
     return found
-
-
-@lru_cache(maxsize=64)  # everything that is predicted asks again
-def _alike(
-    calls: tuple[str, ...], kinds: tuple[str, ...]
-) -> tuple[Counter[ForwardCall], Counter[BackwardCall]]:
-    """How many calls of each pass are alike."""
-    return Counter(forward_calls(calls, kinds)), Counter(backward_calls(calls, kinds))

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
-from gpumix.cost.curves import seconds_at
-from gpumix.spec.cluster import Device
+from gpumix.cost.curves import seconds_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
 
+Place = tuple[str, str]  # host and class of a device
 Operation = Literal["gather", "reduce"]
 
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
@@ -69,7 +69,7 @@ class Measured:
             return 0.0
         for times in self._of(operation, group):
             if times.form == form:
-                return float(seconds_at(times.times, size))
+                return seconds_of(times.times, size)
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
@@ -98,16 +98,16 @@ class Stated:
     ranks: int
 
     @classmethod
-    def of(cls, network: Network, devices: Iterable[Device]) -> Stated:
-        """The links between `devices`.
+    def of(cls, network: Network, places: Iterable[Place]) -> Stated:
+        """The links between devices at `places`.
 
         Raises:
             InputError: no link is stated between some of them.
         """
-        on_host: dict[str, Counter[str]] = {}
-        for device in devices:
-            on_host.setdefault(device.host, Counter())[device.device_class] += 1
-        kinds = Counter(tuple(sorted(count.items())) for count in on_host.values())
+        on_host: dict[str, list[tuple[str, int]]] = {}
+        for (host, name), count in Counter(places).items():
+            on_host.setdefault(host, []).append((name, count))
+        kinds = Counter(tuple(sorted(counts)) for counts in on_host.values())
         inside = []
         for kind in kinds:
             count = sum(n for _, n in kind)
@@ -116,7 +116,8 @@ class Stated:
         between = None
         if len(on_host) > 1:
             between = _slowest(network, "between", _across(kinds))
-        return cls(tuple(inside), between, len(on_host), sum(c.total() for c in on_host.values()))
+        ranks = sum(alike * count for kind, alike in kinds.items() for _, count in kind)
+        return cls(tuple(inside), between, len(on_host), ranks)
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
         if group == "across":  # an all-reduce: replicas add up what they reduced
@@ -136,18 +137,18 @@ class Stated:
     def _slowest_step(self, size: float) -> float:
         links = [link for _, link in self.inside]
         links += [self.between] if self.between is not None else []
-        return max(float(seconds_at(link.times, size)) for link in links)
+        return max(seconds_of(link.times, size) for link in links)
 
     def _inside(self, size: float) -> float:
         return max(
-            ((n - 1) * float(seconds_at(link.times, size / n)) for n, link in self.inside),
+            ((n - 1) * seconds_of(link.times, size / n) for n, link in self.inside),
             default=0.0,
         )
 
     def _between(self, size: float) -> float:
         if self.between is None:
             return 0.0
-        return (self.hosts - 1) * float(seconds_at(self.between.times, size / self.hosts))
+        return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
 
     def _tree(self, size: float) -> float:
         """To one host from all, or from it to all, by two trees that share the work (Sanders, Speck
@@ -155,8 +156,9 @@ class Stated:
         pieces that move at the same time, and the first of them climbs all levels."""
         if self.between is None:
             return 0.0
-        stream, piece = seconds_at(self.between.times, [size, min(size, TREE_PIECE_BYTES)])
-        return float(stream + math.ceil(math.log2(self.hosts)) * piece)
+        times = self.between.times
+        levels = math.ceil(math.log2(self.hosts))
+        return seconds_of(times, size) + levels * seconds_of(times, min(size, TREE_PIECE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -177,20 +179,37 @@ class Either:
         return self.measured if found else self.stated
 
 
-def wire_for(profile: Profile, devices: tuple[Device, ...]) -> Wire:
-    """The links between `devices`, as far as the profile or its cluster knows them."""
-    if len(devices) == 1:
+class Remembered:
+    """A wire that is asked for the same collectives again and again."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._known: dict[tuple[Operation, str, RankGroup, float], float] = {}
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        asked = (operation, form, group, size)
+        if asked not in self._known:
+            self._known[asked] = self._wire.seconds(*asked)
+        return self._known[asked]
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return self._wire.knows(operation, form, group)
+
+
+def wire_for(profile: Profile, places: Collection[Place]) -> Wire:
+    """The links between devices at `places`, as far as the profile or its cluster knows them."""
+    if len(places) == 1:
         return Free()
     network, measured = profile.cluster.network, Measured(profile.network)
     if network is None:
         return measured if profile.network else Free()
-    stated = Stated.of(network, devices)
+    stated = Stated.of(network, places)
     return Either(measured, stated) if profile.network else stated
 
 
-def forms_for(profile: Profile, wire: Wire) -> Collectives:
+def forms_for(profile: Profile) -> Collectives:
     """The forms for unequal intervals: those that were measured to be fastest, or NCCL's lists."""
-    if isinstance(wire, Stated):
+    if profile.cluster.network is not None and not profile.network:
         return Collectives(gather="list", reduce="list")
     return profile.collectives
 

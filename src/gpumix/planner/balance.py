@@ -1,7 +1,7 @@
 """From the limits of the fastest choice to the part of each device.
 
 The limits usually allow more samples than the batch has. The surplus is taken where it balances
-best: the time without communication of the busiest device is made as small as possible. The state
+best: the work of the busiest device is made as small as possible. The state
 is then spread as evenly as room and the update's limit allow, and each device runs the micro-batch
 and mode that keep it least busy. Devices of a class are alike: the first by id gets the most
 samples. Ties go by class name, then device id.
@@ -30,7 +30,7 @@ class _Row:
 
     member: Member
     most: IntArray
-    busy_s: FloatArray
+    work_s: FloatArray
 
 
 def parts(
@@ -38,7 +38,7 @@ def parts(
 ) -> dict[str, Part]:
     """The part of each device by id."""
     rows = [
-        _Row(member, _spread(runs, pool.alike), _least_busy(member, choice.limits))
+        _Row(member, _spread(runs, pool.alike), _least_work(member, choice.limits))
         for pool, chosen in zip(pools, choice.samples)
         for member, runs in zip(pool.members, chosen)
     ]
@@ -67,7 +67,7 @@ def _spread(runs: Sequence[tuple[int, int]], alike: int) -> IntArray:
 
 def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
     """Samples that add up to `batch`, none more than the choice, the busiest device least busy."""
-    levels = np.unique(np.concatenate([row.busy_s for row in rows]))
+    levels = np.unique(np.concatenate([row.work_s for row in rows]))
     low, high = 0, len(levels) - 1
     while low < high:
         middle = (low + high) // 2
@@ -80,10 +80,10 @@ def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
     return _trimmed(counts, [_within(row, floor) for row in rows], batch)
 
 
-def _least_busy(member: Member, limits: Limits) -> FloatArray:
-    """Seconds without communication for each row of samples, never falling as samples grow."""
+def _least_work(member: Member, limits: Limits) -> FloatArray:
+    """Seconds of work for each row of samples, never falling as samples grow."""
     options = member.options
-    allowed = np.where(options.allowed(limits), options.busy_s, np.inf)
+    allowed = np.where(options.allowed(limits), options.work_s, np.inf)
     least: FloatArray = np.minimum.reduceat(allowed, options.starts)
     rising: FloatArray = np.minimum.accumulate(least[::-1])[::-1]
     return rising
@@ -91,7 +91,7 @@ def _least_busy(member: Member, limits: Limits) -> FloatArray:
 
 def _within(row: _Row, seconds: float) -> IntArray:
     """The most samples that each device does in `seconds` without exceeding its choice."""
-    place = int(np.searchsorted(row.busy_s, seconds, side="right")) - 1
+    place = int(np.searchsorted(row.work_s, seconds, side="right")) - 1
     reach = int(row.member.options.rows[place]) if place >= 0 else 0
     return np.minimum(row.most, reach)
 

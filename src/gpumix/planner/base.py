@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from gpumix.cost.predict import check_class, predict
+from gpumix.cost.predict import predict
 from gpumix.planner.setting import Setting
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
@@ -47,7 +47,7 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
     """The devices of the request in rank order.
 
     Raises:
-        InputError: a device is not in the cluster, or its class was not measured.
+        InputError: a device is not in the cluster.
     """
     known = {d.id: d for d in profile.cluster.devices}
     wanted = set(request.devices) or set(known)
@@ -58,8 +58,6 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
             why=f"it holds {', '.join(sorted(known))}",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
-    for name in sorted({known[id_].device_class for id_ in wanted}):
-        check_class(profile, name)
     return tuple(d for d in profile.cluster.in_rank_order() if d.id in wanted)
 
 

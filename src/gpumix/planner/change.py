@@ -11,7 +11,7 @@ from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.optimal import optimal
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, TokenRate
 from gpumix.spec.profile import Profile
 
 SECONDS_PER_HOUR = 3600.0
@@ -24,7 +24,7 @@ class Outlook(Value):
     change: str
     devices: dict[str, int] = Field(description="by class, those that take part in the plan")
     step_s: float | None = Field(default=None, description="None: nothing fits")
-    tokens_per_s: float | None = None
+    tokens_per_s: TokenRate | None = None
     worth: float | None = Field(
         default=None, description="tokens a second against those of the first, 0.1 is 10 % more"
     )

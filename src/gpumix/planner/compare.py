@@ -8,7 +8,7 @@ from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import STRATEGIES, verdict
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan, ZeroStage
+from gpumix.spec.plan import Plan, TokenRate, ZeroStage
 from gpumix.spec.profile import Profile
 
 
@@ -25,7 +25,7 @@ class Row(Value):
 
     strategy: str
     step_s: float | None = None
-    tokens_per_s: float | None = None
+    tokens_per_s: TokenRate | None = None
     zero_stage: ZeroStage | None = None
     head_room: tuple[HeadRoom, ...] = Field(
         default=(), description="classes by name; those that the plan leaves out are missing"

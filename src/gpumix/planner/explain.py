@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
-from gpumix.planner.optimal import optimal
+from gpumix.planner.optimal import least_step_s, optimal
+from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
+from gpumix.planner.worth import Cluster
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Alternative, Plan
+from gpumix.spec.network import Link
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons
 from gpumix.spec.space import ENGINE, Space
 
 STRATEGIES: dict[str, Strategy] = {
@@ -25,6 +33,11 @@ STRATEGIES: dict[str, Strategy] = {
 WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
 SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class
 
+Where = Literal["inside", "between"]
+PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
+FREE = Link(times=Curve(sizes=(1.0,), values=(0.0,)))
+
+ALIKE = 1e-9  # times that differ by no more are the same
 ALMOST = 0.97  # from here on a device counts as fully used
 
 
@@ -43,11 +56,11 @@ def check_strategy(name: str) -> None:
 def plan(
     profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = ENGINE
 ) -> Plan:
-    """Plan with `strategy` among what `space` has, and weigh the result against others.
+    """Plan with `strategy` among what `space` has, and say why (`Plan.reasons`).
 
-    The alternatives are the optimal and the even plan on all devices, and the optimal plan on the
-    devices of each single class, which says whether mixing pays. Their links are taken to be those
-    that were measured between all devices. `compare` weighs all strategies.
+    It is weighed against the optimal and the even plan on all devices, and the optimal plan on the
+    devices of each single class, which says whether mixing pays. Where links were measured, those
+    between all devices are taken to be those of any. `compare` weighs all strategies.
 
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
@@ -56,23 +69,39 @@ def plan(
     check_strategy(strategy)
     request = PlanRequest(global_batch=global_batch, space=space)
     chosen = STRATEGIES[strategy](profile, request)
+    best = chosen if strategy == "optimal" else optimal(profile, request)
     others = [
         _alternative(name, STRATEGIES[name], profile, request, chosen)
         for name in WEIGHED
         if name != strategy
     ]
-    others += _single_classes(profile, request, chosen)
-    return chosen.model_copy(update={"alternatives": tuple(others)})
+    paces = Paces(profile, global_batch)
+    single = _single_classes(profile, request, chosen, paces)
+    reasons = Reasons(
+        mixing=_mixing(profile, chosen, single),
+        binds=binding(profile, chosen),
+        worth=Cluster(profile, request, predicted(best).step_s, paces).worths(),
+        alternatives=(*others, *single),
+    )
+    return chosen.model_copy(update={"reasons": reasons})
 
 
-def _single_classes(profile: Profile, request: PlanRequest, chosen: Plan) -> list[Alternative]:
+def _single_classes(
+    profile: Profile, request: PlanRequest, chosen: Plan, paces: Paces
+) -> list[Alternative]:
     """The optimal plan on each class alone; none if there is only one class."""
-    alone = list(single_classes(profile, request))
-    if len(alone) == 1:
+    every = list(single_classes(profile, request))
+    if len(every) == 1:
         return []
-    return [
-        _alternative(SINGLE + name, optimal, profile, of_class, chosen) for name, of_class in alone
-    ]
+    found = []
+    for name, alone in every:
+        step_s = least_step_s(profile, alone, paces)
+        if step_s is None:
+            found.append(_alternative(SINGLE + name, optimal, profile, alone, chosen))
+        else:
+            why = against(step_s, predicted(chosen).step_s)
+            found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
+    return found
 
 
 def _alternative(
@@ -87,13 +116,19 @@ def _alternative(
 
 def verdict(other: Plan, chosen: Plan) -> str:
     """How its step compares, and which device makes it so long."""
-    own, step_s = predicted(chosen).step_s, predicted(other).step_s
-    if step_s <= own * (1 - 1e-9):
-        return f"faster than the chosen plan: its step takes {step_s / own:.0%} of the time"
-    if step_s <= own * (1 + 1e-9):
+    step_s, own_s = predicted(other).step_s, predicted(chosen).step_s
+    compared = against(step_s, own_s)
+    return f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + ALIKE) else compared
+
+
+def against(step_s: float, own_s: float) -> str:
+    """How one step compares with that of the chosen plan."""
+    if step_s <= own_s * (1 - ALIKE):
+        return f"faster than the chosen plan: its step takes {step_s / own_s:.0%} of the time"
+    if step_s <= own_s * (1 + ALIKE):
         return "as fast as the chosen plan"
-    times = step_s / own if own > 0 else float("inf")
-    return f"{times:.2f} times the step time: {_slowest(other)}"
+    times = step_s / own_s if own_s > 0 else float("inf")
+    return f"{times - 1:.1%} slower" if times < 1.1 else f"{times:.2f} times the step time"
 
 
 def _slowest(plan: Plan) -> str:
@@ -104,41 +139,73 @@ def _slowest(plan: Plan) -> str:
     rank = max(range(len(plan.workers)), key=lambda r: prediction.workers[r].busy_s)
     worker = plan.workers[rank]
     return (
-        f"{worker.device} ({worker.device_class}) computes {worker.samples} samples in "
-        f"micro-batches of {worker.micro_batch}"
+        f"{worker.device} ({worker.device_class}) computes {worker.samples} "
+        f"{'sample' if worker.samples == 1 else 'samples'} in micro-batches of {worker.micro_batch}"
     )
 
 
-def mixing(plan: Plan) -> list[str]:
-    """The chosen plan against the best single class; nothing if there is only one."""
-    step_s = predicted(plan).step_s
-    single = [a for a in plan.alternatives if a.strategy.startswith(SINGLE)]
+def _mixing(profile: Profile, plan: Plan, single: list[Alternative]) -> Mixing | None:
+    """The plan against the best single class; None if there is only one."""
     if not single:
-        return []
-    possible = [(a.step_s, a.strategy) for a in single if a.step_s is not None]
-    if not possible:
-        return ["mixing pays: no class could train this alone"]
-    best_s, best = min(possible)
-    if best_s < step_s:
-        return [
-            f"mixing does not pay: {best} takes {best_s / step_s:.0%} of the time; give the job "
-            "a cluster of that class"
-        ]
-    return [f"mixing pays: {best_s / step_s:.2f} times as fast as {best}, the best single class"]
+        return None
+    used = {w.device_class for w in plan.workers}
+    left_out = {d.device_class for d in profile.cluster.devices} - used
+    possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
+    best_s, best = min(possible, default=(None, None))
+    speedup = None if best_s is None else best_s / predicted(plan).step_s
+    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
+    return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=tuple(sorted(left_out)))
 
 
-def binding(plan: Plan) -> str:
+def binding(profile: Profile, plan: Plan) -> Binding:
     """What a faster step would need more of."""
     prediction = predicted(plan)
     step_s, workers = prediction.step_s, prediction.workers
-    class_of = {w.device: w.device_class for w in plan.workers}
     busiest = max(w.busy_s for w in workers)
-    busy = {class_of[w.device] for w in workers if w.busy_s >= ALMOST * busiest}
-    full = {class_of[w.device] for w in workers if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
-    found = [f"compute of {', '.join(sorted(busy))}"]
-    if full:
-        found.append(f"memory of {', '.join(sorted(full))}")
-    waiting = prediction.exposed_communication_s / step_s
-    if waiting > 1 - ALMOST:
-        found.append(f"the network ({waiting:.0%} of the step)")
-    return "; ".join(found)
+    named = [(planned.device_class, w) for planned, w in zip(plan.workers, workers)]
+    busy = {name for name, w in named if w.busy_s >= ALMOST * busiest}
+    full = {name for name, w in named if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
+    waiting = prediction.exposed_communication_s / step_s if step_s > 0 else 0.0
+    return Binding(
+        compute=tuple(sorted(busy)),
+        memory=tuple(sorted(full)),
+        link=_slow_link(profile, plan) if waiting > 1 - ALMOST else "",
+        waiting=waiting,
+    )
+
+
+def _slow_link(profile: Profile, plan: Plan) -> str:
+    """The links whose collectives the step waits for: without them it would be shortest."""
+    if len({w.host for w in plan.workers}) == 1:
+        return _named(profile, plan, "inside")
+    without = {
+        where: predict(freed, plan).step_s for where, freed in _with_free_links(profile).items()
+    }
+    if not without:
+        return "between all devices, as measured"
+    return _named(profile, plan, min(without, key=lambda where: (without[where], where)))
+
+
+def _with_free_links(profile: Profile) -> dict[Where, Profile]:
+    """The profile with links of one kind that take no time, where links are stated."""
+    network = profile.cluster.network
+    if network is None or profile.network:
+        return {}
+    found: dict[Where, Profile] = {}
+    for where in PLACES:
+        rest = tuple(e for e in network.exceptions if e.where != where)
+        free = network.model_copy(update={where: FREE, "exceptions": rest})
+        cluster = profile.cluster.model_copy(update={"network": free})
+        found[where] = profile.model_copy(update={"cluster": cluster})
+    return found
+
+
+def _named(profile: Profile, plan: Plan, where: Where) -> str:
+    """A place with the name of its slowest link, as it was stated."""
+    network = profile.cluster.network
+    if network is None or profile.network:
+        return f"{PLACES[where]}, as measured"
+    used = sorted({w.device_class for w in plan.workers})
+    links = [network.of(where, one, other) for one in used for other in used]
+    slowest = min((k for k in links if k is not None), key=lambda k: k.largest_bytes_per_s)
+    return f"{PLACES[where]} ({slowest.name})" if slowest.name else PLACES[where]

@@ -10,8 +10,9 @@ rounding of a cut to whole elements, but for the gap that it states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -23,14 +24,13 @@ from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
 from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
-    Cuts,
     Paces,
     PoolOptions,
     pool_options,
     tabulate,
 )
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
-from gpumix.planner.setting import Fleet, Setting, setting_of, settings
+from gpumix.planner.setting import Fleet, Setting, settings
 from gpumix.planner.shortage import no_room
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
@@ -78,50 +78,73 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    found = _Best(batch)
-    found.among(Fleet(profile, devices), request.space)
-    if profile.cluster.network is not None and not profile.network:
-        for some in _without_classes(devices):
-            found.among(Fleet(profile, some), request.space)
-    if found.solution is None:
+    best = _Best(Paces(profile, batch), float("inf"))
+    best.of(_fleets(profile, devices), request.space)
+    if best.solution is None:
         raise no_room(profile, devices, request.space, batch)
-    return _plan(found.solution, batch, found.bound_s)
+    return _plan(best.solution, batch, best.bound_s)
+
+
+def least_step_s(
+    profile: Profile, request: PlanRequest, paces: Paces, below_s: float = float("inf")
+) -> float | None:
+    """Seconds of the step of `optimal`, without the plan; None if nothing fits, or all takes longer
+    than `below_s`.
+
+    Args:
+        paces: of these classes and this batch; searches of the same classes may share them.
+
+    Raises:
+        InputError: the request names devices that the profile does not know.
+    """
+    best = _Best(paces, below_s)
+    best.of(_fleets(profile, ranked_devices(profile, request)), request.space)
+    return None if best.solution is None else best.solution.step_s
+
+
+def _fleets(profile: Profile, devices: tuple[Device, ...]) -> list[Fleet]:
+    """All devices; where links are stated, also with classes left out."""
+    fleets = [Fleet(profile, devices)]
+    if profile.cluster.network is not None and not profile.network:
+        fleets += [Fleet(profile, some) for some in _without_classes(devices)]
+    return fleets
 
 
 class _Best:
     """The fastest choice of all settings that were tried, and what bounds all of them."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, paces: Paces, below_s: float) -> None:
         self.solution: Solution | None = None
         self.bound_s = float("inf")
-        self._batch = batch
-        self._paces = Paces(batch)
+        self._place = 0  # of the solution among all settings
+        self._paces = paces
+        self._below_s = below_s  # what takes longer is of no interest
 
-    def among(self, fleet: Fleet, space: Space) -> None:
-        """Try all settings of a fleet too."""
-        if self.solution is not None and self._too_slow(fleet, space, self.solution.step_s):
-            return
-        for setting in settings(fleet, space):
-            below = float("inf") if self.solution is None else self.solution.step_s
-            solution = _Search(setting, self._batch, self._paces).solve(below)
-            if solution is not None:
-                self.bound_s = min(self.bound_s, solution.bound_s)
-                if solution.step_s < below * (1.0 - TOLERANCE):
-                    self.solution = solution
+    def of(self, fleets: Sequence[Fleet], space: Space) -> None:
+        """Try all settings, those first that promise most, until no other can be faster."""
+        every = (s for fleet in fleets for s in settings(fleet, space))
+        searches = [_Search(s, self._paces) for s in every]
+        least = [search.least_s for search in searches]
+        for place in sorted(range(len(searches)), key=lambda p: (least[p], p)):
+            below_s = self._step_s
+            if least[place] == float("inf") or least[place] > below_s * (1.0 + TOLERANCE):
+                break
+            found = searches[place].solve(below_s)
+            if found is not None:
+                self.bound_s = min(self.bound_s, found.bound_s)
+                self._take(found, place)
 
-    def _too_slow(self, fleet: Fleet, space: Space, below_s: float) -> bool:
-        """Whether these devices cannot compute the batch in time, whatever their links are."""
-        modes = tuple(space.modes(min(space.zero_stages)))
-        fastest_way = setting_of(fleet.profile, fleet.devices[:1], zero_stage=0, modes=modes)
-        speed = 0.0
-        for name, devices in fleet.classes.items():
-            if not fastest_way.modes_of(name):
-                return False
-            per_sample = self._paces.seconds_per_sample(fastest_way, name)
-            if per_sample <= 0:
-                return False
-            speed += len(devices) / per_sample
-        return self._batch / speed > below_s
+    @property
+    def _step_s(self) -> float:
+        return self._below_s if self.solution is None else self.solution.step_s
+
+    def _take(self, found: Solution, place: int) -> None:
+        """Keep it if it is faster, or as fast and of a setting that comes first."""
+        limit = self._step_s * (1.0 - TOLERANCE)
+        if found.step_s > limit and place < self._place:
+            limit = self._step_s * (1.0 + TOLERANCE)
+        if self.solution is None or found.step_s <= limit:
+            self.solution, self._place = found, place
 
 
 def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
@@ -139,23 +162,31 @@ def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]
 class _Search:
     """The search for the fastest choice in one setting."""
 
-    def __init__(self, setting: Setting, batch: int, paces: Paces) -> None:
+    def __init__(self, setting: Setting, paces: Paces) -> None:
         self.setting = setting
-        self.batch = batch
+        self.batch = paces.batch
         self.paces = paces
         self.gap = IMPROVEMENT if len(setting.devices) <= FEW_DEVICES else LARGE_GAP
 
-    def solve(self, below_s: float) -> Solution | None:
-        """The fastest choice; None if none fits, or all take longer than `below_s`."""
+    @cached_property
+    def least_s(self) -> float:
+        """No choice of this setting takes less; infinite if a class can do nothing in it."""
         setting = self.setting
         if any(not setting.modes_of(name) for name in setting.classes):
+            return float("inf")
+        return self._fixed_s + self.paces.least_seconds(setting)
+
+    def solve(self, below_s: float) -> Solution | None:
+        """The fastest choice; None if none fits, or all take longer than `below_s`."""
+        if not self.paces.enough(self.setting, below_s - self._fixed_s):
             return None
-        fixed = exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
-        least = self.paces.least_seconds(setting)
-        if fixed + least > below_s * (1.0 + TOLERANCE):
-            return None
-        found = self._nearest_first(least, below_s - fixed)
-        return None if found is None else Solution(setting, *found, fixed)
+        found = self._nearest_first(below_s - self._fixed_s)
+        return None if found is None else Solution(self.setting, *found, self._fixed_s)
+
+    @cached_property
+    def _fixed_s(self) -> float:
+        setting = self.setting
+        return exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
 
     def _fixed_update_s(self) -> float:
         """Where nothing is sharded every device updates everything."""
@@ -163,21 +194,22 @@ class _Search:
             return 0.0
         return max(optimizer_seconds(self.setting.profile, name) for name in self.setting.classes)
 
-    def _nearest_first(self, least_s: float, within_s: float) -> Found | None:
-        """The fastest choice of those whose passes take at most `within_s`; none takes less than
-        `least_s`.
+    def _nearest_first(self, within_s: float) -> Found | None:
+        """The fastest choice of those whose passes take at most `within_s`.
 
         Where nothing is known of the time, limits are tried that are not far from the least, for
         they leave few options; and few sizes first where devices can do many samples even so. A
         choice that takes no longer than the limit it was looked for in, among all sizes, is the
-        fastest of all: whatever is faster was in the tables too.
+        fastest of all: whatever is faster was in the tables too. If none of few sizes fits, all
+        small ones are tried too: what is wanted then is room, and large ones take more of it.
         """
         every = np.arange(1, self.batch + 1)
         if within_s < float("inf"):
             return self._among(every, within_s)
         few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
+        least = self.paces.least_seconds(self.setting)
         for factor in (*NEAR, float("inf")):
-            limit = least_s * factor if least_s > 0 else float("inf")
+            limit = least * factor if least > 0 else float("inf")
             sizes = every if self._most_samples(limit) <= FEW_SAMPLES else few
             found = self._among(sizes, limit)
             if found is None:
@@ -188,7 +220,8 @@ class _Search:
             return self._among(every, total * (1.0 + TOLERANCE))
         if sizes is every or self.setting.memory.ones_are_least(self.batch):
             return None
-        return self._among(every, float("inf"))
+        found = self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
+        return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
     def _most_samples(self, within_s: float) -> int:
         """More samples than this no device can do in `within_s`."""
@@ -200,29 +233,25 @@ class _Search:
         """The fastest choice among micro-batches of `sizes`."""
         if within_s < 0:
             return None
-        setting, paces = self.setting, self.paces
-        most = {name: paces.most_samples(setting, name, within_s) for name in setting.classes}
-        largest = {n: setting.largest_micro_batch(n, max(1, b)) for n, b in most.items()}
-        cuts = Cuts(setting, max(most.values()), sizes[sizes <= max(largest.values())])
-        options = {
-            name: tabulate(cuts, name, batch=b, largest=largest[name], within_s=within_s)
-            for name, b in most.items()
-        }
-        if not _enough(setting, options, self.batch):
-            return None
+        setting, classes = self.setting, self.setting.classes
+        most = {name: self.paces.most_samples(setting, name, within_s) for name in classes}
+        options: dict[str, ClassOptions] = {}
+        # Those first that may prove with the fewest options that the batch is too large.
+        for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
+            largest = setting.largest_micro_batch(name, max(1, most[name]))
+            grid = self.paces.grids.of(most[name], sizes[sizes <= largest])
+            options[name] = tabulate(setting, name, grid, within_s)
+            if not len(options[name].rows):
+                return None
+            most[name] = int(options[name].rows[-1])
+            if sum(len(classes[n]) * most[n] for n in classes) < self.batch:
+                return None
         pools = pool_options(setting, options)
         choice = fastest(pools, self.batch, self.gap)
         return None if choice is None else (pools, choice)
 
 
 Found = tuple[tuple[PoolOptions, ...], Choice]
-
-
-def _enough(setting: Setting, options: Mapping[str, ClassOptions], batch: int) -> bool:
-    """Whether every class can take part, and all together can compute the batch."""
-    if any(not len(o.rows) for o in options.values()):
-        return False
-    return sum(len(ds) * int(options[n].rows[-1]) for n, ds in setting.classes.items()) >= batch
 
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:

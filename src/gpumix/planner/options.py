@@ -8,17 +8,23 @@ dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil, floor
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.memory import Demands
-from gpumix.cost.network import Links, free_links
-from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet
+from gpumix.cost.memory import Activations, MemoryModel, free_bytes
+from gpumix.cost.network import free_links
+from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
-from gpumix.spec.plan import Mode
+from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.profile import Profile
+
+FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
+
+ROWS_AT_ONCE = 16  # grids differ by so many rows
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
 TOLERANCE = 1e-12
@@ -44,7 +50,7 @@ class ClassOptions:
     """The options of one class by growing samples, one array entry each.
 
     Where the passes of all ranks do not meet half-way, `forward_s` is both passes and `backward_s`
-    nothing. `busy_s` is the time without communication: it decides between options that are equally
+    nothing. `work_s` is what is computed and copied: it decides between options that are equally
     good. `optimizer_s` is what one device would need for the whole state. `mode` indexes `modes`.
     `starts` is where each of the distinct sample counts `rows` begins.
     """
@@ -57,7 +63,7 @@ class ClassOptions:
     mode: IntArray
     forward_s: FloatArray
     backward_s: FloatArray
-    busy_s: FloatArray
+    work_s: FloatArray
     capacity: FloatArray
     rows: IntArray
     starts: IntArray
@@ -87,7 +93,7 @@ class ClassOptions:
         return 1.0 / self.optimizer_s if self.optimizer_s > 0 else float("inf")
 
     def pick(self, samples: int, share: float, limits: Limits) -> int:
-        """The least busy allowed option with so many samples and room for `share`.
+        """The allowed option of least work with so many samples and room for `share`.
 
         Ties go to the smaller micro-batch, then to the plainer mode. The caller knows that there
         is one.
@@ -96,7 +102,7 @@ class ClassOptions:
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
         span = slice(int(self.starts[row]), int(end))
         good = self.allowed(limits, span) & (self.capacity[span] >= share * (1.0 - TOLERANCE))
-        return span.start + int(np.argmin(np.where(good, self.busy_s[span], np.inf)))
+        return span.start + int(np.argmin(np.where(good, self.work_s[span], np.inf)))
 
 
 @dataclass(frozen=True)
@@ -148,124 +154,153 @@ def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple
     )
 
 
+class Grid:
+    """Every number of samples up to `most` (rows) in micro-batches of every one of `sizes`
+    (columns), and what of a mode does not depend on the setting."""
+
+    def __init__(self, profile: Profile, most: int, sizes: IntArray) -> None:
+        self.sizes = sizes
+        self.micro_batch, self.samples = np.meshgrid(sizes, np.arange(most + 1))
+        self.micro = MicroBatches.of(self.samples, self.micro_batch)
+        # Of the sizes that take all samples at once only the first is an option of its own.
+        self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
+        self._profile = profile
+        self._held: dict[Mode, Activations] = {}
+        self._work: dict[tuple[str, Mode], FloatArray] = {}
+
+    def held(self, mode: Mode) -> Activations:
+        """What samples hold, on a device of any class."""
+        if mode not in self._held:
+            self._held[mode] = Activations(self._profile.model, self.micro, mode)
+        return self._held[mode]
+
+    def work_s(self, name: str, mode: Mode) -> FloatArray:
+        """Seconds of all work of a device of class `name`."""
+        if (name, mode) not in self._work:
+            self._work[name, mode] = work_seconds(self._profile, name, self.micro, mode)
+        return self._work[name, mode]
+
+
+class Grids:
+    """The grids that were asked for, for the next setting asks for them again."""
+
+    def __init__(self, profile: Profile, batch: int) -> None:
+        self._profile = profile
+        self._batch = batch
+        self._known: dict[tuple[int, bytes], Grid] = {}
+
+    def of(self, most: int, sizes: IntArray) -> Grid:
+        """A grid with at least `most` samples."""
+        most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
+        key = (most, sizes.tobytes())
+        if key not in self._known:
+            self._known[key] = Grid(self._profile, most, sizes)
+        return self._known[key]
+
+
 @dataclass(frozen=True)
 class _Table:
     """All options of one mode: samples by row, micro-batch sizes by column."""
 
     forward_s: FloatArray
     backward_s: FloatArray
-    busy_s: FloatArray
+    work_s: FloatArray
     capacity: FloatArray
 
 
-Span = tuple[slice, slice]  # of rows and columns
-
-
-class Cuts:
-    """All cuts of up to `most` samples, by row, into micro-batches of `sizes`, by column; and what
-    they hold in a setting, which is the same on devices of all classes."""
-
-    def __init__(self, setting: Setting, most: int, sizes: IntArray) -> None:
-        self.setting = setting
-        self.sizes = sizes
-        self._every = MicroBatches.of(np.arange(most + 1)[:, None], sizes)
-        self._demands: dict[Mode, Demands] = {}
-
-    def micro(self, span: Span) -> MicroBatches:
-        """Some of them."""
-        every = self._every
-        return MicroBatches(every.size[span], every.full[span], every.rest[span])
-
-    def demands(self, mode: Mode, span: Span) -> Demands:
-        """What some of them take in a mode."""
-        if mode not in self._demands:
-            self._demands[mode] = self.setting.memory.demands(self._every, mode)
-        every = self._demands[mode]
-        return replace(every, fixed=every.fixed[:, *span], on_host=every.on_host[span])
-
-
-def tabulate(cuts: Cuts, name: str, *, batch: int, largest: int, within_s: float) -> ClassOptions:
-    """The options of class `name` for up to `batch` samples in micro-batches of up to `largest`.
-
-    Options that take longer than `within_s` for both passes are left out.
-    """
-    setting, sizes = cuts.setting, cuts.sizes[cuts.sizes <= largest]
-    modes, span = setting.modes_of(name), (slice(batch + 1), slice(len(sizes)))
-    micro = cuts.micro(span)
-    samples = np.broadcast_to(np.arange(batch + 1)[:, None], micro.size.shape)
-    tables = [_table(cuts, name, span, mode) for mode in modes]
+def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassOptions:
+    """The options of class `name` on a grid; those that take longer than `within_s` for both passes
+    are left out."""
+    modes = setting.modes_of(name)
+    tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
-    busy = np.concatenate([t.busy_s for t in tables], axis=1)
+    work = np.concatenate([t.work_s for t in tables], axis=1)
     capacity = np.concatenate([t.capacity for t in tables], axis=1)
-    # Of the sizes that take all samples at once only the first is an option of its own.
-    distinct = np.tile(np.concatenate(([-1], sizes[:-1])) < samples, (1, len(modes)))
+    distinct = np.tile(grid.distinct, (1, len(modes)))
     valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
-    keep = valid & ~_dominated(valid, capacity, forward, backward, busy)
-    every = np.tile(samples, (1, len(modes)))
+    keep = valid & ~_dominated(valid, capacity, forward, backward, work)
+    every = np.tile(grid.samples, (1, len(modes)))
     rows, starts = np.unique(every[keep], return_index=True)
     return ClassOptions(
         name=name,
         optimizer_s=0.0 if setting.zero_stage == 0 else optimizer_seconds(setting.profile, name),
         modes=modes,
         samples=every[keep],
-        micro_batch=np.tile(micro.size, (1, len(modes)))[keep],
-        mode=np.broadcast_to(np.repeat(np.arange(len(modes)), len(sizes)), every.shape)[keep],
+        micro_batch=np.tile(grid.micro.size, (1, len(modes)))[keep],
+        mode=np.repeat(np.arange(len(modes)), len(grid.sizes))[np.nonzero(keep)[1]],
         forward_s=forward[keep],
         backward_s=backward[keep],
-        busy_s=busy[keep],
+        work_s=work[keep],
         capacity=capacity[keep],
         rows=rows,
         starts=starts,
     )
 
 
-def _table(cuts: Cuts, name: str, span: Span, mode: Mode) -> _Table:
-    setting, micro = cuts.setting, cuts.micro(span)
-    forward, backward = _seconds(setting, name, setting.links, micro, mode)
-    busy = forward + backward
-    if not setting.links.take_no_time:
-        free = free_links(setting.profile.model)
-        busy = np.add(*_seconds(setting, name, free, micro, mode))
-    return _Table(forward, backward, busy, setting.room(name, cuts.demands(mode, span)))
+def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
+    profile, held = setting.profile, grid.held(mode)
+    forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
+    if not passes_meet(setting.zero_stage):
+        forward, backward = forward + backward, np.zeros_like(backward)
+    return _Table(forward, backward, grid.work_s(name, mode), setting.room(name, held))
 
 
-def _seconds(
-    setting: Setting, name: str, links: Links, micro: MicroBatches, mode: Mode
-) -> tuple[FloatArray, FloatArray]:
-    forward, backward = pass_seconds(setting.profile, name, links, micro, mode)
-    if passes_meet(setting.zero_stage):
-        return forward, backward
-    return forward + backward, np.zeros_like(backward)
+@dataclass(frozen=True)
+class _Pace:
+    """What bounds a device of one class, whatever its links and its share of the state are.
+
+    `per_sample_s` is the least that a sample takes in any micro-batch. The arrays have the least
+    seconds of so many samples, up to `FEW_ROWS`: of each pass alone and of both, among the ways
+    that fit into its memory without any state to store; infinite where none does.
+    """
+
+    per_sample_s: float
+    forward_s: FloatArray
+    backward_s: FloatArray
+    both_s: FloatArray
+
+    def most_samples(self, batch: int, within_s: float, moved_s: tuple[float, float]) -> int:
+        """More samples than this one device cannot do in `within_s`, if its passes take no less
+        than `moved_s`; -1 if it cannot even take part."""
+        forward, backward = moved_s
+        least = np.maximum(self.forward_s + backward, forward + self.backward_s)
+        least = np.maximum(np.maximum(self.both_s, least), forward + backward)
+        done = np.flatnonzero(least <= within_s * (1.0 + TOLERANCE))
+        if not len(done) or done[-1] + 1 < len(least):
+            return int(done[-1]) if len(done) else -1
+        if self.per_sample_s * batch <= within_s:
+            return batch
+        return int(within_s / self.per_sample_s * (1.0 + TOLERANCE))
 
 
 class Paces:
-    """The least seconds that a device needs for a sample, however it cuts them: without network and
-    with any memory. Kept, for every setting of a search asks again."""
+    """What bounds the time of every setting, and the grids that settings share. Kept, for every
+    setting of a search asks again, and so does every search of the same classes and batch."""
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._known: dict[tuple[str, tuple[Mode, ...]], float] = {}
+    def __init__(self, profile: Profile, batch: int) -> None:
+        self.batch = batch
+        self.grids = Grids(profile, batch)
+        self._known: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
-        modes = setting.modes_of(name)
-        if (name, modes) not in self._known:
-            sizes = np.arange(1, setting.largest_micro_batch(name, self._batch) + 1)
-            one, free = MicroBatches.of(sizes, sizes), free_links(setting.profile.model)
-            self._known[name, modes] = min(
-                float((np.add(*_seconds(setting, name, free, one, mode)) / sizes).min())
-                for mode in modes
-            )
-        return self._known[name, modes]
+        """The least seconds of a sample on a device of class `name`, in any micro-batch."""
+        return self._pace(setting, name).per_sample_s
 
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
-        """More samples than this a device of class `name` cannot do in `within_s`."""
-        if within_s == float("inf"):
-            return self._batch
-        per_sample = self.seconds_per_sample(setting, name)
-        if per_sample * self._batch <= within_s:
-            return self._batch
-        return int(within_s / per_sample)
+        """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
+        even take part."""
+        return self._pace(setting, name).most_samples(self.batch, within_s, setting.moved_s)
+
+    def enough(self, setting: Setting, within_s: float) -> bool:
+        """Whether all devices together may be able to do the batch in `within_s`."""
+        reached = 0
+        for name, devices in setting.classes.items():
+            most = self.most_samples(setting, name, within_s)
+            if most < 0:
+                return False
+            reached += len(devices) * most
+        return reached >= self.batch
 
     def least_seconds(self, setting: Setting) -> float:
         """No passes of this setting take less: all devices at their best, or collectives alone."""
@@ -273,11 +308,49 @@ class Paces:
         for name, devices in setting.classes.items():
             per_sample = self.seconds_per_sample(setting, name)
             speed += len(devices) / per_sample if per_sample > 0 else float("inf")
-        # Who has no samples waits for the collectives, and so does every class alike.
-        name, idle = next(iter(setting.classes)), MicroBatches.of([0], [0])
-        mode = setting.modes_of(name)[0]
-        moved = float(np.add(*_seconds(setting, name, setting.links, idle, mode))[0])
-        return max(moved, self._batch / speed)
+        return max(sum(setting.moved_s), self.batch / speed)
+
+    def _pace(self, setting: Setting, name: str) -> _Pace:
+        modes = setting.modes_of(name)
+        key = (name, setting.zero_stage, modes)
+        if key not in self._known:
+            self._known[key] = self._measure(setting, name, modes)
+        return self._known[key]
+
+    def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Pace:
+        profile, free = setting.profile, free_links(setting.profile.model)
+        limit = setting.largest_micro_batch(name, self.batch)
+        rows = min(self.batch, FEW_ROWS)
+        grid = self.grids.of(rows, np.arange(1, min(rows, limit) + 1))
+        sizes = np.asarray(_corners(profile, name, limit))
+        whole = MicroBatches.of(sizes, sizes)
+        stateless = MemoryModel(profile, free, 1, setting.zero_stage)
+        per_sample, passes = [], []
+        for mode in modes:
+            # Without network the order is all the same; copies to the host only make it longer.
+            way = Mode(recompute=mode.recompute)
+            per_sample.append(np.add(*pass_seconds(profile, name, free, whole, way)) / sizes)
+            fits = stateless.demands(grid.held(mode)).fixed.max(axis=0) <= free_bytes(profile, name)
+            forward, backward = pass_seconds(profile, name, free, grid.micro, way)
+            every = np.stack([forward, backward, forward + backward])
+            passes.append(np.where(fits, every, np.inf).min(axis=2))
+        least = np.min(passes, axis=0)[:, : rows + 1]
+        return _Pace(float(np.min(per_sample)), *least)
+
+
+def _corners(profile: Profile, name: str, limit: int) -> list[int]:
+    """Sizes up to `limit` of which one takes the least time for a sample on class `name`.
+
+    Between two points of its curves the time of a sample rises or falls all the way, and beyond the
+    last one it stays; so the whole sizes next to the points are enough, and the limit.
+    """
+    found = {1}
+    for unit in profile.of_class(name).units.values():
+        for curve in (unit.forward, unit.backward, unit.gradient):
+            if curve is not None:
+                found |= {whole for size in curve.sizes for whole in (floor(size), ceil(size))}
+    found.add(min(limit, max(found)))
+    return sorted(size for size in found if 1 <= size <= limit)
 
 
 def _dominated(
@@ -285,15 +358,15 @@ def _dominated(
     capacity: FloatArray,
     forward: FloatArray,
     backward: FloatArray,
-    busy: FloatArray,
+    work: FloatArray,
 ) -> npt.NDArray[np.bool_]:
     """Which options another one with as many samples beats or equals in everything.
 
     Each row is walked from the largest capacity down. An option is compared with the three before
-    it that have the least forward, the least backward and the least busy time: some dominated ones
+    it that have the least forward, the least backward and the least work: some dominated ones
     are overlooked, which costs only time, but none is dropped wrongly.
     """
-    times = [np.where(valid, t, np.inf) for t in (forward, backward, busy)]
+    times = [np.where(valid, t, np.inf) for t in (forward, backward, work)]
     order = np.lexsort((times[2], times[0] + times[1], -np.where(valid, capacity, -1.0)), axis=1)
     walked = [np.take_along_axis(t, order, axis=1) for t in times]
     beaten = np.zeros(valid.shape, dtype=bool)

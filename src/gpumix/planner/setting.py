@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from gpumix.cost.curves import FloatArray
-from gpumix.cost.memory import Demands, MemoryModel, free_bytes
-from gpumix.cost.network import Layout, Links, links_for
-from gpumix.cost.time import can
-from gpumix.cost.wire import Operation, Wire, forms_for, wire_for
+from gpumix.cost.memory import Activations, MemoryModel, free_bytes
+from gpumix.cost.network import Cuts, Layout, Links, links_for
+from gpumix.cost.time import can, moved_seconds
+from gpumix.cost.wire import Operation, Remembered, Wire, forms_for, wire_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import PLAIN, Collectives, Mode, Sharding, ZeroStage
 from gpumix.spec.profile import Profile, RankGroup
@@ -57,10 +57,20 @@ class Fleet:
 
     profile: Profile
     devices: tuple[Device, ...]
+    _modes: dict[tuple[str, tuple[Mode, ...]], tuple[Mode, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def measured_modes(self, name: str, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
+        """Those of `modes` that were measured of class `name`."""
+        if (name, modes) not in self._modes:
+            some = tuple(mode for mode in modes if can(self.profile, name, mode))
+            self._modes[name, modes] = some
+        return self._modes[name, modes]
 
     @cached_property
     def wire(self) -> Wire:
-        return wire_for(self.profile, self.devices)
+        return Remembered(wire_for(self.profile, [(d.host, d.device_class) for d in self.devices]))
 
     @cached_property
     def classes(self) -> dict[str, tuple[Device, ...]]:
@@ -121,6 +131,11 @@ class Setting:
         """The pools of each kind."""
         return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
 
+    @cached_property
+    def moved_s(self) -> tuple[float, float]:
+        """Seconds of the two passes of a device without samples; no other takes less."""
+        return moved_seconds(self.profile, self.links)
+
     @property
     def equal_shares(self) -> bool:
         return self.cap == 1.0
@@ -130,20 +145,20 @@ class Setting:
         limit = self.profile.of_class(name).largest_micro_batch
         return samples if limit is None else min(samples, limit)
 
-    def room(self, name: str, demands: Demands) -> FloatArray:
+    def room(self, name: str, held: Activations) -> FloatArray:
         """The largest share that a device of class `name` has room for beside each choice; -1 where
         it or its host has no room at all."""
-        capacity = demands.capacity(free_bytes(self.profile, name))
+        capacity = self.memory.demands(held).capacity(free_bytes(self.profile, name))
         if self.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
             capacity = np.where(capacity >= 0, 1.0, -1.0)
         host_bytes = self.profile.of_class(name).host_bytes
         if host_bytes is None:
             return capacity
-        return np.where(demands.on_host <= host_bytes, capacity, -1.0)
+        return np.where(held.on_host <= host_bytes, capacity, -1.0)
 
     def modes_of(self, name: str) -> tuple[Mode, ...]:
         """What was measured of class `name`."""
-        return tuple(mode for mode in self.modes if can(self.profile, name, mode))
+        return self.fleet.measured_modes(name, self.modes)
 
 
 def pools_by_host(devices: tuple[Device, ...]) -> tuple[Pool, ...]:
@@ -180,7 +195,7 @@ def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
 def _forms(
     fleet: Fleet, space: Space, zero_stage: ZeroStage, sharding: Sharding
 ) -> Iterator[Setting]:
-    named = forms_for(fleet.profile, fleet.wire)
+    named = forms_for(fleet.profile)
     group: RankGroup = "inside" if sharding == "host" else "all"
     native = [op for op in OPERATIONS if fleet.wire.knows(op, "native", group)]
     choices = [(float("inf"), named)]
@@ -196,7 +211,7 @@ def _forms(
     for cap, collectives in choices:
         yield _setting(
             fleet,
-            Layout(zero_stage, sharding, collectives, _shares(fleet, sharding, cap)),
+            Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap)),
             cap,
             modes,
         )
@@ -214,14 +229,13 @@ def setting_of(
 ) -> Setting:
     """One setting; without `collectives` by the forms that serve unequal intervals best."""
     fleet = Fleet(profile, devices)
-    collectives = collectives or forms_for(profile, fleet.wire)
-    layout = Layout(zero_stage, sharding, collectives, _shares(fleet, sharding, cap))
+    collectives = collectives or forms_for(profile)
+    layout = Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap))
     return _setting(fleet, layout, cap, modes)
 
 
 def _setting(fleet: Fleet, layout: Layout, cap: float, modes: tuple[Mode, ...]) -> Setting:
     links = links_for(fleet.profile, fleet.wire, layout)
-    ranks = len(layout.shares)
     return Setting(
         fleet=fleet,
         zero_stage=layout.zero_stage,
@@ -229,22 +243,12 @@ def _setting(fleet: Fleet, layout: Layout, cap: float, modes: tuple[Mode, ...]) 
         collectives=layout.collectives,
         cap=cap,
         links=links,
-        memory=MemoryModel(fleet.profile, links, ranks, layout.zero_stage),
+        memory=MemoryModel(fleet.profile, links, layout.cuts.ranks, layout.zero_stage),
         modes=modes,
     )
 
 
-def _shares(fleet: Fleet, sharding: Sharding, cap: float) -> tuple[float, ...]:
-    """Shares that cost what all shares of a setting cost at most, in its largest pool."""
+def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> Cuts:
+    """Cuts that cost what all shares of a setting cost at most, in its largest pool."""
     ranks = max(fleet.hosts.values()) if sharding == "host" else len(fleet.devices)
-    return _typical_shares(ranks, cap)
-
-
-def _typical_shares(ranks: int, cap: float) -> tuple[float, ...]:
-    """Shares that cost what all shares of a setting cost at most."""
-    if cap == 1.0 or ranks == 1:
-        return (1.0 / ranks,) * ranks
-    if cap >= ranks:
-        return (1.0, *(0.0,) * (ranks - 1))
-    longest = cap / ranks
-    return (longest, *((1.0 - longest) / (ranks - 1),) * (ranks - 1))
+    return Cuts.alike(ranks) if cap == 1.0 else Cuts.unlike(ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
-from gpumix.cost.memory import Demands, free_bytes, usable_bytes
+from gpumix.cost.memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.planner.knapsack import Staircase, Undecided, select
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
@@ -26,6 +26,10 @@ UNREACHABLE = 2**62  # more memory than any device has
 
 # Parts of the sequence length that are tried when all of it is too much.
 SHORTER = (2, 4, 8, 16)
+
+# Up to so many micro-batch sizes and numbers of samples every one is looked at; beyond, so many.
+SIZES, FEW_SIZES = 96, 24
+SAMPLES = 512
 
 
 def no_room(
@@ -51,8 +55,8 @@ class _Shortage:
         }
 
     def error(self) -> NoFeasiblePlanError:
-        count = sum(self.counts.values())
-        short = _least(lambda extra: self.fits(self.batch, dict.fromkeys(self.counts, extra)))
+        if self._unmeasured():
+            return self._nothing_measured()
         setting = self.needs[0].setting
         state = show_bytes(setting.memory.sharded_bytes + setting.memory.replicated_bytes)
         reasons = [
@@ -61,25 +65,59 @@ class _Shortage:
             *map(self._of_class, self.counts),
         ]
         return NoFeasiblePlanError(
-            f"no plan fits a global batch of {self.batch}: "
-            + (
-                f"the device is short of {_amount(short)}"
-                if count == 1
-                else f"the {count} devices are short of {_amount(short * count)} in all, "
-                f"{_amount(short)} each"
-            ),
-            where=", ".join(f"{number} x {name}" for name, number in self.counts.items()),
+            f"no plan fits a global batch of {self.batch}: {self._short()}",
+            where=self._where(),
             why="; ".join(reasons),
             fix=self._fix(),
         )
 
-    def fits(self, batch: int, extra: Mapping[str, int]) -> bool:
-        """Whether state and batch find room if the classes had so many more bytes."""
-        return any(needs.fit(batch, extra) for needs in self.needs)
+    def fits(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
+        """Whether state and batch find room if the classes had so many more bytes, and hosts so
+        many more for each device."""
+        return any(needs.fit(batch, extra, on_host) for needs in self.needs)
 
     def idle_fits(self, name: str, extra: int) -> bool:
         """Whether a device of class `name` with so many more bytes may at least take part."""
         return any(bool(needs.capacity(name, extra)[0] >= 0) for needs in self.needs)
+
+    def _unmeasured(self) -> list[str]:
+        """Classes of which no mode was measured that is allowed."""
+        settings = [needs.setting for needs in self.needs]
+        return [name for name in self.counts if not any(s.modes_of(name) for s in settings)]
+
+    def _nothing_measured(self) -> NoFeasiblePlanError:
+        modes = {mode.describe() for needs in self.needs for mode in needs.setting.modes}
+        missing = self._technique()
+        return NoFeasiblePlanError(
+            f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
+            f"{' or '.join(sorted(modes))} was not measured",
+            where=self._where(),
+            fix=f"allow {missing}: with it the batch fits" if missing else "profile again",
+        )
+
+    def _where(self) -> str:
+        return ", ".join(f"{number} x {name}" for name, number in self.counts.items())
+
+    def _short(self) -> str:
+        """By how much, if all devices had as much more; or their hosts, or both."""
+        count, batch = sum(self.counts.values()), self.batch
+
+        def more(extra: int) -> Mapping[str, int]:
+            return dict.fromkeys(self.counts, extra)
+
+        short = _least(lambda extra: self.fits(batch, more(extra)))
+        if short < UNREACHABLE:
+            if count == 1:
+                return f"the device is short of {_amount(short)}"
+            return (
+                f"the {count} devices are short of {_amount(short * count)} in all, "
+                f"{_amount(short)} each"
+            )
+        short = _least(lambda extra: self.fits(batch, {}, extra))
+        if short < UNREACHABLE:
+            return f"hosts are short of {_amount(short)} for each device"
+        short = _least(lambda extra: self.fits(batch, more(extra), extra))
+        return f"devices, and hosts for each device, are short of up to {_amount(short)}"
 
     def _of_class(self, name: str) -> str:
         """What one class has and needs, and what it alone would have to have more."""
@@ -87,7 +125,7 @@ class _Shortage:
         text = f"{name} can use {show_bytes(usable)}"
         idle = _least(lambda extra: self.idle_fits(name, extra))
         if idle:
-            return f"{text} and is short of {_amount(idle)} even without samples and state"
+            text += f" and is short of {_amount(idle)} even without samples and state"
         alone = _least(lambda extra: self.fits(self.batch, {name: extra}))
         if alone >= UNREACHABLE:
             return f"{text}; more memory there alone would not help"
@@ -95,16 +133,23 @@ class _Shortage:
 
     def _fix(self) -> str:
         """The ways out, those first that need no purchase."""
-        too_small = [name for name in self.counts if not self.idle_fits(name, 0)]
-        if too_small:
-            return f"leave {', '.join(too_small)} out of the cluster, or train a smaller model"
         if missing := self._technique():
             return f"allow {missing}: with it the batch fits"
+        too_small = [name for name in self.counts if not self.idle_fits(name, 0)]
+        if len(too_small) == len(self.counts):
+            return "train a smaller model"
+        if too_small:
+            rest = tuple(d for d in self.devices if d.device_class not in too_small)
+            fits = _fits(self.profile, rest, self.space, self.batch)
+            return f"leave {', '.join(too_small)} out of the cluster" + (
+                ": the rest fits" if fits else ", or train a smaller model"
+            )
         low, high = 0, self.batch
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle, {}) else (low, middle)
-        ways = [f"set `global_batch: {low}`, the largest that fits"] if low else []
+        which = "the largest that fits" if self.batch <= SAMPLES else "which fits"
+        ways = [f"set `global_batch: {low}`, {which}"] if low else []
         if shorter := self._shorter():
             ways.append(f"set `sequence_length: {shorter}`, at which it should fit")
         return ", or ".join(
@@ -113,14 +158,15 @@ class _Shortage:
 
     def _technique(self) -> str:
         """A technique that the engine has and this space leaves out, with which it fits."""
-        for name, wider in (
-            ("recompute", self.space.model_copy(update={"recompute": ENGINE.recompute})),
-            ("ZeRO-3", self.space.model_copy(update={"zero_stages": ENGINE.zero_stages})),
+        recompute: dict[str, object] = {"recompute": ENGINE.recompute}
+        sharded: dict[str, object] = {"zero_stages": ENGINE.zero_stages}
+        for name, change in (
+            ("recompute", recompute),
+            ("ZeRO-3", sharded),
+            ("recompute and ZeRO-3", recompute | sharded),
         ):
-            settings = _settings(self.profile, self.devices, wider)
-            if wider != self.space and any(
-                _Needs(s, self.batch).fit(self.batch, {}) for s in settings
-            ):
+            wider = self.space.model_copy(update=change)
+            if _fits(self.profile, self.devices, wider, self.batch):
                 return name
         return ""
 
@@ -130,10 +176,7 @@ class _Shortage:
         for part in SHORTER:
             length = self.profile.sequence_length // part
             profile = _with_shorter_samples(self.profile, part)
-            if length > 0 and any(
-                _Needs(setting, self.batch).fit(self.batch, {})
-                for setting in _settings(profile, self.devices, self.space)
-            ):
+            if length > 0 and _fits(profile, self.devices, self.space, self.batch):
                 return length
         return None
 
@@ -142,8 +185,8 @@ class _Shortage:
 class _Table:
     """Bytes that each number of samples (rows) and size of micro-batch (columns) takes."""
 
-    sizes: int
     demands: Demands
+    on_host: FloatArray
 
 
 class _Needs:
@@ -154,18 +197,24 @@ class _Needs:
         self.batch = batch
         most = 1 if setting.memory.ones_are_least(batch) else batch
         largest = max(setting.largest_micro_batch(name, most) for name in setting.classes)
-        sizes = np.arange(1, largest + 1)
-        micro = MicroBatches.of(np.arange(batch + 1)[:, None], sizes)
+        self._sizes = np.arange(1, largest + 1)
+        if largest > SIZES:
+            self._sizes = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
+        self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
+        micro = MicroBatches.of(self._samples[:, None], self._sizes)
         modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
+        held = {mode: Activations(setting.profile.model, micro, mode) for mode in modes}
         self._tables = {
-            mode: _Table(largest, setting.memory.demands(micro, mode)) for mode in modes
+            mode: _Table(setting.memory.demands(held[mode]), held[mode].on_host) for mode in modes
         }
 
-    def fit(self, batch: int, extra: Mapping[str, int]) -> bool:
-        """Whether state and batch find room if the classes had so many more bytes."""
-        samples = np.arange(self.batch + 1)
+    def fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
+        """Whether state and batch find room if the classes had so many more bytes, and hosts so
+        many more for each device."""
         stairs = [
-            Staircase.of(len(devices), samples, self.capacity(name, extra.get(name, 0)))
+            Staircase.of(
+                len(devices), self._samples, self.capacity(name, extra.get(name, 0), on_host)
+            )
             for name, devices in self.setting.classes.items()
         ]
         try:
@@ -173,15 +222,19 @@ class _Needs:
         except Undecided:
             return False
 
-    def capacity(self, name: str, extra: int) -> FloatArray:
+    def capacity(self, name: str, extra: int, on_host: int = 0) -> FloatArray:
         """The largest share by samples, if each device of class `name` had `extra` more bytes."""
-        free = free_bytes(self.setting.profile, name) + extra
-        best: FloatArray = np.full(self.batch + 1, -1.0)
+        profile = self.setting.profile
+        free = free_bytes(profile, name) + extra
+        host_bytes = profile.of_class(name).host_bytes
+        allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
+        best: FloatArray = np.full(len(self._samples), -1.0)
         for mode in self.setting.modes_of(name):
             table = self._tables[mode]
-            allowed = self.setting.largest_micro_batch(name, table.sizes)
             by_size = table.demands.capacity(free)
-            best = np.maximum(best, by_size[:, :allowed].max(axis=1))
+            if host_bytes is not None:
+                by_size = np.where(table.on_host <= host_bytes + on_host, by_size, -1.0)
+            best = np.maximum(best, by_size[:, allowed].max(axis=1))
         return np.where(best >= 0, 1.0, -1.0) if self.setting.zero_stage == 0 else best
 
 
@@ -190,6 +243,11 @@ def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> It
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         modes = tuple(space.modes(zero_stage))
         yield setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
+
+
+def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
+    """Whether state and batch find room in some setting."""
+    return any(_Needs(s, batch).fit(batch, {}) for s in _settings(profile, devices, space))
 
 
 def _with_shorter_samples(profile: Profile, part: int) -> Profile:

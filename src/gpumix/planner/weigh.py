@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
+from gpumix.cost.memory import Activations
 from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
@@ -48,12 +49,12 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
 def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """The largest share that a device of class `name` has room for beside each of `micro`; -1 where
     it or its host has no room at all."""
-    return setting.room(name, setting.memory.demands(micro, mode))
+    return setting.room(name, Activations(setting.profile.model, micro, mode))
 
 
 def peak_bytes(setting: Setting, micro: MicroBatches, mode: Mode, share: float) -> FloatArray:
     """What each of `micro` takes beside a share of the state, the framework apart."""
-    demands = setting.memory.demands(micro, mode)
+    demands = setting.memory.demands(Activations(setting.profile.model, micro, mode))
     if setting.zero_stage == 0:
         return np.asarray(demands.fixed.max(axis=0))
     held = demands.fixed + demands.rounding + share * demands.per_share
@@ -65,7 +66,8 @@ def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) ->
     most = setting.profile.of_class(name).host_bytes
     if mode.boundary == "device" or most is None:
         return np.zeros(micro.size.shape)
-    return np.maximum(setting.memory.demands(micro, mode).on_host - most, 0.0)
+    held = Activations(setting.profile.model, micro, mode)
+    return np.asarray(np.maximum(held.on_host - most, 0.0))
 
 
 def even_settings(

@@ -124,10 +124,9 @@ class _Moves:
         self._kinds, self._links, self._ranks = model.kind_of_call, links, ranks
         self._sizes = unit_sizes(model)
         self._last = len(model.calls) - 1
-        self._ahead = [
-            gathered != NOTHING for _, gathered in forward_calls(model.calls, model.kind_of_call)
-        ]
-        self._behind = backward_calls(model.calls, model.kind_of_call)
+        calls, kinds = model.calls, model.kind_of_call
+        self._ahead = [gathered != NOTHING for _, gathered in forward_calls(calls, kinds)]
+        self._behind = backward_calls(calls, kinds)
         self.zero_stage = zero_stage
 
     def has(self, kind: Move, call: int) -> bool:

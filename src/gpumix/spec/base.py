@@ -9,19 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpumix.spec.errors import InputError, MachineError
 
+# What tells the items of a list apart, in the documents that have them.
+_NAMES = ("name", "id", "device", "device_class", "operation")
+
 
 class Value(BaseModel):
-    """A frozen value; unknown keys are errors."""
+    """A frozen value; unknown keys are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings"
+    )
 
     def digest(self) -> str:
         """Twelve hex digits that change when any field changes."""
@@ -56,9 +63,10 @@ class Document(Value):
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
+            place = _place(text, first["loc"])
+            said = first["msg"].removeprefix("Value error, ")
             raise InputError(
-                f"this is not a valid {cls.KIND}: {first['msg']}",
+                f"this is not a valid {cls.KIND}: {said}",
                 where=f"{path}{': ' + place if place else ''}",
                 fix=fix,
             ) from error
@@ -101,6 +109,13 @@ class Document(Value):
             )
 
 
+def refuse_twins(what: str, names: Iterable[str], said: str = "is named twice") -> None:
+    """Raises ValueError if a name comes twice."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{what} '{name}' {said}")
+
+
 def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
     """Refuse JSON that says it is something else; what is no JSON at all is told elsewhere."""
     try:
@@ -119,5 +134,22 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
 
 def _fields(text: str) -> dict[str, object]:
     """The fields of a document's JSON, none of any other JSON; raises ValueError if it is none."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     return value if isinstance(value, dict) else {}
+
+
+def _place(text: str, keys: tuple[int | str, ...]) -> str:
+    """Where `keys` lead in a document's JSON; what stands in a list is named too."""
+    if not keys:
+        return ""
+    here: Any = _fields(text)
+    parts = []
+    for key in keys:
+        inside = isinstance(here, list) or (isinstance(here, dict) and key in here)
+        here = here[key] if inside else None
+        names = [here[n] for n in _NAMES if n in here] if isinstance(here, dict) else []
+        parts.append(f"{key} ({names[0]})" if names and isinstance(key, int) else str(key))
+    return ".".join(parts)

@@ -6,12 +6,11 @@ named by their UUID, never by a rank number, so that a plan survives a changed o
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gpumix.spec.base import Value
+from gpumix.spec.base import Value, refuse_twins
 from gpumix.spec.network import Network
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
@@ -64,13 +63,8 @@ class Cluster(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for what, names in (
-            ("device class", [c.name for c in self.classes]),
-            ("device", [d.id for d in self.devices]),
-        ):
-            twice = [name for name, count in Counter(names).items() if count > 1]
-            if twice:
-                raise ValueError(f"{what} '{twice[0]}' is named twice")
+        refuse_twins("device class", (c.name for c in self.classes))
+        refuse_twins("device", (d.id for d in self.devices))
         known = {c.name for c in self.classes}
         for device in self.devices:
             if device.device_class not in known:

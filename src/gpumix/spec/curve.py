@@ -22,6 +22,6 @@ class Curve(Value):
             raise ValueError(f"{len(self.sizes)} sizes but {len(self.values)} values")
         if self.sizes[0] <= 0 or any(b <= a for a, b in pairwise(self.sizes)):
             raise ValueError(f"sizes must be positive and grow, they are {self.sizes}")
-        if any(not 0 <= v < float("inf") for v in self.values):
-            raise ValueError(f"values must be finite and not negative, they are {self.values}")
+        if any(v < 0 for v in self.values):
+            raise ValueError(f"values must not be negative, they are {self.values}")
         return self

@@ -114,22 +114,16 @@ class OptimizerSpec(Value):
     name: Literal["adamw", "sgd"] = Field(
         default="adamw", description="AdamW, or SGD with or without momentum"
     )
-    lr: float = Field(
-        default=3e-4, gt=0, allow_inf_nan=False, description="peak of the learning rate"
-    )
+    lr: float = Field(default=3e-4, gt=0, description="peak of the learning rate")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="adamw only")
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="adamw only")
+    eps: float = Field(default=1e-8, gt=0, description="adamw only")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd only")
     weight_decay: float = Field(
-        default=0.1,
-        ge=0,
-        allow_inf_nan=False,
-        description="on parameters of two and more dimensions",
+        default=0.1, ge=0, description="on parameters of two and more dimensions"
     )
     clip_norm: float | None = Field(
         default=1.0,
         gt=0,
-        allow_inf_nan=False,
         description="largest norm of all gradients together; `null` does not clip",
     )
 

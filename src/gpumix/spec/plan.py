@@ -7,15 +7,15 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gpumix.spec.base import Document, Value
+from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.errors import InputError
+from gpumix.spec.reasons import Reasons
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -23,6 +23,8 @@ DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 GatherForm = Literal["native", "padded", "broadcast", "list"]
 ReduceForm = Literal["native", "padded", "all_to_all", "list"]
 ZeroStage = Literal[0, 1, 2, 3]
+TokenRate = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+"""Tokens a second: infinite where a step takes no time."""
 Sharding = Literal["all", "host"]
 
 
@@ -135,20 +137,12 @@ class Prediction(Value):
     """What the cost model expects of one step of the plan."""
 
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: TokenRate
     exposed_communication_s: float
     bound_s: float | None = Field(
         default=None, description="no plan of these devices and techniques takes less"
     )
     workers: tuple[WorkerPrediction, ...]
-
-
-class Alternative(Value):
-    """Another plan that was weighed, and why it lost."""
-
-    strategy: str
-    step_s: float | None = Field(default=None, description="None: it is not possible")
-    why: str
 
 
 class Plan(Document):
@@ -169,7 +163,7 @@ class Plan(Document):
     )
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    reasons: Reasons | None = None
     emulated: bool = False
     estimated: tuple[str, ...] = Field(
         default=(), description="device classes whose times are estimates from their datasheets"
@@ -177,10 +171,7 @@ class Plan(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        names = Counter(w.device for stage in self.stages for w in stage.workers)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise ValueError(f"device '{twice[0]}' is named twice")
+        refuse_twins("device", (w.device for w in self.workers))
         for stage in self.stages:
             samples = sum(w.samples for w in stage.workers)
             if samples != self.global_batch:

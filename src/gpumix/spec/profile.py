@@ -6,16 +6,25 @@ cause does not (the framework's constant apart), because it is counted on the en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gpumix.spec.base import Document, Value
+from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives, ComputeDtype
+from gpumix.spec.units import show_seconds
 
 ROOT = "(root)"
+
+# Noise makes a time longer than that of more work: `cost.curves` lowers it. By more than this it is
+# no noise; below a millisecond anything may be.
+FALL, LEAST_FALL_S = 2.0, 1e-3
 
 
 class UnitKind(Value):
@@ -72,9 +81,12 @@ class ModelProfile(Value):
     def _consistent(self) -> Self:
         if len(self.calls) != len(self.kind_of_call):
             raise ValueError(f"{len(self.calls)} calls but {len(self.kind_of_call)} kinds of calls")
+        refuse_twins("unit kind", (k.name for k in self.kinds))
         missing = set(self.kind_of_call) - {k.name for k in self.kinds}
         if missing:
             raise ValueError(f"unit kind '{min(missing)}' is used but not described")
+        units = sorted(set(zip(self.calls, self.kind_of_call)))
+        refuse_twins("unit", (name for name, _ in units), "is of two kinds")
         return self
 
     def kind(self, name: str) -> UnitKind:
@@ -113,12 +125,28 @@ class ClassProfile(Value):
     units: dict[str, UnitTimes]
     optimizer_s_per_element: float = Field(ge=0)
     framework_bytes: int = Field(ge=0, description="context and libraries, before any tensor")
-    largest_micro_batch: int | None = None
+    largest_micro_batch: int | None = Field(default=None, ge=1)
     host_copy: Curve | None = None
     host_bytes: int | None = Field(
         default=None, ge=0, description="of the host, for one device; None is no limit"
     )
     estimated: bool = False
+
+    def disturbed(self) -> str:
+        """In words, a time that falls by far as the micro-batch grows; empty if none does."""
+        for unit, times in self.units.items():
+            for what, curve in times:
+                for (n, longer), (m, shorter) in combinations(_points(curve), 2):
+                    if longer > FALL * shorter and longer - shorter > LEAST_FALL_S:
+                        return (
+                            f"{what} of unit '{unit}' takes {show_seconds(longer)} for {n:g} "
+                            f"samples but {show_seconds(shorter)} for {m:g}"
+                        )
+        return ""
+
+
+def _points(curve: Curve | None) -> Iterable[tuple[float, float]]:
+    return () if curve is None else zip(curve.sizes, curve.values)
 
 
 RankGroup = Literal["all", "inside", "across"]
@@ -164,6 +192,33 @@ class Profile(Document):
         "longer than the longer one: 0 is a perfect overlap, 1 is none",
     )
     seconds_spent: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        refuse_twins("device class", (c.device_class for c in self.classes), "is described twice")
+        forms = (f"{t.operation} of {t.group} ranks, {t.form}" for t in self.network)
+        refuse_twins("collective", forms, "is described twice")
+        measured = {c.device_class: c for c in self.classes}
+        for name in sorted({d.device_class for d in self.cluster.devices}):
+            if name not in measured:
+                raise ValueError(f"device class '{name}' was not measured")
+            missing = {ROOT, *self.model.kind_of_call} - set(measured[name].units)
+            if missing:
+                raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """As for every document; and a file with times that fall as work grows is refused."""
+        profile = super().load(path)
+        for of_class in profile.classes:
+            if told := of_class.disturbed():
+                raise InputError(
+                    f"the device was disturbed while it was measured: {told}",
+                    where=f"{path}: device class '{of_class.device_class}'",
+                    fix="measure again: `gpumix profile JOB.yaml --fresh`",
+                )
+        return profile
 
     def of_class(self, name: str) -> ClassProfile:
         """The profile of one device class; raises KeyError if there is none."""

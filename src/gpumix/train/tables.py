@@ -8,10 +8,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpumix.planner.explain import binding, mixing
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import PLAIN, Plan, Prediction, Worker
 from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.reasons import Binding, Mixing, Worth
 from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
@@ -74,12 +74,15 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """Who computes and who stores what, what it should take, and why it won."""
-    table = new_table(
-        f"plan ({plan.strategy})",
-        "class", "devices", "samples", "micro-batches", "state share", "memory", "busy",
-    )  # fmt: skip
+    """Whether mixing pays, who computes and who stores what, what it should take, and why."""
+    worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
+    columns = ["class", "devices", "samples", "micro-batches", "state share", "memory", "busy"]
+    modes = {worker.mode for worker in plan.workers}
+    columns += ["backward"] if modes != {PLAIN} else []
+    columns += ["worth", "one more"] if worth else []
+    table = new_table(f"plan ({plan.strategy})", *columns)
     predicted = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
+    seen: set[str] = set()
     for (name, samples, *_), members in groupby(sorted(plan.workers, key=_alike), key=_alike):
         workers = list(members)
         of_device = predicted.get(workers[0].device)
@@ -89,34 +92,103 @@ def plan_table(plan: Plan) -> RenderableType:
             memory = f"{show_bytes(of_device.peak_bytes)} of {show_bytes(limit)}"
             busy = f"{of_device.busy_s / plan.prediction.step_s:.0%}"
         share = sum(w.state_share for w in workers) / len(workers)
-        table.add_row(
-            name, str(len(workers)), str(samples), _micro(workers[0]), f"{share:.1%}", memory, busy
-        )
-    lines = [Text(line) for line in why(plan)]
-    return Group(labelled(table, plan.emulated), *lines)
+        cells = [name, str(len(workers)), str(samples), _micro(workers[0])]
+        cells += [f"{share:.1%}", memory, busy]
+        cells += [workers[0].mode.describe()] if modes != {PLAIN} else []
+        if worth:
+            cells += _worth(worth[name]) if name not in seen else ["", ""]
+        seen.add(name)
+        table.add_row(*cells)
+    first, *rest = why(plan) or [""]
+    return Group(
+        *([Text(first, style="bold")] if first else []),
+        labelled(table, plan.emulated),
+        *(Text(line) for line in rest),
+    )
 
 
 def why(plan: Plan) -> list[str]:
     """Whether mixing pays, what is predicted, what binds, and the alternatives, in words."""
-    lines = []
-    if plan.prediction is not None:
-        lines += mixing(plan)
-        lines.append(
-            f"predicted: {show_seconds(plan.prediction.step_s)} a step, "
-            f"{plan.prediction.tokens_per_s:.0f} tokens/s; what binds: {binding(plan)}"
-        )
-    for other in plan.alternatives:
+    if plan.reasons is None or plan.prediction is None:
+        return []
+    expected, reasons = plan.prediction, plan.reasons
+    lines = [] if reasons.mixing is None else [mixing(reasons.mixing)]
+    lines.append(
+        f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
+        f"{_gap(expected)}"
+    )
+    lines.append(f"what binds: {binds(reasons.binds)}")
+    lines.append(_how(plan))
+    for other in reasons.alternatives:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
         lines.append(f"against {other.strategy}: {took}; {other.why}")
     return lines
 
 
-def _alike(worker: Worker) -> tuple[str, int, int, float]:
+def mixing(found: Mixing) -> str:
+    """Whether mixing pays, in one line."""
+    left_out = ", ".join(found.left_out)
+    if found.pays:
+        more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
+        if found.speedup is None:
+            return f"mixing pays: no class could train this alone{more}"
+        return (
+            f"mixing pays: {found.speedup:.2f} times as fast as only {found.best_class}, the best "
+            f"single class{more}"
+        )
+    if left_out:
+        return (
+            f"mixing does not pay: only {found.best_class} trains, for {left_out} would cost more "
+            "than they give"
+        )
+    assert found.speedup is not None
+    return (
+        f"mixing does not pay: only {found.best_class} takes {found.speedup:.0%} of the time; give "
+        "the job a cluster of that class"
+    )
+
+
+def binds(found: Binding) -> str:
+    """What a faster step would need more of, in a few words."""
+    parts = [f"compute of {', '.join(found.compute)}"]
+    parts += [f"memory of {', '.join(found.memory)}"] if found.memory else []
+    parts += [f"links {found.link} ({found.waiting:.0%} of the step)"] if found.link else []
+    return "; ".join(parts)
+
+
+def _gap(expected: Prediction) -> str:
+    """How far a plan could be below this one at most."""
+    if expected.bound_s is None or expected.step_s <= 0:
+        return ""
+    gap = 1.0 - expected.bound_s / expected.step_s
+    if gap < 1e-6:
+        return "; no plan takes less"
+    return f"; no plan takes less than {show_seconds(expected.bound_s)} ({gap:.2%} less)"
+
+
+def _how(plan: Plan) -> str:
+    """The choices that are one for all devices."""
+    among = "all devices" if plan.sharding == "all" else "the devices of each host"
+    collectives = plan.collectives
+    padding = f" to {collectives.padding:g} times" if collectives.padding > 1 else ""
+    return (
+        f"ZeRO stage {plan.zero_stage}, state divided among {among}; collectives: "
+        f"{collectives.gather} gather, {collectives.reduce} reduction{padding}"
+    )
+
+
+def _worth(worth: Worth) -> list[str]:
+    whole = "needed" if worth.whole is None else f"{worth.whole:+.1%}"
+    return [whole, f"{worth.one_more:+.1%}"]
+
+
+def _alike(worker: Worker) -> tuple[str, int, int, float, str]:
     return (
         worker.device_class,
         worker.samples,
         worker.micro_batch,
         round(worker.state_share, 3),
+        worker.mode.describe(),
     )
 
 

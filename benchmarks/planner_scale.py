@@ -1,0 +1,86 @@
+"""How the search grows with devices and with classes.
+
+A Llama-shaped 7B over clusters of eight cards of the catalogue, eight of a class on each host, with
+NDR InfiniBand between hosts; times are estimates from datasheets. Everything that the planner knows
+is searched: ZeRO stages, recompute, host memory, orders, shardings, collectives, and clusters with
+classes left out.
+
+    python benchmarks/planner_scale.py [--json]
+
+Figures: `seconds_64`, `seconds_1024`, `seconds_10240`, `seconds_102400` (medians of whole calls,
+from the profile to the finished plan), `gap_64` and so on (1 - proven bound / step), and the same
+search of 1,024 devices of fewer classes: `seconds_2_classes`, `seconds_4_classes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+from common import Figures, print_figures
+from gpumix.hardware.decoder import llama_shaped
+from gpumix.hardware.describe import cluster
+from gpumix.hardware.estimate import estimate
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.optimal import optimal
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import EVERYTHING
+
+CARDS = ("a100-80gb-sxm", "a100-40gb-sxm", "h100-sxm", "v100-32gb-sxm",
+         "l40s", "a10g", "rtx4090", "rtxa6000")  # fmt: skip
+DEVICES = (64, 1_024, 10_240, 102_400)
+ON_A_HOST = 8
+SAMPLES_A_DEVICE = 4
+SEQUENCE_LENGTH = 2048
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    figures: Figures = {}
+    for devices in DEVICES:
+        seconds, plan = search(devices, CARDS)
+        expected = predicted(plan)
+        assert expected.bound_s is not None
+        figures[f"seconds_{devices}"] = round(seconds, 3)
+        figures[f"gap_{devices}"] = 1.0 - expected.bound_s / expected.step_s
+        if not arguments.json:
+            used = sorted({w.device_class for w in plan.workers})
+            print(
+                f"{devices:>7} devices: {seconds:.2f} s; ZeRO {plan.zero_stage}, state divided by "
+                f"{plan.sharding}, {len(plan.workers)} devices of {len(used)} classes take part"
+            )
+    for classes in (2, 4):
+        seconds, _ = search(1_024, CARDS[:classes])
+        figures[f"seconds_{classes}_classes"] = round(seconds, 3)
+    print_figures(figures, as_json=arguments.json)
+
+
+def search(devices: int, cards: tuple[str, ...]) -> tuple[float, Plan]:
+    """The median time of a search, and the plan that it found."""
+    profile = fleet(devices, cards)
+    request = PlanRequest(global_batch=SAMPLES_A_DEVICE * devices, space=EVERYTHING)
+    taken, plan = [], None
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        plan = optimal(profile, request)
+        taken.append(time.perf_counter() - begun)
+    assert plan is not None
+    return median(taken), plan
+
+
+def fleet(devices: int, cards: tuple[str, ...]) -> Profile:
+    """As many hosts of each card."""
+    hosts = devices // (ON_A_HOST * len(cards))
+    described = "; ".join(f"{hosts} hosts of {ON_A_HOST}x {card}" for card in cards)
+    model = llama_shaped(7e9).model(SEQUENCE_LENGTH, "bf16", "7B")
+    there = cluster(described, "bf16", "ib-ndr")
+    return estimate(model, there, sequence_length=SEQUENCE_LENGTH, dtype="bf16")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Why a plan is what it is: what it was weighed against, what binds, what each class is worth."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gpumix.spec.base import Value
+
+
+class Alternative(Value):
+    """Another plan that was weighed, and why it lost."""
+
+    strategy: str
+    step_s: float | None = Field(default=None, description="None: it is not possible")
+    why: str
+
+
+class Mixing(Value):
+    """The plan against the best one that a single class can do."""
+
+    pays: bool
+    best_class: str | None = Field(
+        default=None, description="None: no class could train this alone"
+    )
+    speedup: float | None = Field(default=None, description="against the best single class")
+    left_out: tuple[str, ...] = Field(
+        default=(), description="classes that would cost the others more than they give"
+    )
+
+
+class Binding(Value):
+    """What a faster step would need more of."""
+
+    compute: tuple[str, ...] = Field(description="classes that compute all the time that any does")
+    memory: tuple[str, ...] = Field(default=(), description="classes whose memory is full")
+    link: str = Field(default="", description="where the waiting for the network comes from")
+    waiting: float = Field(default=0.0, description="part of the step that waits for the network")
+
+
+class Worth(Value):
+    """What a class adds to the best plan there is, in tokens a second; 0.1 is 10 % more."""
+
+    device_class: str
+    whole: float | None = Field(
+        default=None, description="all its devices, against none; None: nothing fits without them"
+    )
+    one_more: float = Field(description="one more device of the class")
+
+
+class Reasons(Value):
+    """All of them; `mixing` is None where there is only one class."""
+
+    mixing: Mixing | None = None
+    binds: Binding
+    worth: tuple[Worth, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()

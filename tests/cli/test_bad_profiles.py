@@ -1,0 +1,202 @@
+"""A profile that is broken, has holes or cannot be true is one error that names file and place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from verbs import gpumix, measured, refused, write_job
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.profile import Profile
+
+GOOD = json.loads(measured().model_dump_json())
+NAN, INFINITY = float("nan"), float("inf")
+
+Key = str | int
+Keys = tuple[Key, ...]
+
+QUICK = ("classes", 0)
+TARDY = ("classes", 1)
+TIMES = (*TARDY, "units", "block")
+BUS = ("network", 0, "times")
+
+
+def at(value: Any, keys: Keys) -> Any:
+    return reduce(lambda v, key: v[key], keys, value)
+
+
+def with_value(keys: Keys, value: Any) -> Any:
+    """The good profile with another value at `keys`."""
+    changed = deepcopy(GOOD)
+    at(changed, keys[:-1])[keys[-1]] = value
+    return changed
+
+
+def without(keys: Keys) -> Any:
+    changed = deepcopy(GOOD)
+    del at(changed, keys[:-1])[keys[-1]]
+    return changed
+
+
+def twice(keys: Keys) -> Any:
+    """The good profile with the first item of the list at `keys` once more."""
+    return with_value(keys, [*at(GOOD, keys), at(GOOD, keys)[0]])
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path)
+
+
+def told(job: Path, content: Any) -> str:
+    """What is said of a profile by its file, in Python and by every verb that takes one."""
+    path = job.with_name("profile.json")
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        Profile.load(path)
+    error = caught.value
+    assert error.where.startswith(str(path))
+    assert "gpumix profile" in error.fix
+    for verb in (("plan",), ("compare",), ("whatif", "--remove", "tardy")):
+        assert f"gpumix: {error}" in refused(*verb, job, "--profile", path)
+    return str(error)
+
+
+def test_the_profile_before_it_is_changed(job):
+    path = job.with_name("profile.json")
+    path.write_text(json.dumps(GOOD))
+    assert Profile.load(path) == measured()
+    assert gpumix("plan", job, "--profile", path, "--json").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "said"),
+    [
+        (without((*TARDY, "units", "block")), "", "'block' was not measured on device class 'tar"),
+        (without((*TARDY, "units", "(root)")), "", "'(root)' was not measured on device class 't"),
+        (without(TARDY), "", "device class 'tardy' was not measured"),
+        (twice(("classes",)), "", "device class 'quick' is described twice"),
+        (twice(("network",)), "", "'gather of all ranks, native' is described twice"),
+        (twice(("model", "kinds")), ": model", "unit kind 'block' is named twice"),
+        (without(("model", "kinds", 0)), ": model.kinds", "at least 1 item"),
+        (with_value(("model", "kind_of_call", 1), "other"), ": model", "'other' is used but not"),
+        (without(("model", "kind_of_call", 1)), ": model", "4 calls but 3 kinds of calls"),
+        (twice(("cluster", "devices")), ": cluster", "device 'quick-0' is named twice"),
+        (twice(("cluster", "classes")), ": cluster", "device class 'quick' is named twice"),
+        (without(("cluster", "classes", 1)), ": cluster", "'tardy', which is not defined"),
+        (without((*TARDY, "optimizer_s_per_element")),
+         ": classes.1 (tardy).optimizer_s_per_element", "Field required"),
+        (with_value((*TARDY, "largest_micro_batch"), 0),
+         ": classes.1 (tardy).largest_micro_batch", "greater than or equal to 1"),
+        (with_value((*TARDY, "optimizer_s_per_element"), NAN),
+         ": classes.1 (tardy).optimizer_s_per_element", "finite number"),
+        (with_value((*TIMES, "forward", "values", 0), -0.1),
+         ": classes.1 (tardy).units.block.forward", "must not be negative, they are (-0.1,"),
+        (with_value((*TIMES, "backward", "values", 1), NAN),
+         ": classes.1 (tardy).units.block.backward.values.1", "finite number"),
+        (with_value((*TIMES, "backward", "values", 2), INFINITY),
+         ": classes.1 (tardy).units.block.backward.values.2", "finite number"),
+        (without((*TIMES, "forward", "values", 0)),
+         ": classes.1 (tardy).units.block.forward", "3 sizes but 2 values"),
+        (with_value((*TIMES, "forward", "sizes", 2), 1.5),
+         ": classes.1 (tardy).units.block.forward", "sizes must be positive and grow"),
+        (with_value((*BUS, "sizes"), []), ": network.0 (gather).times.sizes", "at least 1 item"),
+        (with_value((*BUS, "values", 0), -1.0), ": network.0 (gather).times", "not be negative"),
+        (with_value(("contention",), NAN), ": contention", "finite number"),
+        (with_value(("collectives", "padding"), NAN), ": collectives.padding", "finite number"),
+        (with_value(("step_overhead_s",), INFINITY), ": step_overhead_s", "finite number"),
+        (with_value(("cluster", "network"), {"between": "0 GB/s"}),
+         ": cluster.network.between", "more than 0 bytes a second"),
+        (with_value(("cluster", "network"), {"inside": "-5 GB/s"}),
+         ": cluster.network.inside", "is not a link"),
+        (with_value(("schema_version",), 2), "", "a profile of schema 1 is wanted"),
+        (json.dumps(GOOD)[:-40], "", "Invalid JSON"),
+        ("[" * 100_000, "", "not a valid profile"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(job, content, place, said):
+    error = told(job, content).splitlines()[0]
+    assert f"profile.json{place}: " in error
+    assert said in error
+    assert "Value error" not in error
+
+
+@pytest.mark.parametrize("unit", ["block", "(root)"])
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_time_that_falls_by_far_as_work_grows_is_refused(job, unit, what):
+    times = {"sizes": [1, 2, 4], "values": [0.1, 0.3, 0.12]}
+    error = told(job, with_value((*TARDY, "units", unit, what), times))
+    assert "device class 'tardy'" in error
+    assert f"{what} of unit '{unit}' takes 300 ms for 2 samples but 120 ms for 4" in error
+    assert "measure again: `gpumix profile JOB.yaml --fresh`" in error
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.1, 0.16, 0.12], [1e-4, 9e-4, 2e-4], [0.2, 0.2, 0.2], [0.0, 0.0, 0.0]],
+    ids=["a little", "below a millisecond", "flat", "none"],
+)
+def test_noise_in_times_is_no_error(job, values):
+    path = job.with_name("profile.json")
+    times = {"sizes": [1, 2, 4], "values": values}
+    path.write_text(json.dumps(with_value((*TIMES, "forward"), times)))
+    assert gpumix("plan", job, "--profile", path, "--json").exit_code == 0
+
+
+def test_a_network_that_was_measured_at_one_size_is_enough(job):
+    """Latency below that size, in proportion beyond it."""
+    path = job.with_name("profile.json")
+    path.write_text(json.dumps(with_value(BUS, {"sizes": [1e5], "values": [1e-3]})))
+    assert gpumix("plan", job, "--profile", path, "--json").exit_code == 0
+
+
+# -- anything --------------------------------------------------------------------------------------
+
+
+def places(value: Any, keys: Keys = ()) -> list[Keys]:
+    """The keys of everything in there."""
+    inside: list[tuple[Key, Any]] = []
+    if isinstance(value, dict):
+        inside = list(value.items())
+    elif isinstance(value, list):
+        inside = list(enumerate(value))
+    below = [place for key, item in inside for place in places(item, (*keys, key))]
+    return [keys, *below] if keys else below
+
+
+def _negative(value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return -value if number else None
+
+
+ODD = [None, True, "x", "", [], {}, -1, 0, 0.5, 1e300, 10**30, NAN, INFINITY]
+CHANGES: list[Callable[[Keys], Any]] = [
+    without,
+    lambda keys: with_value(keys, _negative(at(GOOD, keys))),
+    lambda keys: with_value(keys, [at(GOOD, keys)]),
+    *(lambda keys, odd=odd: with_value(keys, odd) for odd in ODD),
+]
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    place=st.sampled_from(places(GOOD)),
+    change=st.sampled_from(CHANGES),
+    whole=st.sampled_from([1.0, 1.0, 1.0, 0.5]),
+)
+def test_whatever_a_profile_holds_no_verb_fails_otherwise(job, place, change, whole):
+    text = json.dumps(change(place))
+    path = job.with_name("profile.json")
+    path.write_text(text[: int(whole * len(text))])
+    for verb in (("plan",), ("compare",), ("whatif", "--add", "1x quick", "--network", "10GbE")):
+        done = gpumix(*verb, job, "--profile", path, "--techniques", "all")
+        assert done.exit_code in (0, 2, 4), done.output
+        assert done.stderr.count("gpumix: ") == (done.exit_code != 0)

@@ -1,0 +1,104 @@
+"""Verbs that decide, run in this process; and a job with a profile for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import Result
+from profiles import GIB, MIB, Card, Network, block, curve, line, profile, root
+from typer.testing import CliRunner
+
+from gpumix.cli import app
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import ROOT, Profile, UnitTimes
+
+JOB = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 512,
+            "vocab_size": 1000,
+        }
+    },
+    "data": {"text": ["a.txt"]},
+    "tokenizer": "bytes",
+    "sequence_length": 128,
+    "global_batch": 8,
+    "steps": 1,
+    "output": "run",
+}
+
+
+def gpumix(*arguments: str | Path) -> Result:
+    """The command line, here: `stdout`, `stderr` and `exit_code`."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def refused(*arguments: str | Path, code: int = 2) -> str:
+    """What the command line says against `arguments`: one error and no traceback."""
+    done = gpumix(*arguments)
+    assert done.exit_code == code, done.output
+    assert done.stderr.count("gpumix: ") == 1
+    assert "Traceback" not in done.output
+    assert done.stdout == ""
+    return done.stderr
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB | changes), encoding="utf-8")
+    return path
+
+
+def measured() -> Profile:
+    """Of two classes of GPU, with all that a profile can say."""
+    times = [
+        {
+            "block": UnitTimes(
+                forward=curve(s, 1.8 * s, 3.5 * s, sizes=(1, 2, 4)),
+                backward=curve(3 * s, 5.8 * s, 11 * s, sizes=(1, 2, 4)),
+                gradient=curve(2 * s, 3.9 * s, 7 * s, sizes=(1, 2, 4)),
+            ),
+            ROOT: UnitTimes(forward=curve(s / 10), backward=curve(s / 2)),
+        }
+        for s in (0.02, 0.07)
+    ]
+    bus = curve(1e-4, 2e-3, sizes=(1e3, 1e6))
+    forms = {"native": bus, "list": curve(2e-4, 3e-3, sizes=(1e3, 1e6))}
+    return profile(
+        [
+            Card(
+                name,
+                count,
+                memory,
+                of_class,
+                optimizer_s_per_element=1e-9,
+                framework=MIB,
+                largest=16,
+                accelerator="cuda",
+                host_copy=curve(1e-4, 1e-1, sizes=(1e3, 1e9)),
+                host_bytes=GIB,
+            )
+            for (name, count, memory), of_class in zip(
+                [("quick", 2, 64 * MIB), ("tardy", 1, 32 * MIB)], times
+            )
+        ],
+        kinds=[
+            block(
+                trainable=100_000,
+                kept=line(3e4),
+                gradient=line(3e4),
+                forward=line(1e5),
+                backward=line(3e5),
+                saved=line(2e5),
+            )
+        ],
+        root_unit=root(50_000, buffers=100, kept=line(1e4), head=line(4e5)),
+        network=Network(forms, forms, Collectives(gather="list", reduce="list"), contention=0.2),
+        overhead=1e-3,
+    )
