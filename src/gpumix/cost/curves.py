@@ -106,7 +106,7 @@ class MicroBatches:
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
         """Seconds of the largest micro-batch."""
-        return self._once("largest", curve, lambda: seconds_at(curve, self.range)[self.size])
+        return self._once("longest", curve, lambda: seconds_at(curve, self.range)[self.size])
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""
@@ -114,7 +114,7 @@ class MicroBatches:
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Bytes of the largest micro-batch: they run one after the other."""
-        return self._once("largest bytes", curve, lambda: bytes_at(curve, self.range)[self.size])
+        return self._once("largest", curve, lambda: bytes_at(curve, self.range)[self.size])
 
     def over_all(self, table: FloatArray) -> FloatArray:
         """Sum over micro-batches of what `table` has for each size."""

@@ -156,9 +156,9 @@ class Stated:
         pieces that move at the same time, and the first of them climbs all levels."""
         if self.between is None:
             return 0.0
-        times = self.between.times
-        levels = math.ceil(math.log2(self.hosts))
-        return seconds_of(times, size) + levels * seconds_of(times, min(size, TREE_PIECE_BYTES))
+        stream = seconds_of(self.between.times, size)
+        piece = seconds_of(self.between.times, min(size, TREE_PIECE_BYTES))
+        return stream + math.ceil(math.log2(self.hosts)) * piece
 
 
 @dataclass(frozen=True)
