@@ -4,8 +4,9 @@ A product runs at a part of the card's peak, or as fast as memory delivers its w
 slower. The part that is reached is limited by the architecture's kernels and, on small boards, by
 power: what a watt computes is much the same for all cards of an architecture. The constants were
 set by hand to round figures near the layer timings that Cephalo published (arXiv 2411.01075, for
-twelve cards from Pascal to Hopper; `benchmarks/planner_estimate.py` tells how far off they are);
-those of architectures that are not among them are assumptions, and marked.
+twelve cards from Pascal to Hopper; `benchmarks/planner_estimate.py` tells how far off they are for
+seven of them, and for cards and models that they were not set by); those of architectures that are
+not among them are assumptions, and marked.
 """
 
 from __future__ import annotations
