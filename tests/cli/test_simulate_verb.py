@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from click.testing import Result
@@ -127,8 +128,18 @@ def test_a_plan_of_another_job_is_told(estimated, measured):
     assert "the plan's model is estimate:3B, the profile's is " in err
 
 
-def test_times_must_come_from_somewhere(estimated):
-    err = refused("simulate", estimated)
+def test_without_options_times_come_from_what_lies_beside_the_plan(estimated, measured):
+    """`gpumix plan --output` writes it, and so does a run."""
+    beside = json.loads(ran("simulate", estimated, "--json").stdout)
+    assert beside == json.loads(ran("simulate", estimated, *ESTIMATE, "--json").stdout)
+    of_run = json.loads(ran("simulate", measured / "plan.json", "--json").stdout)
+    profile = ("--profile", measured / "profile.json")
+    assert of_run == json.loads(ran("simulate", measured / "plan.json", *profile, "--json").stdout)
+
+
+def test_times_must_come_from_somewhere(estimated, tmp_path):
+    alone = shutil.copy(estimated, tmp_path)
+    err = refused("simulate", alone)
     assert "a plan does not say how fast its devices are" in err
     assert "--profile PROFILE.json, --job JOB.yaml, or --cluster and --model" in err
 
@@ -181,7 +192,7 @@ def test_a_trace_does_not_replace_other_files(measured):
     assert plan.read_text() == before
 
 
-def test_errors_are_json_for_who_asks_for_it(estimated):
-    done = gpumix("simulate", estimated, "--json")
+def test_errors_are_json_for_who_asks_for_it(estimated, tmp_path):
+    done = gpumix("simulate", shutil.copy(estimated, tmp_path), "--json")
     assert done.exit_code == 2
     assert json.loads(done.stdout)["error"] == "InputError"

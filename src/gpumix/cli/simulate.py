@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
-from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText
+from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, profile_beside
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ LINES = 12  # of the critical path
 def register(app: typer.Typer) -> None:
     app.command(
         help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
-        "Open the trace in ui.perfetto.dev.\n\n"
-        "Example: gpumix simulate plan.json --profile profile.json --trace simulated.json\n\n"
+        "Times come from what the plan was made from: the profile that lies beside it, if none "
+        "is given. Open the trace in ui.perfetto.dev.\n\n"
+        "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
         'Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B'
     )(simulate)
 
@@ -67,6 +68,8 @@ def simulate(
             sequence_length=planned.sequence_length,
             global_batch=planned.global_batch,
         )
+    if profile is None and job is None and cluster is None:
+        profile = _beside(plan)
     times, note = _times(profile, asked)
     replay = replay_of(times, planned)
     if trace is not None:
@@ -81,6 +84,12 @@ def simulate(
         console.print(part)
 
 
+def _beside(plan: Path) -> Path | None:
+    """The profile that `gpumix plan --output` and runs write beside a plan."""
+    places = (profile_beside(plan), plan.with_name("profile.json"))
+    return next((place for place in places if place.is_file()), None)
+
+
 def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
     """The profile that is given or asked for, and what to say of it.
 
@@ -92,7 +101,7 @@ def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
     if profile is None:
         if asked.job is None and asked.cluster is None:
             raise InputError(
-                "a plan does not say how fast its devices are",
+                "a plan does not say how fast its devices are, and no profile lies beside it",
                 fix="give what it was made from: --profile PROFILE.json, --job JOB.yaml, or "
                 "--cluster and --model",
             )

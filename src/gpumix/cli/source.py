@@ -196,6 +196,11 @@ class Asked:
             )
 
 
+def profile_beside(plan: Path) -> Path:
+    """Where the profile goes that a plan was made from: plan.profile.json beside plan.json."""
+    return plan.with_name(f"{plan.stem}.profile.json")
+
+
 ESTIMATE = "an estimate from datasheets: measured times may be a third longer or shorter"
 
 
