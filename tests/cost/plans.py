@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from brute import small_profiles
 from hypothesis import strategies as st
 
 from gpumix.cost.network import Cuts, Layout, Links, links_for
 from gpumix.cost.wire import Free, Measured
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
-from gpumix.spec.plan import Collectives, Plan
+from gpumix.spec.cluster import Device
+from gpumix.spec.network import Link, LinkOf, Network
+from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import EVERYTHING
 
 
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
@@ -39,3 +46,125 @@ def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
         global_batch=sum(samples),
         parts=parts,
     )
+
+
+@st.composite
+def profiles_of_all_kinds(draw: st.DrawFn) -> Profile:
+    """Small profiles; in some a unit is called again, in some links are stated, not measured."""
+    profile = draw(small_profiles())
+    kinds = profile.model.kind_of_call
+    calls = tuple(f"{kind}{draw(st.integers(0, 1))}" for kind in kinds)
+    model = profile.model.model_copy(
+        update={"calls": draw(st.sampled_from([profile.model.calls, calls]))}
+    )
+    profile = profile.model_copy(update={"model": model})
+    return draw(st.sampled_from([profile, linked(profile, draw(networks(profile)))]))
+
+
+def linked(profile: Profile, network: Network) -> Profile:
+    """The profile with stated links in place of measured collectives."""
+    cluster = profile.cluster.model_copy(update={"network": network})
+    return profile.model_copy(update={"cluster": cluster, "network": ()})
+
+
+@st.composite
+def networks(draw: st.DrawFn, profile: Profile) -> Network:
+    """Links inside hosts and between them, some classes linked in their own way."""
+    names = st.sampled_from(sorted(c.name for c in profile.cluster.classes))
+    others = st.builds(
+        LinkOf,
+        where=st.sampled_from(["inside", "between"]),
+        classes=st.tuples(names, names),
+        link=_links(),
+    )
+    return Network(
+        inside=draw(_links()),
+        between=draw(_links()),
+        exceptions=tuple(draw(st.lists(others, max_size=2))),
+    )
+
+
+def _links() -> st.SearchStrategy[Link]:
+    return st.sampled_from([1e4, 1e5, 1e6, 1e7]).map(lambda rate: Link.stated(rate, 1e-3))
+
+
+@st.composite
+def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
+    """Any ZeRO stage, sharding, collectives and shares, and on each device any samples and mode,
+    as far as the profile knows what they take."""
+    devices = profile.cluster.in_rank_order()
+    per_host = Counter(d.host for d in devices)
+    linked = bool(profile.network) or profile.cluster.network is not None
+    stage = draw(st.sampled_from([0, 1, 2, 3]))
+    knows_hosts = profile.cluster.network is not None or any(
+        t.group == "across" for t in profile.network
+    )
+    by_host = stage > 0 and linked and knows_hosts and len(per_host) > 1
+    sharding = draw(st.sampled_from(["all", "host"])) if by_host else "all"
+    samples = draw(_some(0, 9, len(devices)))
+    shares = dict(zip(devices, draw(_shares(devices, sharding))))
+    workers = tuple(
+        Worker(
+            device=device.id,
+            device_class=device.device_class,
+            host=device.host,
+            samples=n,
+            micro_batch=draw(st.integers(1, n)) if n else 0,
+            state_share=shares[device],
+            mode=draw(st.sampled_from(_modes(profile, device.device_class, stage))),
+        )
+        for device, n in zip(devices, samples)
+    )
+    return Plan(
+        strategy="random",
+        model=profile.model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=sum(samples),
+        compute_dtype=profile.compute_dtype,
+        stages=(Stage(units=profile.model.calls, workers=workers),),
+        zero_stage=stage,
+        sharding=sharding,
+        collectives=draw(_collectives(profile, sharding)),
+    )
+
+
+def _some(least: int, most: int, count: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(least, most), min_size=count, max_size=count).filter(any)
+
+
+@st.composite
+def _shares(draw: st.DrawFn, devices: Sequence[Device], sharding: str) -> list[float]:
+    """Equal ones or any, which add up to 1 among those that divide the state."""
+    pools: dict[str, list[Device]] = {}
+    for device in devices:
+        pools.setdefault(device.host if sharding == "host" else "", []).append(device)
+    found: dict[Device, float] = {}
+    equal = draw(st.booleans())
+    for pool in pools.values():
+        weights = [1] * len(pool) if equal else draw(_some(0, 5, len(pool)))
+        found |= {device: w / sum(weights) for device, w in zip(pool, weights)}
+    return [found[device] for device in devices]
+
+
+def _modes(profile: Profile, name: str, stage: int) -> list[Mode]:
+    """What was measured of a class."""
+    of = next(c for c in profile.classes if c.device_class == name)
+    kinds = [k for k in profile.model.kinds if k.name in profile.model.kind_of_call]
+    graphs = all(k.saved is not None and of.units[k.name].gradient is not None for k in kinds)
+    return [
+        mode
+        for mode in EVERYTHING.modes(stage)
+        if (graphs or mode.recompute) and (of.host_copy is not None or mode.boundary == "device")
+    ]
+
+
+@st.composite
+def _collectives(draw: st.DrawFn, profile: Profile, sharding: str) -> Collectives:
+    """The forms that the profile knows; padded ones where the native form is known."""
+    group = "inside" if sharding == "host" else "all"
+    native = {t.operation for t in profile.network if (t.form, t.group) == ("native", group)}
+    named = profile.collectives
+    if profile.cluster.network is not None and not profile.network:
+        native, named = {"gather", "reduce"}, Collectives(gather="list", reduce="list")
+    padded = Collectives(gather="padded", reduce="padded", padding=draw(st.floats(1.0, 1.5)))
+    return draw(st.sampled_from([named, padded])) if len(native) == 2 else named

@@ -1,8 +1,6 @@
-"""The peak by cause, by hand and against a walk through every moment of a step."""
+"""The peak by cause by hand, and what it depends on; `test_naive_walk.py` has any plan."""
 
 from __future__ import annotations
-
-from math import ceil
 
 import pytest
 from brute import small_profiles
@@ -11,13 +9,13 @@ from hypothesis import strategies as st
 from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
-from gpumix.cost.curves import MicroBatches, bytes_at
-from gpumix.cost.memory import Activations, MemoryModel, free_bytes, owned_by_rank, usable_bytes
+from gpumix.cost.curves import MicroBatches
+from gpumix.cost.memory import Activations, MemoryModel, free_bytes, usable_bytes
 from gpumix.cost.phases import phases
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import DTYPE_BYTES, PLAIN, Collectives
+from gpumix.spec.plan import PLAIN, Collectives
 from gpumix.spec.profile import ROOT
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -60,63 +58,6 @@ def test_a_peak_by_hand():
         "working set": 2 * 300,
         "framework": 7,
     }
-
-
-def naive_peak(profile, plan, rank):
-    """Every moment of a step in turn, as `engine.layered` goes through it; units called once."""
-    model, worker = profile.model, plan.workers[rank]
-    shares = tuple(w.state_share for w in plan.workers)
-    links, own = links_of(profile, plan.collectives, shares), owned_by_rank(model, shares)[rank]
-    kinds = [model.kind(name) for name in model.kind_of_call]
-    last = len(kinds) - 1
-
-    def gathered(unit):
-        return unit.trainable * DTYPE_BYTES[profile.compute_dtype] + unit.frozen_bytes
-
-    def receive(name):
-        return len(shares) * dict(own.elements)[name] * 4 if name in links.all_to_all else 0
-
-    def total(curve):
-        return ceil(sum(float(bytes_at(curve, n)) for n in worker.micro_batches))
-
-    def work(curve):
-        return ceil(max((float(bytes_at(curve, n)) for n in worker.micro_batches), default=0))
-
-    moments = []
-    held = gathered(model.root) + total(model.root.kept)
-    for k, kind in enumerate(kinds):
-        held += total(kind.kept)
-        ahead = gathered(kinds[k + 1]) if k < last else 0
-        moments.append(held + gathered(kind) + ahead + work(kind.forward))
-    held += model.root.trainable * 4
-    moments.append(held + gathered(kinds[-1]) + total(kinds[-1].gradient) + work(model.root.head))
-    for k in reversed(range(len(kinds))):
-        kind = kinds[k]
-        ahead = gathered(kinds[k - 1]) if k else 0
-        held += 4 * kind.trainable
-        boundary = total(kind.gradient)
-        moments.append(held + gathered(kind) + ahead + boundary + work(kind.backward))
-        held += receive(kind.name) - total(kind.kept)
-        moments.append(held + ahead + boundary)
-        if k < last:
-            held -= 4 * kinds[k + 1].trainable + receive(kinds[k + 1].name)
-    moments.append(held + receive(ROOT))
-    units = dict(zip(model.calls, model.kind_of_call)).values()
-    elements = dict(own.elements)[ROOT] + sum(dict(own.elements)[name] for name in units)
-    state = elements * (8 + profile.optimizer_bytes_per_element) + own.frozen_bytes
-    framework = profile.of_class(worker.device_class).framework_bytes
-    return state + framework + model.root.buffer_bytes + max(moments)
-
-
-@MANY
-@given(small_profiles(), st.data())
-def test_the_peak_is_that_of_all_moments(profile, data):
-    plan = data.draw(plans_of(profile))
-    for rank, expected in enumerate(plan.prediction.workers):
-        assert expected.peak_bytes == naive_peak(profile, plan, rank)
-        if plan.workers[rank].samples == 0:
-            held = expected.memory_bytes
-            assert held["activations"] == held["boundary gradients"] == held["working set"] == 0
 
 
 @MANY

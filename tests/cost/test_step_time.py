@@ -1,15 +1,12 @@
-"""The step time of a plan, by hand and against a walk through the calls one by one."""
+"""The step time of a plan by hand, and what it depends on; `test_naive_walk.py` has any plan."""
 
 from __future__ import annotations
 
 import pytest
-from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from plans import links_of, plans_of
+from plans import links_of
 from profiles import Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.curves import MicroBatches, seconds_at
+from gpumix.cost.curves import MicroBatches
 from gpumix.cost.network import Links
 from gpumix.cost.predict import predict
 from gpumix.cost.time import pass_seconds
@@ -18,8 +15,6 @@ from gpumix.planner.even import even
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives, Mode
 from gpumix.spec.profile import ROOT, UnitTimes
-
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def two_cards(network=None, count=1):
@@ -75,42 +70,6 @@ def test_one_rank_alone_communicates_nothing():
     setting = two_cards(wire)
     plan = even(setting, PlanRequest(global_batch=2, devices=("fast-0",)))
     assert plan.prediction.exposed_communication_s == 0
-
-
-@MANY
-@given(small_profiles(), st.data())
-def test_the_formula_call_by_call(profile, data):
-    plan = data.draw(plans_of(profile))
-    prediction = predict(profile, plan)
-    links = links_of(profile, plan.collectives, tuple(w.state_share for w in plan.workers))
-    kinds = profile.model.kind_of_call
-    for worker, expected in zip(plan.workers, prediction.workers):
-        times = profile.of_class(worker.device_class).units
-
-        def total(curve, worker=worker):
-            return sum(float(seconds_at(curve, n)) for n in worker.micro_batches)
-
-        def beside(one, other):
-            return max(one, other) + profile.contention * min(one, other)
-
-        forward = beside(total(times[ROOT].forward), links.gather_s[kinds[0]])
-        backward = beside(total(times[ROOT].backward), links.gather_s[kinds[-1]])
-        for k, kind in enumerate(kinds):
-            gather = links.gather_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
-            forward += beside(total(times[kind].forward), gather)
-            moved = links.gather_s[kinds[k - 1]] if k else 0
-            moved += links.reduce_s[kinds[k + 1]] if k + 1 < len(kinds) else 0
-            backward += beside(total(times[kind].backward), moved)
-        assert expected.forward_s == pytest.approx(forward)
-        assert expected.backward_s == pytest.approx(backward)
-    parts = [
-        max(getattr(w, name) for w in prediction.workers)
-        for name in ("forward_s", "backward_s", "optimizer_s")
-    ]
-    first = kinds[0]
-    exposed = links.gather_s[ROOT] + links.reduce_s[first] + links.reduce_s[ROOT]
-    exposed += profile.step_overhead_s
-    assert prediction.step_s == pytest.approx(exposed + sum(parts))
 
 
 def test_equal_intervals_go_by_native_collectives():
