@@ -90,14 +90,17 @@ def measured(config: dict):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_flops_and_memory_are_near_what_is_measured(kind):
     config = given(kind) | {"vocab_size": 2048}
-    config |= {"n_embd": 256} if kind == "gpt2" else {"hidden_size": 256, "intermediate_size": 704}
+    if kind == "gpt2":  # without dropout, whose masks are not counted
+        config |= {"n_embd": 256, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    else:
+        config |= {"hidden_size": 256, "intermediate_size": 704}
     found, expected = measured(config).model, decoder(config).model(LENGTH, "fp32", kind)
     block, estimate = found.kinds[0], expected.kinds[0]
     assert estimate.name == KIND
     assert estimate.trainable == block.trainable
     assert estimate.flops == pytest.approx(block.flops, rel=0.02)
     assert expected.root.flops == pytest.approx(found.root.flops, rel=0.02)
-    for name in ("kept", "saved", "backward"):
+    for name in ("kept", "saved", "forward", "backward"):
         ratio = getattr(estimate, name).values[0] / getattr(block, name).values[0]
         assert 0.85 < ratio < 1.7, name
     assert 0.85 < expected.root.head.values[0] / found.root.head.values[0] < 1.7
@@ -124,3 +127,48 @@ def test_other_models_are_refused():
         decoder({"model_type": "bert"})
     with pytest.raises(InputError, match="does not say its 'hidden_size'"):
         decoder({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("word_embed_proj_dim", 32),
+        ("do_layer_norm_before", False),
+        ("_remove_final_layer_norm", True),
+        ("enable_bias", False),
+        ("layer_norm_elementwise_affine", False),
+    ],
+)
+def test_an_opt_that_is_counted_otherwise_is_refused(setting, value):
+    config = given("opt") | {setting: value}
+    usual = decoder(given("opt"))
+    elements = sum(p.numel() for p in built(config).parameters())
+    assert usual.layers * usual.block_parameters + usual.root_parameters != elements
+    with pytest.raises(InputError, match=f"no estimate for OPT with '{setting}' {value}") as caught:
+        decoder(config)
+    assert "gpumix profile" in caught.value.fix
+
+
+def test_a_narrow_opt_is_refused_whatever_its_width():
+    assert decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
+    with pytest.raises(InputError, match="'word_embed_proj_dim' 512"):
+        decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
+                 "num_attention_heads": 16, "ffn_dim": 4096, "vocab_size": 50272,
+                 "word_embed_proj_dim": 512})  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+def test_a_size_that_is_none_is_named(kind):
+    optional = ("n_positions", "max_position_embeddings", "n_inner", "head_dim")
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = given(kind) | dict.fromkeys(optional, 64) | experts
+    sizes = [name for name, value in config.items() if isinstance(value, int)]
+    asked = 0
+    for name in sizes:
+        for wrong in ("many", 0, -4, 1.5, True, [3]):
+            try:
+                decoder(config | {name: wrong})
+            except InputError as error:
+                asked += 1
+                assert f"'{name}'" in error.what
+    assert asked >= 6 * 4

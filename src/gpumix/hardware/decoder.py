@@ -26,6 +26,7 @@ HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden
 
 MOST_SAMPLES = 4096  # far end of the straight lines: more than any device is given
 KIND = "block"
+MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,19 @@ class Decoder:
             kept=_line(stream),
             saved=_line(saved + stream),
             gradient=_line(stream),
-            forward=_line(passing + tokens * self._widest() * size),
+            forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
             backward=_line(saved + passing, weight),
             flops=self.block_flops(tokens),
         )
-        # Logits in the compute dtype and in fp32, their log-softmax and both gradients.
-        logits = tokens * self.vocabulary * (2 * size + 12)
+        # Logits in fp32, their log-softmax and its gradient; logits and gradient of a narrow dtype.
+        logits = tokens * self.vocabulary * (12 + (2 * size if dtype != "fp32" else 0))
+        # The gradient of the head's weight is made when the first two are gone.
+        weight_left = max(0, self.vocabulary * (self.hidden * size - 8 * tokens))
         root = RootUnit(
             trainable=self.root_parameters,
             buffer_bytes=0,
             kept=_line(stream + 16 * tokens),
-            head=_line(logits + 4 * stream, self.vocabulary * self.hidden * size),
+            head=_line(logits + 4 * stream, weight_left),
             flops=2.0 * tokens * self.hidden * self.vocabulary,
         )
         return ModelProfile(
@@ -123,7 +126,8 @@ class Decoder:
 
     def _saved_elements(self) -> int:
         """Elements that autograd keeps of one token and block: the inputs of its products, norms
-        (in fp32, so twice in a narrow dtype) and activations; attention does not keep its scores.
+        (in fp32, so twice in a narrow dtype) and activations. Attention does not keep its scores;
+        masks of dropout are not counted.
         """
         qkv = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden + 2 * qkv + 2 * self.attention_width
@@ -143,20 +147,20 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
         raise InputError(
             f"there is no estimate for models of type '{kind}'",
             why=f"estimates know {', '.join(sorted((*GATED, *PLAIN)))}",
-            fix="measure it: `gpumix profile JOB.yaml`, then plan from the profile",
+            fix=MEASURE,
         )
     return _gated(kind, config) if kind in GATED else _plain(kind, config)
 
 
 def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or HEAD_DIMS.get(kind) or hidden // heads)
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    head_dim = _size(config, "head_dim", HEAD_DIMS.get(kind) or hidden // heads)
     bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
     extra = {"qwen3": 2 * head_dim, "olmo2": (heads + kv_heads) * head_dim}.get(kind, 0)
     tied = bool(config.get("tie_word_embeddings", kind in ("gemma", "smollm3")))
-    experts = int(config.get("num_local_experts", 8)) if kind == "mixtral" else 0
+    experts = _size(config, "num_local_experts", 8) if kind == "mixtral" else 0
     return Decoder(
         hidden=hidden,
         layers=_size(config, "num_hidden_layers"),
@@ -171,7 +175,7 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=False,
         extra_norms=extra,
         experts=experts,
-        experts_used=int(config.get("num_experts_per_tok", 2)) if experts else 0,
+        experts_used=_size(config, "num_experts_per_tok", 2) if experts else 0,
     )
 
 
@@ -185,11 +189,12 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         ),
     }[kind]  # fmt: skip
     hidden, layers, heads = (_size(config, name) for name in names[:3])
-    feed_forward = int(config.get(names[3]) or 4 * hidden)
-    # OPT's table of positions has two rows more than positions.
-    positions = {"gpt2": int(config.get("n_positions", 1024))}.get(kind, 0)
+    feed_forward = _size(config, names[3], 4 * hidden)
+    positions = _size(config, "n_positions", 1024) if kind == "gpt2" else 0
     if kind == "opt":
-        positions = int(config.get("max_position_embeddings", 2048)) + 2
+        _check_opt(config, hidden)
+        # The table has two rows more than positions.
+        positions = _size(config, "max_position_embeddings", 2048) + 2
     return Decoder(
         hidden=hidden,
         layers=layers,
@@ -205,6 +210,24 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         positions=positions,
         root_norms=2 if kind == "bloom" else 1,  # one after the embedding
     )
+
+
+def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
+    """OPT-350m is unlike the others: narrower embeddings, and norms elsewhere."""
+    for name, usual in (
+        ("word_embed_proj_dim", hidden),
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("enable_bias", True),
+        ("layer_norm_elementwise_affine", True),
+    ):
+        found = config.get(name)
+        if found is not None and found != usual:
+            raise InputError(
+                f"there is no estimate for OPT with '{name}' {found}",
+                why=f"its parameters are counted for {usual}, as most sizes have it",
+                fix=MEASURE,
+            )
 
 
 def llama_shaped(parameters: float) -> Decoder:
@@ -233,12 +256,21 @@ def _llama(hidden: int) -> Decoder:
     )
 
 
-def _size(config: Mapping[str, Any], name: str) -> int:
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A size; the default where nothing or null is said of it."""
     value = config.get(name)
-    if not isinstance(value, int) or value <= 0:
+    if value is None:
+        value = default
+    if value is None:
         raise InputError(
             f"the model's configuration does not say its '{name}'",
             fix=f"give `{name}` in the configuration",
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise InputError(
+            f"'{name}' of the model's configuration must be a positive whole number, it is "
+            f"{value!r}",
+            fix=f"correct `{name}` in the configuration",
         )
     return value
 
