@@ -281,6 +281,8 @@ class Paces:
     def __init__(self, profile: Profile, batch: int) -> None:
         self.batch = batch
         self.grids = Grids(profile, batch)
+        self._free = free_links(profile.model)
+        self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._known: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
@@ -318,13 +320,15 @@ class Paces:
         return self._known[key]
 
     def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Pace:
-        profile, free = setting.profile, free_links(setting.profile.model)
+        profile, free, zero_stage = setting.profile, self._free, setting.zero_stage
         limit = setting.largest_micro_batch(name, self.batch)
         rows = min(self.batch, FEW_ROWS)
         grid = self.grids.of(rows, np.arange(1, min(rows, limit) + 1))
         sizes = np.asarray(_corners(profile, name, limit))
         whole = MicroBatches.of(sizes, sizes)
-        stateless = MemoryModel(profile, free, 1, setting.zero_stage)
+        if zero_stage not in self._stateless:
+            self._stateless[zero_stage] = MemoryModel(profile, free, 1, zero_stage)
+        stateless = self._stateless[zero_stage]
         per_sample, passes = [], []
         for mode in modes:
             # Without network the order is all the same; copies to the host only make it longer.
