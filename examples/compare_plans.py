@@ -29,7 +29,7 @@ def main() -> None:
     for batch in GLOBAL_BATCHES:
         for strategy in ("even", "optimal"):
             try:
-                show(gpumix.plan(profile, batch, strategy))
+                show(gpumix.plan(profile, batch, strategy=strategy))
             except gpumix.GpumixError as error:
                 print(f"batch {batch}, {strategy}: {error}")
 

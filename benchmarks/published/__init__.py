@@ -7,6 +7,7 @@ README; nothing of them is copied into it.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 
 GIB = 1024**3
 SAMPLES = float(2**16)  # the far end of straight lines: more samples than any batch here has
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layer computes: FLOPs of one sample's forward, elements of its parameters."""
+
+    flops: float
+    elements: int
 
 
 class NotHereError(Exception):

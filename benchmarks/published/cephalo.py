@@ -39,7 +39,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
-from published import GIB, SAMPLES, read
+from published import GIB, SAMPLES, Work, read
 
 FILE = "cephalo/layer_profiles.json"
 THEIR_DTYPE: dict[ComputeDtype, str] = {"fp32": "float32", "fp16": "float16"}
@@ -80,15 +80,32 @@ class Layer:
     largest: int | None
 
 
+def timed_layers() -> list[tuple[Setting, str]]:
+    """All settings and GPUs in which a layer was timed."""
+    ours = {theirs: dtype for dtype, theirs in THEIR_DTYPE.items()}
+    return [
+        (Setting(entry["model"], ours[entry["dtype"]], entry["seq_len"]), entry["device"])
+        for entry in read(FILE)["layers"]
+    ]
+
+
 def settings() -> dict[Setting, tuple[str, ...]]:
     """All settings with memory of the model and at least two GPUs, and these GPUs."""
     found: dict[Setting, list[str]] = {}
-    ours = {theirs: dtype for dtype, theirs in THEIR_DTYPE.items()}
-    for entry in read(FILE)["layers"]:
-        setting = Setting(entry["model"], ours[entry["dtype"]], entry["seq_len"])
+    for setting, gpu in timed_layers():
         if _memory(setting) and setting.model in read(FILE)["models"]:
-            found.setdefault(setting, []).append(entry["device"])
+            found.setdefault(setting, []).append(gpu)
     return {s: tuple(sorted(gpus)) for s, gpus in found.items() if len(gpus) > 1}
+
+
+def block_work(setting: Setting) -> Work | None:
+    """Products with weights and of attention; None where the file lacks a model's sizes, and of
+    images, whose tokens it does not say."""
+    sizes = read(FILE)["models"].get(setting.model)
+    if sizes is None or setting.model.startswith("vit"):
+        return None
+    tokens, elements = setting.tokens, sizes["parameters_per_layer"]
+    return Work(2.0 * tokens * elements + 4.0 * tokens**2 * sizes["hidden_size"], elements)
 
 
 def profile(

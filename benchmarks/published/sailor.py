@@ -36,6 +36,7 @@ WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 1024, 16, 2048, 50272, 24
 FP32 = 4
 HEAD = BLOCKS + 1  # the last of the profiled layers; 0 is the embedding
 
+BLOCK_FLOPS = 24.0 * TOKENS * WIDTH**2 + 4.0 * TOKENS**2 * WIDTH  # of one sample's forward
 BLOCK_PARAMETERS = 12 * WIDTH**2 + 13 * WIDTH  # matrices, biases, two norms
 ROOT_PARAMETERS = (2 * VOCABULARY + TOKENS) * WIDTH + 2 * WIDTH
 PARAMETERS = BLOCKS * BLOCK_PARAMETERS + ROOT_PARAMETERS

@@ -30,12 +30,13 @@ def _verb(function: Callable[..., Any], text: str) -> str:
     wanted = [str(info.metavar) for _, info in arguments]
     wanted += [_names(p, info)[0] for p, info in options if p.default is inspect.Parameter.empty]
     usage = " ".join(["gpumix", name, *wanted, "[OPTIONS]"])
-    text, _, example = text.partition("Example: ")
+    text, *examples = text.split("Example: ")
     rows = [f"| `{info.metavar}` | | {info.help} |" for _, info in arguments]
     rows += [_option(parameter, info) for parameter, info in options]
     table = "\n".join(["| | default | |\n|---|---|---|", *rows])
     about = re.sub(r"\n(torchrun .*)", r"\n\n    \1", text.strip())
-    return f"## gpumix {name}\n\n    {usage}\n\n{about}\n\nExample:\n\n    {example}\n\n{table}"
+    shown = "\n".join(f"    {example.strip()}" for example in examples)
+    return f"## gpumix {name}\n\n    {usage}\n\n{about}\n\nExample:\n\n{shown}\n\n{table}"
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any]]:

@@ -55,4 +55,4 @@ def test_sums_run_over_the_micro_batches(measured, samples, size):
     assert micro.bytes(measured)[0] == pytest.approx(sum(each))
     assert micro.seconds(measured)[0] == pytest.approx(sum(each))
     assert micro.largest_bytes(measured)[0] == max(each, default=0.0)
-    assert micro.last.tolist() == [(split_micro_batches(samples, size) or (0,))[-1]]
+    assert micro.smallest.tolist() == [(split_micro_batches(samples, size) or (0,))[-1]]

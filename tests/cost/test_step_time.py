@@ -6,11 +6,14 @@ import pytest
 from plans import links_of
 from profiles import Card, Network, block, curve, line, profile, root
 
+from gpumix.cost.curves import MicroBatches
+from gpumix.cost.network import Links
 from gpumix.cost.predict import predict
+from gpumix.cost.time import pass_seconds
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.even import even
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives
+from gpumix.spec.plan import Collectives, Mode
 from gpumix.spec.profile import ROOT, UnitTimes
 
 
@@ -100,6 +103,22 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     gather = links_of(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
     assert fast.forward_s == pytest.approx(gather + 1 + 1)
     assert fast.backward_s == pytest.approx(gather + 3 + 3)
+
+
+def test_one_after_the_other_the_smaller_micro_batch_goes_first():
+    """3 samples by 2: gathers hide behind the forward of 1, reductions behind the backward of 2."""
+    links = Links(
+        gather_s={"block": 4.0, ROOT: 0.0},
+        regather_s={"block": 0.0, ROOT: 0.0},
+        reduce_s={"block": 10.0, ROOT: 0.0},
+        all_to_all=frozenset(),
+    )
+    micro, mode = MicroBatches.of([3], [2]), Mode(order="sequential")
+    forward, backward = pass_seconds(two_cards(), "fast", links, micro, mode)
+    root, first_call, second_call = 0.3 + (4.0 - 0.1), 3.0 + (4.0 - 1.0), 3.0
+    assert forward[0] == pytest.approx(root + first_call + second_call)
+    head, second_call, first_call = 1.5, 9.0, 9.0 + (10.0 - 6.0)
+    assert backward[0] == pytest.approx(head + second_call + first_call)
 
 
 def test_a_plan_of_another_model_is_refused():

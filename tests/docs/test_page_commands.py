@@ -83,7 +83,7 @@ def test_a_command_in_the_text_has_a_verb_and_options_that_exist(page, words):
 
 def test_the_readme_shows_each_verb_that_one_needs():
     shown = {words[1] for block, words in SHOWN if block.page.name == "README.md"}
-    assert {"devices", "plan", "train", "export"} <= shown
+    assert {"devices", "plan", "train", "simulate", "export"} <= shown
 
 
 def test_a_wrong_option_is_noticed():

@@ -18,7 +18,8 @@ def test_commas_join_cards_of_one_host():
     found = cluster("4x rtx3090, 2x p40", "fp16")
     assert counts(found) == {("host-0", "rtx3090"): 4, ("host-0", "p40"): 2}
     assert sorted(d.ordinal for d in found.devices) == list(range(6))
-    assert found.class_named("p40").memory_bytes == 24 * 2**30
+    assert found.class_named("rtx3090").memory_bytes == 24 * 2**30
+    assert found.class_named("p40").memory_bytes == 22.5 * 2**30  # the rest corrects errors
 
 
 def test_hosts_are_separated_and_repeated():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from math import ceil
+from math import ceil, log2
 
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Link
@@ -18,6 +18,7 @@ from gpumix.spec.profile import ROOT, ClassProfile, Profile, UnitKind
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 GRADIENT, MASTER = 4, 4  # fp32
 PER_OWNER = 1.25  # of stated links: one broadcast or reduction per owner
+TREE_PIECE = 512 * 1024  # of stated links: an eighth of 4 MiB
 
 
 # -- curves ----------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Wire:
                     return seconds(times.times, size)
             return 0.0
         if group == "across":
-            return 2 * self._between_hosts(size)
+            return 2 * min(self._between_hosts(size), self._tree(size))
         whole = self._inside(size)
         if group == "all" and len(_hosts(self.plan)) > 1:
             ring = (len(self.plan.workers) - 1) * self._step(size / len(self.plan.workers))
@@ -150,6 +151,13 @@ class Wire:
         hosts = _hosts(self.plan)
         links = list(self._links_between())
         return (len(hosts) - 1) * max(seconds(k.times, size / len(hosts)) for k in links)
+
+    def _tree(self, size: float) -> float:
+        """The buffer once over the slowest link, the first piece of it up all levels."""
+        links = list(self._links_between())
+        levels = ceil(log2(len(_hosts(self.plan))))
+        piece = min(size, TREE_PIECE)
+        return max(seconds(k.times, size) + levels * seconds(k.times, piece) for k in links)
 
     def _step(self, size: float) -> float:
         """Of one ring through all devices."""
@@ -216,7 +224,7 @@ def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, floa
     """Forward; and backward, with head and loss."""
     model, worker, wire = profile.model, plan.workers[rank], Wire(profile, plan)
     times, calls, kinds = _class(profile, worker).units, model.calls, model.kind_of_call
-    micro_batches, last = worker.micro_batches, len(calls) - 1
+    micro_batches, last = sorted(worker.micro_batches), len(calls) - 1  # the smaller one first
     in_layers = worker.mode.order == "layered"
 
     def beside(curve: Curve, moved: float, at: int) -> float:

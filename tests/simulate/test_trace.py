@@ -15,8 +15,9 @@ from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError
-from gpumix.spec.trace import STREAMS, Span, Trace
+from gpumix.spec.trace import STREAMS, Trace, event, wait
 
+COMMUNICATION = STREAMS.index("communication")
 EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -40,16 +41,16 @@ def test_the_format(profile, data):
     processes = [e["pid"] for e in events if e["name"] == "process_name"]
     assert len(set(processes)) == len(processes)
     assert len({tid for _, tid in named}) == len(named)
-    for event in events:
-        assert event["ph"] in ("X", "M")
-        assert isinstance(event["name"], str)
-        assert isinstance(event["args"], dict)
-        assert event["pid"] in processes
-        if event["ph"] == "X":
-            assert all(type(event[key]) is int for key in ("ts", "dur", "pid", "tid"))
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-            assert (event["pid"], event["tid"]) in named
+    for e in events:
+        assert e["ph"] in ("X", "M")
+        assert isinstance(e["name"], str)
+        assert isinstance(e["args"], dict)
+        assert e["pid"] in processes
+        if e["ph"] == "X":
+            assert all(type(e[key]) is int for key in ("ts", "dur", "pid", "tid"))
+            assert e["ts"] >= 0
+            assert e["dur"] >= 0
+            assert (e["pid"], e["tid"]) in named
 
 
 @EASY
@@ -69,7 +70,7 @@ def test_processes_are_devices_in_rank_order():
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["localhost: c0-0 (c0)", "localhost: c1-0 (c1)"]
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert threads == {"compute", "communication"} < set(STREAMS)
+    assert threads == {"compute", "waiting", "communication"} < set(STREAMS)
 
 
 def test_times_are_microseconds():
@@ -94,7 +95,7 @@ def test_collectives_are_shown_on_every_device():
     replay, plan = example()
     slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
     one, other = (
-        [(e["name"], e["ts"], e["dur"]) for e in slices if e["pid"] == pid and e["tid"] % 100 == 1]
+        [(e["name"], e["ts"], e["dur"]) for e in slices if e["tid"] == 100 * pid + COMMUNICATION]
         for pid in (1, 2)
     )
     assert one == other
@@ -111,7 +112,7 @@ def test_of_very_many_devices_those_that_are_alike_are_shown_once(monkeypatch):
     plan = plan_by_hand(measured, (2, 3, 3))
     events = document(trace_of(simulate(measured, plan), plan))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == [f"1 x c{i}: c{i}-0 and those alike" for i in range(3)]
+    assert names == [f"1 devices like localhost: c{i}-0 (c{i})" for i in range(3)]
 
 
 def test_a_trace_is_a_document(tmp_path):
@@ -125,14 +126,34 @@ def test_a_trace_is_a_document(tmp_path):
         trace_of(replay, plan).save(tmp_path / "plan.json")
 
 
-def test_any_spans_make_a_trace():
-    """As a training run will write its own."""
+@EASY
+@given(small_profiles(), st.data())
+def test_at_any_moment_a_device_computes_or_waits(profile, data):
+    plan = data.draw(any_plans(profile))
+    replay = simulate(profile, plan)
+    events = document(trace_of(replay, plan))["traceEvents"]
+    threads = {
+        e["tid"] for e in events
+        if e["name"] == "thread_name" and e["args"]["name"] in ("compute", "waiting")
+    }  # fmt: skip
+    for pid in {e["pid"] for e in events}:
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] in threads]
+        spans.sort(key=lambda e: (e["ts"], e["dur"]))
+        ends = [0, *(e["ts"] + e["dur"] for e in spans)]
+        assert [e["ts"] for e in spans] == ends[:-1]
+        assert ends[-1] == pytest.approx(1e6 * replay.step_s, abs=1)
+
+
+def test_spans_lie_by_device_and_stream():
     spans = [
-        Span("forward layers.0", "forward", "host-a: gpu-0", "compute", 0.001, 0.002),
-        Span("gather layers.1", "gather", "host-a: gpu-0", "communication", 0.0015, 0.0005),
-        Span("forward layers.0", "forward", "host-b: gpu-0", "compute", 0.001, 0.004),
+        event("gather", "layers.1", process="host-a: gpu-0", start_s=0.0015, end_s=0.002),
+        event("forward", "layers.0", process="host-a: gpu-0", start_s=0.001, end_s=0.003),
+        wait("slower rank", process="host-b: gpu-0", start_s=0.001, end_s=0.005),
     ]
     slices = [e for e in document(Trace.of(spans))["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["cat"]) for e in slices] == [
+        ("forward layers.0", "forward"), ("gather layers.1", "gather"), ("slower rank", "waiting")
+    ]  # fmt: skip
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in slices] == [
-        (1, 100, 1000, 2000), (1, 101, 1500, 500), (2, 200, 1000, 4000)
+        (1, 100, 1000, 2000), (1, 102, 1500, 500), (2, 201, 1000, 4000)
     ]  # fmt: skip

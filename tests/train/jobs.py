@@ -7,6 +7,7 @@ a process of its own (`gpumix`), where exit codes, stderr and signals matter.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,8 +128,9 @@ def run(
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The toys can be imported."""
-    return commands.environment(folder / "cache") | {"PYTHONPATH": str(HERE)}
+    """The toys can be imported, and what else could be."""
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return commands.environment(folder / "cache") | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 # -- what a run leaves -----------------------------------------------------------------------------

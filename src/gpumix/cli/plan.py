@@ -18,6 +18,7 @@ from gpumix.cli.source import (
     NetworkText,
     ProfileFile,
     Techniques,
+    profile_beside,
 )
 
 
@@ -47,7 +48,10 @@ def plan(
     global_batch: Batch = None,
     techniques: Techniques = "engine",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan here.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the plan here, and beside it what it was made from."
+        ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
@@ -79,6 +83,7 @@ def plan(
     )
     if output is not None:
         made.save(output)
+        source.profile.save(profile_beside(output))
     if as_json:
         print_json(made.model_dump(mode="json"))
         return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, profile_beside
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gpumix.simulate.events import Event, Replay
     from gpumix.simulate.program import Lane
     from gpumix.simulate.timeline import Use
-    from gpumix.spec.plan import Plan
+    from gpumix.spec.plan import Plan, Worker
     from gpumix.spec.profile import Profile
 
 LINES = 12  # of the critical path
@@ -28,8 +29,10 @@ LINES = 12  # of the critical path
 def register(app: typer.Typer) -> None:
     app.command(
         help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
-        "Open the trace in ui.perfetto.dev.\n\n"
-        "Example: gpumix simulate plan.json --profile profile.json --trace step.trace.json"
+        "Times come from what the plan was made from: the profile that lies beside it, if none "
+        "is given. Open the trace in ui.perfetto.dev.\n\n"
+        "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
+        'Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B'
     )(simulate)
 
 
@@ -42,6 +45,9 @@ def simulate(
     job: Annotated[
         Path | None, typer.Option("--job", help="Take times from what was measured of this job.")
     ] = None,
+    cluster: ClusterText = None,
+    network: NetworkText = None,
+    model: ModelText = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev here.")
     ] = None,
@@ -55,48 +61,69 @@ def simulate(
     from gpumix.train.tables import stderr
 
     planned = Plan.load(plan)
-    replay = replay_of(_profile(profile, job, overrides), planned)
+    asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
+    if job is None:
+        asked = replace(
+            asked,
+            sequence_length=planned.sequence_length,
+            global_batch=planned.global_batch,
+        )
+    if profile is None and job is None and cluster is None:
+        profile = _beside(plan)
+    times, note = _times(profile, asked)
+    replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)
     if as_json:
-        print_json(_as_dict(replay, planned))
+        print_json(_as_dict(replay, planned, times))
         return
     console = stderr()
+    if note:
+        console.print(note, style="yellow")
     for part in _shown(replay, planned):
         console.print(part)
 
 
-def _profile(profile: Path | None, job: Path | None, overrides: list[str]) -> Profile:
-    """The profile of either option.
+def _beside(plan: Path) -> Path | None:
+    """The profile that `gpumix plan --output` and runs write beside a plan."""
+    places = (profile_beside(plan), plan.with_name("profile.json"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
+    """The profile that is given or asked for, and what to say of it.
 
     Raises:
-        InputError: neither or both are given, or the job was not measured.
+        InputError: nothing is given, or more than one thing.
     """
-    from gpumix.cli.source import cached
     from gpumix.spec.profile import Profile
-    from gpumix.spec.read import read_job
 
-    if (profile is None) == (job is None):
-        raise InputError(
-            "one of --profile and --job is wanted",
-            why="a plan does not say how fast its devices are",
-            fix="gpumix simulate PLAN --profile PROFILE.json",
-        )
-    if profile is not None:
-        if overrides:
-            raise InputError("--set changes a job, and none is given", fix="leave it out")
-        return Profile.load(profile)
-    assert job is not None
-    found = cached(job, read_job(job, overrides))
-    if found is None:
-        raise InputError("this job was not measured", where=str(job), fix=f"gpumix profile {job}")
-    return found
+    if profile is None:
+        if asked.job is None and asked.cluster is None:
+            raise InputError(
+                "a plan does not say how fast its devices are, and no profile lies beside it",
+                fix="give what it was made from: --profile PROFILE.json, --job JOB.yaml, or "
+                "--cluster and --model",
+            )
+        source = asked.source()
+        return source.profile, source.note
+    others = {
+        "--job": asked.job,
+        "--cluster": asked.cluster,
+        "--network": asked.network,
+        "--model": asked.model,
+        "--set": asked.overrides or None,
+    }
+    for name, value in others.items():
+        if value is not None:
+            raise InputError(f"{name} has no effect beside --profile", fix="give one of them")
+    return Profile.load(profile), ""
 
 
 # -- as JSON ---------------------------------------------------------------------------------------
 
 
-def _as_dict(replay: Replay, plan: Plan) -> dict[str, Any]:
+def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
     """`lane` is a place in `lanes`, devices that are alike; None is all devices."""
     from gpumix.simulate.timeline import critical_path, stretches, uses
 
@@ -104,9 +131,10 @@ def _as_dict(replay: Replay, plan: Plan) -> dict[str, Any]:
         "step_s": replay.step_s,
         "predicted_s": replay.predicted_s,
         "emulated": plan.emulated,
+        "estimated": [c.device_class for c in times.classes if c.estimated],
         "critical_path": [asdict(stretch) for stretch in stretches(replay)],
         "critical_events": [_event(event, replay) for event in critical_path(replay)],
-        "lanes": [_use(use, plan) for use in uses(replay)],
+        "lanes": [_use(use, plan.workers) for use in uses(replay)],
     }
 
 
@@ -121,19 +149,15 @@ def _event(event: Event, replay: Replay) -> dict[str, Any]:
     }
 
 
-def _use(use: Use, plan: Plan) -> dict[str, Any]:
+def _use(use: Use, workers: Sequence[Worker]) -> dict[str, Any]:
     worker = use.lane.worker
     return {
-        "devices": _devices(use.lane, plan),
+        "devices": [workers[rank].device for rank in use.lane.ranks],
         "device_class": worker.device_class,
         "samples": worker.samples,
         "busy_s": use.busy_s,
         "idle_s": use.idle_s,
     }
-
-
-def _devices(lane: Lane, plan: Plan) -> list[str]:
-    return [plan.workers[rank].device for rank in lane.ranks]
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -150,11 +174,11 @@ def _shown(replay: Replay, plan: Plan) -> Iterable[RenderableType]:
         f"simulated: {show_seconds(replay.step_s)} a step; the planner's formula says "
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
-    yield _path_table(replay, plan)
+    yield _path_table(replay)
     yield labelled(_idle_table(uses(replay), replay.step_s), plan.emulated)
 
 
-def _path_table(replay: Replay, plan: Plan) -> RenderableType:
+def _path_table(replay: Replay) -> RenderableType:
     """What binds the step; of many stretches the longest."""
     from gpumix.simulate.timeline import stretches
     from gpumix.spec.units import show_seconds
@@ -167,7 +191,7 @@ def _path_table(replay: Replay, plan: Plan) -> RenderableType:
         if s in longest:
             units = s.first if s.first == s.last else f"{s.first} to {s.last}"
             part = f"{s.seconds / replay.step_s:.1%}"
-            on = "all" if s.lane is None else _who(_devices(replay.program.lanes[s.lane], plan))
+            on = "all" if s.lane is None else _who(replay.program.lanes[s.lane])
             table.add_row(s.kind, units, on, str(s.events), show_seconds(s.seconds), part)
     rest = sum(s.seconds for s in found if s not in longest)
     if rest > 0:
@@ -176,13 +200,14 @@ def _path_table(replay: Replay, plan: Plan) -> RenderableType:
     return table
 
 
-def _who(devices: list[str]) -> str:
-    return devices[0] if len(devices) == 1 else f"{devices[0]} and {len(devices) - 1} alike"
+def _who(lane: Lane) -> str:
+    others = len(lane.ranks) - 1
+    return f"{lane.worker.device} and {others} alike" if others else lane.worker.device
 
 
 def _idle_table(uses: Sequence[Use], step_s: float) -> Table:
     """One row per class: the mean over its devices, of the step."""
-    from gpumix.simulate.timeline import CAUSES
+    from gpumix.spec.trace import CAUSES
     from gpumix.train.tables import new_table
 
     of_class: dict[str, list[Use]] = {}

@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a verb that plans."""
+    """The options of a verb that plans, or looks at a plan. `measures`: a job that was not."""
 
     job: Path | None
     overrides: list[str]
@@ -91,6 +91,7 @@ class Asked:
     global_batch: int | None = None
     techniques: Literal["engine", "all"] = "engine"
     as_json: bool = False
+    measures: bool = True
 
     def source(self) -> Source:
         """The profile to plan from.
@@ -125,7 +126,12 @@ class Asked:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile)
             return profile, ""
-        return measured(path, job, self.overrides, as_json=self.as_json), ""
+        found = cached(path, job)
+        if found is None and not self.measures:
+            raise InputError(
+                "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
+            )
+        return found or measured(path, self.overrides, as_json=self.as_json), ""
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
@@ -190,6 +196,11 @@ class Asked:
             )
 
 
+def profile_beside(plan: Path) -> Path:
+    """Where the profile goes that a plan was made from: plan.profile.json beside plan.json."""
+    return plan.with_name(f"{plan.stem}.profile.json")
+
+
 ESTIMATE = "an estimate from datasheets: measured times may be a third longer or shorter"
 
 
@@ -236,13 +247,10 @@ def _check_profile(profile: Profile, job: Job, path: Path) -> None:
         )
 
 
-def measured(path: Path, job: Job, overrides: list[str], *, as_json: bool) -> Profile:
-    """The profile from the cache; another process measures what is missing there."""
+def measured(path: Path, overrides: list[str], *, as_json: bool) -> Profile:
+    """The job's profile; another process measures it."""
     from gpumix.spec.profile import Profile
 
-    found = cached(path, job)
-    if found is not None:
-        return found
     sets = [part for override in overrides for part in ("--set", override)]
     # -P: modules are looked for beside the job, as everywhere, not in the current folder.
     command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]

@@ -30,6 +30,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")
     ] = False,
+    trace: Annotated[
+        int | None,
+        typer.Option(
+            "--trace",
+            min=1,
+            metavar="STEP",
+            help="Write a trace of this step into the run's folder, for ui.perfetto.dev.",
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
@@ -38,6 +47,8 @@ def train(
     from gpumix.train.pipeline import Pipeline
 
     given = Plan.load(plan) if plan is not None else None
+    if trace is not None:
+        overrides = [*overrides, f"trace_step={trace}"]
     pipeline = Pipeline.of_file(job, overrides, debug=debug)
     summary = pipeline.train(given, resume=resume)
     if not pipeline.speaks:

@@ -6,8 +6,11 @@ at every choice of a device class at once and the prediction of one plan uses th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -28,8 +31,28 @@ def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
 def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
     """Seconds at each of `sizes`. A point above a later one is lowered to it: what disturbs a
     measurement makes it longer, and less work does not take longer than more."""
-    values = np.minimum.accumulate(np.asarray(curve.values)[::-1])[::-1]
-    return _between(curve, values, sizes)
+    return _between(curve, np.asarray(_lowered(curve)), sizes)
+
+
+def seconds_of(curve: Curve, size: float) -> float:
+    """The same for one size, without arrays: links are asked one message at a time."""
+    at, values = curve.sizes, _lowered(curve)
+    if size <= 0:
+        return 0.0
+    if size >= at[-1]:
+        return values[-1] * (size / at[-1])
+    right = bisect_right(at, size)
+    if right == 0:
+        return values[0]
+    left = right - 1
+    part = (size - at[left]) / (at[right] - at[left])
+    return values[left] + part * (values[right] - values[left])
+
+
+@lru_cache(maxsize=1024)  # a search asks for the same few curves, thousands of times
+def _lowered(curve: Curve) -> tuple[float, ...]:
+    """The values of a curve of times, none above a later one."""
+    return tuple(accumulate(reversed(curve.values), min))[::-1]
 
 
 def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
@@ -69,21 +92,21 @@ class MicroBatches:
         return cls(size=size, full=full, rest=b - full * size)
 
     @property
-    def last(self) -> IntArray:
-        """Samples of the last micro-batch."""
+    def smallest(self) -> IntArray:
+        """Samples of the smallest micro-batch."""
         return np.where(self.rest > 0, self.rest, self.size)
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
         return self._once("all", curve, lambda: self.over_all(seconds_at(curve, self.range)))
 
-    def first_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the first micro-batch."""
-        return self._once("first", curve, lambda: seconds_at(curve, self.range)[self.size])
+    def smallest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the smallest micro-batch."""
+        return self._once("smallest", curve, lambda: seconds_at(curve, self.range)[self.smallest])
 
-    def last_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the last micro-batch."""
-        return self._once("last", curve, lambda: seconds_at(curve, self.range)[self.last])
+    def largest_seconds(self, curve: Curve) -> FloatArray:
+        """Seconds of the largest micro-batch."""
+        return self._once("longest", curve, lambda: seconds_at(curve, self.range)[self.size])
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""

@@ -207,7 +207,7 @@ def check_match(profile: Profile, plan: Plan) -> None:
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
-                fix="plan again from this profile: `gpumix plan JOB.yaml`",
+                fix="give the profile that the plan was made from, or plan again from this one",
             )
     for name, mode in sorted(
         {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))

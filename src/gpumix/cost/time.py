@@ -28,7 +28,8 @@ Below ZeRO stage 3 parameters stay gathered, so the backward gathers nothing; at
 gathered at all, and R is an all-reduce. At stages 0 and 1 every rank has room for all gradients, so
 no reduction has to end before the next unit goes on, and ranks meet only at the end: there the
 longest sum of forward and backward counts. A worker that runs its micro-batches one after the other
-(`sequential`) hides gathers behind its first forward only, reductions behind its last backward.
+(`sequential`) hides gathers behind its first forward only, reductions behind its last backward; if
+one is smaller it goes first, for there is more to reduce than to gather.
 
 What runs at the same time is not free: max(a, b) above stands for max(a, b) + c min(a, b), where
 the profile's contention c is between 0 (perfect overlap) and 1 (none). Inputs that are kept on the
@@ -158,7 +159,7 @@ class _Work:
 
     def forward_seconds(self) -> FloatArray:
         computing, gathers = self.computing, self.links.gather_s
-        kinds, beside = computing.model.kind_of_call, computing.micro.first_seconds
+        kinds, beside = computing.model.kind_of_call, computing.micro.smallest_seconds
         total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], beside)
         for (kind, gathered), count in self._forward_counts:
             moved = gathers.get(gathered, 0.0)
@@ -168,7 +169,7 @@ class _Work:
 
     def backward_seconds(self) -> FloatArray:
         computing = self.computing
-        kinds, beside = computing.model.kind_of_call, computing.micro.last_seconds
+        kinds, beside = computing.model.kind_of_call, computing.micro.largest_seconds
         gathers, reductions = self.links.regather_s, self.links.reduce_s
         total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], beside)
         for (kind, gathered, reduced), count in self._backward_counts:

@@ -3,18 +3,20 @@
 A stated link gives the seconds of one message. A ring of n devices moves its buffer in n - 1 steps
 of an nth each, at the pace of its slowest link (Patarasuk and Yuan, JPDC 2009). Over several hosts
 NCCL runs either one ring through all devices or first between hosts and then inside each; the
-faster counts. Unequal intervals take one broadcast, or one reduction, per owner.
+faster counts. So it does for an all-reduce between hosts, of a ring and two trees. Unequal
+intervals take one broadcast, or one reduction, per owner.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
-from gpumix.cost.curves import seconds_at
+from gpumix.cost.curves import seconds_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
@@ -26,6 +28,9 @@ Operation = Literal["gather", "reduce"]
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
 # (arXiv 2411.01075).
 PER_OWNER = 1.25
+
+# What NCCL's trees pass on at a time, at most: an eighth of its buffer of 4 MiB.
+TREE_PIECE_BYTES = 2**19
 
 
 class Wire(Protocol):
@@ -64,7 +69,7 @@ class Measured:
             return 0.0
         for times in self._of(operation, group):
             if times.form == form:
-                return float(seconds_at(times.times, size))
+                return seconds_of(times.times, size)
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
@@ -115,8 +120,8 @@ class Stated:
         return cls(tuple(inside), between, len(on_host), ranks)
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
-        if group == "across":
-            return 2 * self._between(size)  # an all-reduce: replicas add up what they reduced
+        if group == "across":  # an all-reduce: replicas add up what they reduced
+            return 2 * min(self._between(size), self._tree(size))
         whole = self._inside(size) if group == "inside" else self._everywhere(size)
         return whole * (PER_OWNER if form in ("list", "broadcast", "all_to_all") else 1.0)
 
@@ -132,18 +137,28 @@ class Stated:
     def _slowest_step(self, size: float) -> float:
         links = [link for _, link in self.inside]
         links += [self.between] if self.between is not None else []
-        return max(float(seconds_at(link.times, size)) for link in links)
+        return max(seconds_of(link.times, size) for link in links)
 
     def _inside(self, size: float) -> float:
         return max(
-            ((n - 1) * float(seconds_at(link.times, size / n)) for n, link in self.inside),
+            ((n - 1) * seconds_of(link.times, size / n) for n, link in self.inside),
             default=0.0,
         )
 
     def _between(self, size: float) -> float:
         if self.between is None:
             return 0.0
-        return (self.hosts - 1) * float(seconds_at(self.between.times, size / self.hosts))
+        return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
+
+    def _tree(self, size: float) -> float:
+        """To one host from all, or from it to all, by two trees that share the work (Sanders, Speck
+        and Traeff, Parallel Computing 2009; NCCL's since 2.4): the buffer passes each link once, in
+        pieces that move at the same time, and the first of them climbs all levels."""
+        if self.between is None:
+            return 0.0
+        stream = seconds_of(self.between.times, size)
+        piece = seconds_of(self.between.times, min(size, TREE_PIECE_BYTES))
+        return stream + math.ceil(math.log2(self.hosts)) * piece
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from gpumix.engine.record import SILENT, Record
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import device_in_use, indexed
 from gpumix.spec.errors import TrainingError
@@ -43,16 +44,16 @@ class Pending:
         clock: WaitClock,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._works = works
+        self.works = works
         self._label = label
         self._clock = clock
         self._finish = finish
 
     def wait(self) -> None:
         with reported(self._label), self._clock:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
-        self._works = ()
+        self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -140,6 +141,7 @@ class Communicator:
         self.bytes: Counter[str] = Counter()
         self.device = indexed(device)
         self.clock = WaitClock(self.device)
+        self.record: Record = SILENT  # of the step under way, where it is traced
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 

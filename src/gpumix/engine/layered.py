@@ -19,7 +19,9 @@ from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
 from gpumix.engine.glue import Glue
 from gpumix.engine.randomness import Randomness
+from gpumix.engine.record import Record
 from gpumix.engine.shards import ShardedUnit
+from gpumix.spec.profile import ROOT
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Parts:
     @property
     def all(self) -> tuple[ShardedUnit, ...]:
         return (self.root, *self.units.values())
+
+    @property
+    def record(self) -> Record:
+        """Who is told of what is done."""
+        return self.root.comm.record
 
     def call(self, number: int) -> ShardedUnit:
         return self.units[self.calls[number]]
@@ -134,15 +141,18 @@ class MicroBatch:
 
 def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
     """All micro-batches through all units; each then waits before the head."""
+    record = parts.record
     parts.root.start_gather()
     parts.call(0).start_gather()
     parts.root.gathered()
+    record.computes("forward", ROOT)
     for batch in batches:
         batch.start()
     last = len(parts.calls) - 1
     for number in range(last + 1):
         unit = parts.call(number)
         unit.gathered()
+        record.computes("forward", unit.name)
         if number < last:
             parts.call(number + 1).start_gather()
         for batch in batches:
@@ -165,6 +175,7 @@ def head(
         (summed loss, count) of each micro-batch, without graph.
     """
     last = len(parts.calls) - 1
+    parts.record.computes("head", ROOT)
     if scale is not None:
         parts.call(last).start_gather()
         parts.root.begin_gradient()
@@ -190,10 +201,12 @@ def backward(
     """
     first_call = {name: parts.calls.index(name) for name in parts.units}
     begun: set[str] = set()
+    record = parts.record
     reducing: ShardedUnit | None = None
     for number in reversed(range(len(parts.calls))):
         unit = parts.call(number)
         unit.gathered()
+        record.computes("backward", unit.name)
         if number:
             parts.call(number - 1).start_gather()
         if unit.name not in begun:
@@ -213,3 +226,4 @@ def backward(
         reducing.reduced()
     parts.root.reduced()
     parts.root.release()
+    record.overhead()

@@ -159,6 +159,13 @@ class Ranks:
         self._store.set(f"{key}/{self.rank}", text)
         return [self._hear(f"{key}/{r}", r, topic, patience_s) for r in range(self.world)]
 
+    def collect(self, topic: str, text: str) -> list[str]:
+        """As `gather`, for rank 0; the others get nothing, and do not wait."""
+        if self._store is None or self.rank == 0:
+            return self.gather(topic, text)
+        self._store.set(f"{self._next(topic)}/{self.rank}", text)
+        return []
+
     def share(self, topic: str, text: str | None) -> str:
         """Rank 0's text on `topic`, for all. Collective."""
         if self._store is None or self.world == 1:

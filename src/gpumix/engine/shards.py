@@ -191,7 +191,7 @@ class FlatGroup:
 class ShardedUnit:
     """A unit whose parameters live in ragged shards. Its `forward` is the module's own."""
 
-    def __init__(self, unit: Unit, groups: list[FlatGroup]) -> None:
+    def __init__(self, unit: Unit, groups: list[FlatGroup], comm: Communicator) -> None:
         self.name = unit.name
         self.kind = unit.kind
         self.module = unit.module
@@ -200,6 +200,7 @@ class ShardedUnit:
         self.with_buffers = [module for module in unit.module.modules() if module._buffers]
         # Also where the unit's parameters are the root's, because it shares them with other units.
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
+        self.comm = comm
         self._gathering: list[Pending] | None = None
         self._reducing: list[Pending] = []
 
@@ -209,10 +210,12 @@ class ShardedUnit:
             self._gathering = []
             for group in self.groups:  # one by one: what has begun is known if the next one fails
                 self._gathering.append(group.gather())
+            self.comm.record.issued("gather", self.name, self._gathering)
 
     def gathered(self) -> None:
         """Wait until the parameters are here."""
         self.start_gather()
+        self.comm.record.waits("gather", self.name)
         for pending in self._gathering or ():
             pending.wait()
         self._gathering = []
@@ -233,9 +236,11 @@ class ShardedUnit:
         for group in self.groups:
             if group.trainable:
                 self._reducing.append(group.reduce(scale))
+        self.comm.record.issued("reduce", self.name, self._reducing)
 
     def reduced(self) -> None:
         """Wait until this rank's part of the gradient is in its pieces."""
+        self.comm.record.waits("reduce", self.name)
         for pending in self._reducing:
             pending.wait()
         self._reducing = []
@@ -282,4 +287,4 @@ def shard(
         )
         for _, slots in sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
     ]
-    return ShardedUnit(unit, groups)
+    return ShardedUnit(unit, groups, comm)

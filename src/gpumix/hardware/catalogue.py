@@ -29,8 +29,8 @@ _QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|
 _SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
 _SHOWN = 6  # names in an error
 _NEAR = 0.5  # how alike spellings are for difflib, less than its default: names are short
-_PCIE_LANE = {3: 8e9, 4: 16e9, 5: 32e9}  # transfers per second, one bit each
-_PCIE_CODING = 128 / 130
+# Bits per second of a lane: transfers less the coding, from PCIe 6.0 on less what corrects errors.
+_PCIE_LANE = {3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
 
 ByteRate = Annotated[
     Bytes,
@@ -53,13 +53,13 @@ class PcieLink(Value):
     """The slot that the card wants; the host may give it fewer lanes or an older generation."""
 
     kind: Literal["pcie"]
-    generation: Literal[3, 4, 5]
+    generation: Literal[3, 4, 5, 6]
     lanes: Literal[4, 8, 16]
 
     @property
     def bandwidth(self) -> float:
         """Bytes/s in one direction, before the overhead of packets."""
-        return _PCIE_LANE[self.generation] * _PCIE_CODING * self.lanes / 8
+        return _PCIE_LANE[self.generation] * self.lanes / 8
 
 
 class CoherentLink(Value):
@@ -113,7 +113,9 @@ class Card(Value):
     gfx_target: str | None = None
     """AMD only, such as 'gfx90a'."""
     memory_bytes: Bytes
-    """GiB as sold; the driver reports and leaves some hundred MiB less."""
+    """GiB as sold; the driver reports some hundred MiB less."""
+    ecc_in_memory: bool = False
+    """Shipped with error correction on, its bits in the memory: data-centre cards without HBM."""
     memory_bandwidth: ByteRate
     matrix_units: bool
     """Tensor or matrix cores; without them `flops.fp16` is plain arithmetic."""
@@ -122,13 +124,18 @@ class Card(Value):
     """fp16 products with fp16 accumulate would be twice as fast as `flops.fp16`: most GeForce."""
     derived: bool = False
     """Rates computed from what the vendor states, not stated as such; `note` says from what."""
-    host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")] | None = None
-    """None: not known, or shared with other GPUs of the module."""
+    host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")]
+    """One GPU's part of it, where the GPUs of a board or module share one."""
     device_link: DeviceLink | None = None
     """None: not known as one number; a card without links says kind 'none'."""
     tdp_watts: int | None = Field(default=None, gt=0)
     note: str = ""
     source: str
+
+    @property
+    def visible_bytes(self) -> int:
+        """The memory that programs see: error correction in it takes a sixteenth."""
+        return self.memory_bytes * 15 // 16 if self.ecc_in_memory else self.memory_bytes
 
     @model_validator(mode="after")
     def _has_the_target_of_its_vendor(self) -> Card:

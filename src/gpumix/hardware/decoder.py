@@ -98,17 +98,19 @@ class Decoder:
             kept=_line(stream),
             saved=_line(saved + stream),
             gradient=_line(stream),
-            forward=_line(passing + tokens * self._widest() * size),
+            forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
             backward=_line(saved + passing, weight),
             flops=self.block_flops(tokens),
         )
-        # Logits in the compute dtype and in fp32, their log-softmax and both gradients.
-        logits = tokens * self.vocabulary * (2 * size + 12)
+        # Logits in fp32, their log-softmax and its gradient; logits and gradient of a narrow dtype.
+        logits = tokens * self.vocabulary * (12 + (2 * size if dtype != "fp32" else 0))
+        # The gradient of the head's weight is made when the first two are gone.
+        weight_left = max(0, self.vocabulary * (self.hidden * size - 8 * tokens))
         root = RootUnit(
             trainable=self.root_parameters,
             buffer_bytes=0,
             kept=_line(stream + 16 * tokens),
-            head=_line(logits + 4 * stream, self.vocabulary * self.hidden * size),
+            head=_line(logits + 4 * stream, weight_left),
             flops=2.0 * tokens * self.hidden * self.vocabulary,
         )
         return ModelProfile(
@@ -124,7 +126,8 @@ class Decoder:
 
     def _saved_elements(self) -> int:
         """Elements that autograd keeps of one token and block: the inputs of its products, norms
-        (in fp32, so twice in a narrow dtype) and activations; attention does not keep its scores.
+        (in fp32, so twice in a narrow dtype) and activations. Attention does not keep its scores;
+        masks of dropout are not counted.
         """
         qkv = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden + 2 * qkv + 2 * self.attention_width

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpumix.hardware.catalogue import Card, DeviceLinkKind, PcieLink, find
+from gpumix.hardware.catalogue import Card, CoherentLink, DeviceLinkKind, PcieLink, find
 from gpumix.hardware.roofline import flops_per_s
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
@@ -79,7 +79,7 @@ def device_class(card: Card, dtype: ComputeDtype) -> DeviceClass:
     return DeviceClass(
         name=card.name,
         accelerator="cuda",
-        memory_bytes=card.memory_bytes,
+        memory_bytes=card.visible_bytes,
         product=card.product,
         compute_capability=card.compute_capability or "",
         peak_flops_per_s=flops_per_s(card, dtype),
@@ -109,9 +109,9 @@ def _inside(one: Card, other: Card) -> Link:
 
 def _slot(card: Card) -> PcieLink:
     """The slot of a card; one that hangs on its CPU's module reaches others as PCIe 5.0 would."""
-    if isinstance(card.host_link, PcieLink):
-        return card.host_link
-    return PcieLink(kind="pcie", generation=5, lanes=16)
+    if isinstance(card.host_link, CoherentLink):
+        return PcieLink(kind="pcie", generation=5, lanes=16)
+    return card.host_link
 
 
 def _hosts(text: str) -> Iterator[tuple[Cards, ...]]:

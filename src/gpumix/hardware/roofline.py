@@ -4,8 +4,9 @@ A product runs at a part of the card's peak, or as fast as memory delivers its w
 slower. The part that is reached is limited by the architecture's kernels and, on small boards, by
 power: what a watt computes is much the same for all cards of an architecture. The constants were
 set by hand to round figures near the layer timings that Cephalo published (arXiv 2411.01075, for
-twelve cards from Pascal to Hopper; `benchmarks/planner_estimate.py` tells how far off they are);
-those of architectures that are not among them are assumptions, and marked.
+twelve cards from Pascal to Hopper; `benchmarks/planner_estimate.py` tells how far off they are for
+seven of them, and for cards and models that they were not set by); those of architectures that are
+not among them are assumptions, and marked.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ MATRIX = {
     "8.9": Reach(0.72, 0.52),
     "9.0": Reach(0.6, 0.73),
     "10.0": Reach(0.6, 0.9),  # assumed
+    "10.3": Reach(0.6, 0.9),  # assumed
     "12.0": Reach(0.72, 0.52),  # assumed to be like 8.9
 }
 # fp32 on plain units. From 8.6 on half of them serve integers too, and are hardly used in full.
@@ -59,6 +61,7 @@ PLAIN = {
     "8.9": Reach(0.45, 0.1),
     "9.0": Reach(0.68),
     "10.0": Reach(0.6),  # assumed
+    "10.3": Reach(0.6),  # assumed
     "12.0": Reach(0.45, 0.1),  # assumed to be like 8.9
 }
 AMD = Reach(0.45)  # assumed, for all
@@ -110,10 +113,8 @@ def optimizer_s_per_element(card: Card) -> float:
     return ADAMW_BYTES / (card.memory_bandwidth * MEMORY_PART)
 
 
-def host_copy(card: Card) -> Curve | None:
-    """Seconds to copy bytes to the host; None where the link is not known."""
-    if card.host_link is None:
-        return None
+def host_copy(card: Card) -> Curve:
+    """Seconds to copy bytes to the host."""
     part = 1.0 if isinstance(card.host_link, CoherentLink) else HOST_LINK_PART
     rate = card.host_link.bandwidth * part
     sizes = (1.0, 2.0**34)

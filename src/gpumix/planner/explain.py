@@ -9,10 +9,11 @@ from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
-from gpumix.planner.optimal import optimal
+from gpumix.planner.optimal import least_step_s, optimal
+from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
-from gpumix.planner.worth import worths
+from gpumix.planner.worth import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
@@ -36,6 +37,7 @@ Where = Literal["inside", "between"]
 PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
 FREE = Link(times=Curve(sizes=(1.0,), values=(0.0,)))
 
+ALIKE = 1e-9  # times that differ by no more are the same
 ALMOST = 0.97  # from here on a device counts as fully used
 
 
@@ -73,22 +75,33 @@ def plan(
         for name in WEIGHED
         if name != strategy
     ]
-    single = _single_classes(profile, request, chosen)
+    paces = Paces(profile, global_batch)
+    single = _single_classes(profile, request, chosen, paces)
     reasons = Reasons(
         mixing=_mixing(profile, chosen, single),
         binds=binding(profile, chosen),
-        worth=worths(profile, request, predicted(best).step_s),
+        worth=Cluster(profile, request, predicted(best).step_s, paces).worths(),
         alternatives=(*others, *single),
     )
     return chosen.model_copy(update={"reasons": reasons})
 
 
-def _single_classes(profile: Profile, request: PlanRequest, chosen: Plan) -> list[Alternative]:
+def _single_classes(
+    profile: Profile, request: PlanRequest, chosen: Plan, paces: Paces
+) -> list[Alternative]:
     """The optimal plan on each class alone; none if there is only one class."""
     every = list(single_classes(profile, request))
     if len(every) == 1:
         return []
-    return [_alternative(SINGLE + name, optimal, profile, alone, chosen) for name, alone in every]
+    found = []
+    for name, alone in every:
+        step_s = least_step_s(profile, alone, paces)
+        if step_s is None:
+            found.append(_alternative(SINGLE + name, optimal, profile, alone, chosen))
+        else:
+            why = against(step_s, predicted(chosen).step_s)
+            found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
+    return found
 
 
 def _alternative(
@@ -103,14 +116,19 @@ def _alternative(
 
 def verdict(other: Plan, chosen: Plan) -> str:
     """How its step compares, and which device makes it so long."""
-    own, step_s = predicted(chosen).step_s, predicted(other).step_s
-    if step_s <= own * (1 - 1e-9):
-        return f"faster than the chosen plan: its step takes {step_s / own:.0%} of the time"
-    if step_s <= own * (1 + 1e-9):
+    step_s, own_s = predicted(other).step_s, predicted(chosen).step_s
+    compared = against(step_s, own_s)
+    return f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + ALIKE) else compared
+
+
+def against(step_s: float, own_s: float) -> str:
+    """How one step compares with that of the chosen plan."""
+    if step_s <= own_s * (1 - ALIKE):
+        return f"faster than the chosen plan: its step takes {step_s / own_s:.0%} of the time"
+    if step_s <= own_s * (1 + ALIKE):
         return "as fast as the chosen plan"
-    times = step_s / own if own > 0 else float("inf")
-    slower = f"{times - 1:.1%} slower" if times < 1.1 else f"{times:.2f} times the step time"
-    return f"{slower}: {_slowest(other)}"
+    times = step_s / own_s if own_s > 0 else float("inf")
+    return f"{times - 1:.1%} slower" if times < 1.1 else f"{times:.2f} times the step time"
 
 
 def _slowest(plan: Plan) -> str:
@@ -135,7 +153,7 @@ def _mixing(profile: Profile, plan: Plan, single: list[Alternative]) -> Mixing |
     possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
     best_s, best = min(possible, default=(None, None))
     speedup = None if best_s is None else best_s / predicted(plan).step_s
-    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + 1e-9)
+    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
     return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=tuple(sorted(left_out)))
 
 

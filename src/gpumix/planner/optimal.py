@@ -24,7 +24,6 @@ from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
 from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
-    Grids,
     Paces,
     PoolOptions,
     pool_options,
@@ -79,46 +78,52 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    best = _best_of(profile, devices, request)
+    best = _Best(Paces(profile, batch), float("inf"))
+    best.of(_fleets(profile, devices), request.space)
     if best.solution is None:
         raise no_room(profile, devices, request.space, batch)
     return _plan(best.solution, batch, best.bound_s)
 
 
-def least_step_s(profile: Profile, request: PlanRequest) -> float | None:
-    """Seconds of the step of `optimal`, without the plan; None if nothing fits.
+def least_step_s(
+    profile: Profile, request: PlanRequest, paces: Paces, below_s: float = float("inf")
+) -> float | None:
+    """Seconds of the step of `optimal`, without the plan; None if nothing fits, or all takes longer
+    than `below_s`.
+
+    Args:
+        paces: of these classes and this batch; searches of the same classes may share them.
 
     Raises:
         InputError: the request names devices that the profile does not know.
     """
-    best = _best_of(profile, ranked_devices(profile, request), request)
+    best = _Best(paces, below_s)
+    best.of(_fleets(profile, ranked_devices(profile, request)), request.space)
     return None if best.solution is None else best.solution.step_s
 
 
-def _best_of(profile: Profile, devices: tuple[Device, ...], request: PlanRequest) -> _Best:
+def _fleets(profile: Profile, devices: tuple[Device, ...]) -> list[Fleet]:
+    """All devices; where links are stated, also with classes left out."""
     fleets = [Fleet(profile, devices)]
     if profile.cluster.network is not None and not profile.network:
         fleets += [Fleet(profile, some) for some in _without_classes(devices)]
-    best = _Best(request.global_batch)
-    best.of(fleets, request.space)
-    return best
+    return fleets
 
 
 class _Best:
     """The fastest choice of all settings that were tried, and what bounds all of them."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, paces: Paces, below_s: float) -> None:
         self.solution: Solution | None = None
         self.bound_s = float("inf")
         self._place = 0  # of the solution among all settings
-        self._batch = batch
+        self._paces = paces
+        self._below_s = below_s  # what takes longer is of no interest
 
     def of(self, fleets: Sequence[Fleet], space: Space) -> None:
         """Try all settings, those first that promise most, until no other can be faster."""
-        grids = Grids(fleets[0].profile, self._batch)
-        paces = Paces(self._batch, grids)
         every = (s for fleet in fleets for s in settings(fleet, space))
-        searches = [_Search(s, self._batch, paces, grids) for s in every]
+        searches = [_Search(s, self._paces) for s in every]
         least = [search.least_s for search in searches]
         for place in sorted(range(len(searches)), key=lambda p: (least[p], p)):
             below_s = self._step_s
@@ -131,7 +136,7 @@ class _Best:
 
     @property
     def _step_s(self) -> float:
-        return float("inf") if self.solution is None else self.solution.step_s
+        return self._below_s if self.solution is None else self.solution.step_s
 
     def _take(self, found: Solution, place: int) -> None:
         """Keep it if it is faster, or as fast and of a setting that comes first."""
@@ -157,11 +162,10 @@ def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]
 class _Search:
     """The search for the fastest choice in one setting."""
 
-    def __init__(self, setting: Setting, batch: int, paces: Paces, grids: Grids) -> None:
+    def __init__(self, setting: Setting, paces: Paces) -> None:
         self.setting = setting
-        self.batch = batch
+        self.batch = paces.batch
         self.paces = paces
-        self.grids = grids
         self.gap = IMPROVEMENT if len(setting.devices) <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
@@ -235,7 +239,7 @@ class _Search:
         # Those first that may prove with the fewest options that the batch is too large.
         for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
             largest = setting.largest_micro_batch(name, max(1, most[name]))
-            grid = self.grids.of(most[name], sizes[sizes <= largest])
+            grid = self.paces.grids.of(most[name], sizes[sizes <= largest])
             options[name] = tabulate(setting, name, grid, within_s)
             if not len(options[name].rows):
                 return None

@@ -275,11 +275,14 @@ class _Pace:
 
 
 class Paces:
-    """What bounds the time of every setting of a search. Kept, for every setting asks again."""
+    """What bounds the time of every setting, and the grids that settings share. Kept, for every
+    setting of a search asks again, and so does every search of the same classes and batch."""
 
-    def __init__(self, batch: int, grids: Grids) -> None:
-        self._batch = batch
-        self._grids = grids
+    def __init__(self, profile: Profile, batch: int) -> None:
+        self.batch = batch
+        self.grids = Grids(profile, batch)
+        self._free = free_links(profile.model)
+        self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._known: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
@@ -289,7 +292,7 @@ class Paces:
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
         """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
         even take part."""
-        return self._pace(setting, name).most_samples(self._batch, within_s, setting.moved_s)
+        return self._pace(setting, name).most_samples(self.batch, within_s, setting.moved_s)
 
     def enough(self, setting: Setting, within_s: float) -> bool:
         """Whether all devices together may be able to do the batch in `within_s`."""
@@ -299,7 +302,7 @@ class Paces:
             if most < 0:
                 return False
             reached += len(devices) * most
-        return reached >= self._batch
+        return reached >= self.batch
 
     def least_seconds(self, setting: Setting) -> float:
         """No passes of this setting take less: all devices at their best, or collectives alone."""
@@ -307,7 +310,7 @@ class Paces:
         for name, devices in setting.classes.items():
             per_sample = self.seconds_per_sample(setting, name)
             speed += len(devices) / per_sample if per_sample > 0 else float("inf")
-        return max(sum(setting.moved_s), self._batch / speed)
+        return max(sum(setting.moved_s), self.batch / speed)
 
     def _pace(self, setting: Setting, name: str) -> _Pace:
         modes = setting.modes_of(name)
@@ -317,13 +320,15 @@ class Paces:
         return self._known[key]
 
     def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Pace:
-        profile, free = setting.profile, free_links(setting.profile.model)
-        limit = setting.largest_micro_batch(name, self._batch)
-        rows = min(self._batch, FEW_ROWS)
-        grid = self._grids.of(rows, np.arange(1, min(rows, limit) + 1))
+        profile, free, zero_stage = setting.profile, self._free, setting.zero_stage
+        limit = setting.largest_micro_batch(name, self.batch)
+        rows = min(self.batch, FEW_ROWS)
+        grid = self.grids.of(rows, np.arange(1, min(rows, limit) + 1))
         sizes = np.asarray(_corners(profile, name, limit))
         whole = MicroBatches.of(sizes, sizes)
-        stateless = MemoryModel(profile, free, 1, setting.zero_stage)
+        if zero_stage not in self._stateless:
+            self._stateless[zero_stage] = MemoryModel(profile, free, 1, zero_stage)
+        stateless = self._stateless[zero_stage]
         per_sample, passes = [], []
         for mode in modes:
             # Without network the order is all the same; copies to the host only make it longer.

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpumix.cost.predict import predict
-from gpumix.simulate.program import OUTSIDE, Collective, Move, Program, Task, Work, program_of
+from gpumix.simulate.program import OUTSIDE, Collective, Program, Task, program_of
+from gpumix.spec import trace
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-Kind = Literal[Work, Move, "copy to host", "copy from host", "overhead"]
+Kind = Literal[trace.Kind, "overhead"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
-            class, a mode or a collective form of the plan.
+            device, a mode or a collective form of the plan.
     """
     program = program_of(profile, plan)
     running = _Running(program)

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.network import Links, unit_sizes
 from gpumix.cost.predict import check_match, links_of_plan, update_seconds
 from gpumix.cost.time import NOTHING, Computing, backward_calls, forward_calls
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker, ZeroStage
 from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.trace import Move, Work
 
-Work = Literal["forward", "head", "backward", "optimizer"]
-Move = Literal["gather", "regather", "reduce", "meet"]
 OUTSIDE = -1  # in the place of a call's number: the root unit
 
 
@@ -82,9 +81,10 @@ def program_of(profile: Profile, plan: Plan) -> Program:
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
-            class, a mode or a collective form of the plan.
+            device, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
+    _check_devices(profile, plan)
     links, ranks = links_of_plan(profile, plan), len(plan.workers)
     moves = _Moves(profile.model, links, plan.zero_stage, ranks)
     lanes: list[Lane] = []
@@ -102,6 +102,17 @@ def program_of(profile: Profile, plan: Plan) -> Program:
         overhead_s=profile.step_overhead_s,
         contention=links.contention,
     )
+
+
+def _check_devices(profile: Profile, plan: Plan) -> None:
+    known = {(device.id, device.device_class) for device in profile.cluster.devices}
+    for worker in plan.workers:
+        if (worker.device, worker.device_class) not in known:
+            raise InputError(
+                f"the plan's device '{worker.device}' ({worker.device_class}) is not in the "
+                "profile's cluster",
+                fix="give the profile that the plan was made from, or plan again from this one",
+            )
 
 
 def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, list[int]]]:
@@ -190,11 +201,12 @@ class _Script:
         self.tasks.append(Task("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """Micro-batches that go through each unit together."""
+        """Micro-batches that go through each unit together; one after the other, the smaller one
+        first."""
         micro = self._worker.micro_batches
         if self._worker.mode.order == "layered" or not micro:
             return [micro]
-        return [(samples,) for samples in micro]
+        return [(samples,) for samples in reversed(micro)]
 
     def _forward(self, micro: tuple[int, ...], *, gathers: bool) -> None:
         self._compute("forward", OUTSIDE, micro)

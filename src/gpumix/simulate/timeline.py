@@ -11,25 +11,18 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import Literal, get_args
+from typing import get_args
 
 from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.program import Collective, Lane
+from gpumix.simulate.program import Lane
+from gpumix.spec.trace import CAUSES, Cause, Work, cause_of
 
-Cause = Literal["gather", "reduction", "slower rank", "host copies", "ends", "overhead"]
-CAUSES: tuple[Cause, ...] = get_args(Cause)
-COMPUTING = ("forward", "head", "backward", "optimizer")
+COMPUTING: tuple[Work, ...] = get_args(Work)
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Why the ranks of a lane compute nothing from `start` to `end`.
-
-    `gather` and `reduction`: such a collective runs, and the rank needs it or one after it. `host
-    copies`: its own copies to or from the host are not done. `slower rank`: a collective that it
-    needs waits for another rank, or the step for another rank's update. `ends`: the root's gather
-    or the last two reductions, beside which nothing is computed. `overhead`: that of every step.
-    """
+    """Why the ranks of a lane compute nothing from `start` to `end`."""
 
     lane: int
     start: float
@@ -159,14 +152,9 @@ class _Waits:
         for a, b in pairwise(sorted(time for time in borders if start <= time <= end)):
             running = next((c for begun, ended, c in moved if begun <= a < ended), None)
             if running is not None and a < needed_until:
-                yield Idle(self._number, a, b, _cause_of(running))
+                cause = cause_of(running.kind, exposed=running.exposed)
+                yield Idle(self._number, a, b, cause)
             elif any(copy.start <= a < copy.end for copy in copies):
                 yield Idle(self._number, a, b, "host copies")
             else:
                 yield Idle(self._number, a, b, "slower rank")
-
-
-def _cause_of(collective: Collective) -> Cause:
-    if collective.exposed:
-        return "ends"
-    return "reduction" if collective.kind == "reduce" else "gather"

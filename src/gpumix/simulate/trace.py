@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.program import Lane
-from gpumix.simulate.timeline import COMPUTING, critical_path
+from gpumix.simulate.timeline import Idle, critical_path, idle
 from gpumix.spec.plan import Plan
-from gpumix.spec.trace import STREAMS, Span, Stream, Trace
+from gpumix.spec.trace import Span, Trace, event, process_of, wait
 
 DEVICES = 256  # of more than that, those that are alike are shown as one
 
@@ -16,63 +15,52 @@ DEVICES = 256  # of more than that, those that are alike are shown as one
 def trace_of(replay: Replay, plan: Plan) -> Trace:
     """All events of the step on all devices, in rank order; of devices that are alike only the
     first, where there are more than `DEVICES`."""
-    return Trace.of(spans_of(replay, plan))
+    return Trace.of(_spans(replay, plan))
 
 
-def spans_of(replay: Replay, plan: Plan) -> Iterator[Span]:
-    """As `trace_of`; of each process by stream and time."""
+def _spans(replay: Replay, plan: Plan) -> Iterator[Span]:
     critical = {id(event) for event in critical_path(replay)}
-    common, own = _by_lane(replay)
-    for number, rank in _shown(replay, plan):
-        process = _name(replay.program.lanes[number], plan, rank)
-        for event in sorted((*own[number], *common), key=_place):
-            yield _span(replay, event, process, critical=id(event) in critical)
+    by_lane = _by_lane(replay)
+    for lane, process in _processes(replay, plan):
+        yield from (_span(replay, what, process, critical) for what in by_lane[lane])
 
 
-def _by_lane(replay: Replay) -> tuple[list[Event], list[list[Event]]]:
-    """The events of all ranks together, and those of each lane."""
-    common: list[Event] = []
-    own: list[list[Event]] = [[] for _ in replay.program.lanes]
-    for event in replay.events:
-        (common if event.lane is None else own[event.lane]).append(event)
-    return common, own
+def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
+    """What the ranks of each lane do and wait for."""
+    found: list[list[Event | Idle]] = [[] for _ in replay.program.lanes]
+    for done in replay.events:
+        if done.kind != "overhead":  # they wait for that
+            for lane in found if done.lane is None else [found[done.lane]]:
+                lane.append(done)
+    for waited in idle(replay):
+        found[waited.lane].append(waited)
+    return found
 
 
-def _place(event: Event) -> tuple[int, float]:
-    return STREAMS.index(_stream(event)), event.start
+def _processes(replay: Replay, plan: Plan) -> Iterator[tuple[int, str]]:
+    """Lanes in rank order, with the device's name, or those of a lane put together."""
+    lanes, workers = enumerate(replay.program.lanes), plan.workers
+    if len(workers) > DEVICES:
+        for number, lane in lanes:
+            first = process_of(lane.worker, emulated=plan.emulated)
+            yield number, f"{len(lane.ranks)} devices like {first}"
+        return
+    for rank, number in sorted((rank, number) for number, lane in lanes for rank in lane.ranks):
+        yield number, process_of(workers[rank], emulated=plan.emulated)
 
 
-def _shown(replay: Replay, plan: Plan) -> list[tuple[int, int | None]]:
-    """Lanes and ranks in rank order; None stands for all ranks of a lane."""
-    lanes = replay.program.lanes
-    if len(plan.workers) > DEVICES:
-        return [(number, None) for number in range(len(lanes))]
-    ranks = [(rank, number) for number, lane in enumerate(lanes) for rank in lane.ranks]
-    return [(number, rank) for rank, number in sorted(ranks)]
-
-
-def _name(lane: Lane, plan: Plan, rank: int | None) -> str:
-    if rank is None:
-        first = plan.workers[lane.ranks[0]]
-        return f"{len(lane.ranks)} x {first.device_class}: {first.device} and those alike"
-    worker = plan.workers[rank]
-    return f"{worker.host}: {worker.device} ({worker.device_class})"
-
-
-def _stream(event: Event) -> Stream:
-    if event.kind in COMPUTING or event.kind == "overhead":
-        return "compute"
-    return "communication" if event.lane is None else "host copies"
-
-
-def _span(replay: Replay, event: Event, process: str, *, critical: bool) -> Span:
-    unit = replay.program.unit(event.call)
-    return Span(
-        name=event.kind if event.kind in ("optimizer", "overhead") else f"{event.kind} {unit}",
-        category=event.kind,
+def _span(replay: Replay, what: Event | Idle, process: str, critical: set[int]) -> Span:
+    start_s, end_s = what.start, what.end
+    if isinstance(what, Idle):
+        binds = what.cause == "overhead"  # nothing else happens meanwhile
+        return wait(what.cause, process=process, start_s=start_s, end_s=end_s, critical=binds)
+    assert what.kind != "overhead", "it is waited for"
+    return event(
+        what.kind,
+        replay.program.unit(what.call),
         process=process,
-        thread=_stream(event),
-        start_s=event.start,
-        seconds=event.seconds,
-        args={"unit": unit, "micro_batches": list(event.micro_batches), "critical": critical},
+        start_s=start_s,
+        end_s=end_s,
+        micro_batches=what.micro_batches,
+        critical=id(what) in critical,
     )

@@ -210,6 +210,11 @@ class Job(Value):
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
     )
     log_every_steps: int = Field(default=10, ge=1, description="how often a line is printed")
+    trace_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="the step whose trace goes into the run's folder, for ui.perfetto.dev",
+    )
     evaluation: EvaluationSpec = Field(
         default=EvaluationSpec(), description="on samples that are held out"
     )
@@ -220,3 +225,9 @@ class Job(Value):
     timeout: Seconds = Field(
         default=300.0, description="how long a rank waits for another before it names it"
     )
+
+    @model_validator(mode="after")
+    def _traced_step_is_one_of_the_run(self) -> Self:
+        if self.trace_step is not None and self.trace_step > self.steps:
+            raise ValueError(f"'trace_step' is {self.trace_step}, the run has {self.steps} steps")
+        return self

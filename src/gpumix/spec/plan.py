@@ -46,7 +46,8 @@ class Mode(Value):
 
     With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
     on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
-    forward and backward of one micro-batch after the other, `layered` each unit for all of them.
+    forward and backward of one micro-batch after the other, the smaller one first, `layered` each
+    unit for all of them.
     """
 
     recompute: bool = True
@@ -96,7 +97,7 @@ class Worker(Value):
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Samples in each micro-batch, in order; only the last may be smaller."""
+        """Samples in each micro-batch; only the last may be smaller."""
         return split_micro_batches(self.samples, self.micro_batch)
 
 

@@ -1,11 +1,13 @@
-"""A timeline of steps, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A step, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One shape for what is simulated and for what was measured, so that both can be laid side by side:
+One shape and one vocabulary for a step that is simulated and for one that was measured, so that
+both can be laid side by side:
 
 * a *span* is something that took time: on a `process` (one device, or devices that are alike), on
-  one of its `thread`s (a stream: what runs there never overlaps), from `start_s`, counted from the
-  beginning of the step, for `seconds`. `category` is its kind, `name` what a reader sees, `args`
+  one of its `thread`s (a stream: what runs there never overlaps), from `start_s` to `end_s`,
+  counted from the beginning of the step. `category` is its kind, `name` what a reader sees, `args`
   what is shown when it is clicked on.
+* at any moment a device either computes, or waits and has a cause for it.
 * the file is the Trace Event Format's JSON object: a complete event (`ph` "X") per span, with `ts`
   and `dur` in microseconds, and metadata events (`ph` "M") that name and order processes and
   threads. Processes are numbered from 1, threads so that no number is used twice.
@@ -18,14 +20,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import ClassVar, Literal, get_args
 
 from gpumix.spec.base import Document, Value
+from gpumix.spec.plan import Worker
 
-Arg = str | int | float | bool | list[int]
-Stream = Literal["compute", "communication", "host copies"]
+Work = Literal["forward", "head", "backward", "optimizer"]
+Move = Literal["gather", "regather", "reduce", "meet"]  # where ranks meet nothing else moves
+Copy = Literal["copy to host", "copy from host"]
+Kind = Literal[Work, Move, Copy]
+
+Cause = Literal["gather", "reduction", "slower rank", "host copies", "ends", "overhead"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""Why a rank computes nothing.
+
+`gather` and `reduction`: such a collective runs, and the rank needs it or one after it. `ends`: the
+root's gather or the last two reductions, beside which nothing is computed. `slower rank`: what it
+needs waits for another rank. `host copies`: its own copies to or from the host are not done.
+`overhead`: of every step, neither computing nor communication.
+"""
+
+Stream = Literal["compute", "waiting", "communication", "host copies"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 THREADS = 100  # numbers kept for each process
+
+Arg = str | int | float | bool | list[int]
 
 
 @dataclass(frozen=True)
@@ -37,8 +57,47 @@ class Span:
     process: str
     thread: Stream
     start_s: float
-    seconds: float
+    end_s: float
     args: Mapping[str, Arg] = field(default_factory=dict)
+
+
+def event(
+    kind: Kind,
+    unit: str,
+    *,
+    process: str,
+    start_s: float,
+    end_s: float,
+    micro_batches: tuple[int, ...] = (),
+    **args: Arg,
+) -> Span:
+    """What a device does with a unit, named and placed as in every trace."""
+    stream: Stream = "compute"
+    if kind in get_args(Move):
+        stream = "communication"
+    elif kind in get_args(Copy):
+        stream = "host copies"
+    name = kind if kind == "optimizer" else f"{kind} {unit}"
+    told = {"unit": unit, "micro_batches": list(micro_batches), **args}
+    return Span(name, kind, process, stream, start_s, end_s, told)
+
+
+def wait(cause: Cause, *, process: str, start_s: float, end_s: float, **args: Arg) -> Span:
+    """Why a device computes nothing, named and placed as in every trace."""
+    return Span(cause, "waiting", process, "waiting", start_s, end_s, args)
+
+
+def cause_of(move: Move, *, exposed: bool) -> Cause:
+    """Why a rank waits for a collective that runs. Beside `exposed` ones nothing is computed."""
+    if exposed:
+        return "ends"
+    return "reduction" if move == "reduce" else "gather"
+
+
+def process_of(worker: Worker, *, emulated: bool) -> str:
+    """The name of a device."""
+    label = ", emulated" if emulated else ""
+    return f"{worker.host}: {worker.device} ({worker.device_class}{label})"
 
 
 class Slice(Value):
@@ -75,20 +134,23 @@ class Trace(Document):
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Trace:
-        """A trace of `spans`; processes and threads appear in the order of their first spans."""
-        threads: dict[str, dict[str, int]] = {}
+        """A trace of `spans`, by process, stream and time; processes appear in the order of their
+        first spans."""
         pids: dict[str, int] = {}
+        threads: dict[tuple[str, Stream], int] = {}
         slices = []
         for span in spans:
             pid = pids.setdefault(span.process, len(pids) + 1)
-            there = threads.setdefault(span.process, {})
-            thread = there.setdefault(span.thread, len(there))
-            slices.append(_slice(span, pid, pid * THREADS + thread))
-        return cls.model_construct(traceEvents=(*_labels(threads), *slices))
+            tid = threads.setdefault(
+                (span.process, span.thread), pid * THREADS + STREAMS.index(span.thread)
+            )
+            slices.append(_slice(span, pid, tid))
+        slices.sort(key=lambda found: (found.tid, found.ts))
+        return cls.model_construct(traceEvents=(*_labels(pids, threads), *slices))
 
 
 def _slice(span: Span, pid: int, tid: int) -> Slice:
-    start, end = (round(1e6 * time) for time in (span.start_s, span.start_s + span.seconds))
+    start, end = (round(1e6 * time) for time in (span.start_s, span.end_s))
     return Slice.model_construct(  # for there may be very many
         ph="X",
         name=span.name,
@@ -101,13 +163,12 @@ def _slice(span: Span, pid: int, tid: int) -> Slice:
     )
 
 
-def _labels(threads: Mapping[str, Mapping[str, int]]) -> Iterator[Label]:
+def _labels(pids: Mapping[str, int], threads: Mapping[tuple[str, Stream], int]) -> Iterator[Label]:
     """Names and places of all processes and threads."""
-    for number, (process, there) in enumerate(threads.items()):
-        pid = number + 1
+    for process, pid in pids.items():
         yield Label(name="process_name", pid=pid, args={"name": process})
-        yield Label(name="process_sort_index", pid=pid, args={"sort_index": number})
-        for thread, place in there.items():
-            tid = pid * THREADS + place
-            yield Label(name="thread_name", pid=pid, tid=tid, args={"name": thread})
-            yield Label(name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": place})
+        yield Label(name="process_sort_index", pid=pid, args={"sort_index": pid})
+    for (process, thread), tid in sorted(threads.items(), key=itemgetter(1)):
+        pid, place = pids[process], STREAMS.index(thread)
+        yield Label(name="thread_name", pid=pid, tid=tid, args={"name": thread})
+        yield Label(name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": place})

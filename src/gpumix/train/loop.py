@@ -12,10 +12,12 @@ from typing import Any
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
+from gpumix.engine.record import SILENT, Recorder, Recording
 from gpumix.engine.state import some_of
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
+from gpumix.spec.profile import ROOT
 from gpumix.train import run_files
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
@@ -25,6 +27,7 @@ from gpumix.train.models import model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for
 from gpumix.train.stop import StopRequest
 from gpumix.train.tables import stderr
+from gpumix.train.trace import trace_of
 
 STOP = 1.0  # an engine notice: this rank was asked to stop
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
@@ -125,7 +128,9 @@ class Trainer:
             stop = stack.enter_context(StopRequest())
             self._open(stack)
             while self.step < self.job.steps:
-                self._tell(self.train_step(stop))
+                traced = self.step + 1 == self.job.trace_step
+                step = self._traced_step if traced else self.train_step
+                self._tell(step(stop))
                 if self._due(self.job.evaluation.every_steps):
                     self._evaluate()
                 if self.step == self.job.steps:
@@ -159,7 +164,8 @@ class Trainer:
 
     def train_step(self, stop: StopRequest | None = None) -> StepRecord:
         """One step: fetch, forward and backward, check, clip, update."""
-        begun = time.perf_counter()
+        record = self.engine.comm.record
+        begun = record.begin()
         cursor = self.loader.state_dict()
         batch = next(self.loader)
         self.context.runtime.idle()
@@ -172,11 +178,12 @@ class Trainer:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 self._not_finite(what, value, cursor)
+        record.computes("optimizer", ROOT)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.context.runtime.synchronize()
         self.step += 1
-        step_s = time.perf_counter() - begun
+        step_s = record.end() - begun
         self._step_times.append(step_s)
         if len(self._step_times) == WARM_UP_STEPS:
             self._overruns_before = self.context.runtime.overruns
@@ -191,6 +198,19 @@ class Trainer:
             tokens_per_s=tokens / step_s,
             tokens=tokens * self.step,
         )
+
+    def _traced_step(self, stop: StopRequest | None = None) -> StepRecord:
+        """As `train_step`; what every rank did goes into the run's folder."""
+        comm = self.engine.comm
+        comm.record = recorder = Recorder(comm, self.plan.workers[comm.rank])
+        done = self.train_step(stop)
+        comm.record = SILENT
+        told = self.context.ranks.collect("recordings", recorder.recording().to_json())
+        if self._display is not None:
+            path = self.job.output / run_files.TRACE
+            trace_of(self.plan, [Recording.from_json(text) for text in told]).save(path)
+            self._display.say(f"trace of step {self.step}: {path}, open it in ui.perfetto.dev")
+        return done
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -278,6 +298,8 @@ class Trainer:
         self.step, self._resumed_from = state.step, state.path
         if self.context.first:
             stderr().print(f"going on from {state.path}")
+            if self.job.trace_step is not None and self.job.trace_step <= self.step:
+                stderr().print(f"step {self.job.trace_step} is done, and is not traced")
             before = state.extra["job"]["steps"]
             if before != self.job.steps and self.job.schedule.kind != "constant":
                 stderr().print(

@@ -6,7 +6,8 @@ PROFILE = "profile.json"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
+TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"  # held by the process that runs
 
-ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, CHECKPOINTS, LOCK})
+ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK})

@@ -1,0 +1,222 @@
+"""What a rank does in one step, and when, noted as the engine goes.
+
+`SILENT` notes nothing; it is what every communicator has but in a step that is traced. Times are
+the device's: on CUDA events on its streams, which are read when the step is over, so that nothing
+waits for them. `train.trace` puts the recordings of all ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from gpumix.spec.plan import Worker
+from gpumix.spec.profile import ROOT
+from gpumix.spec.trace import Move, Work
+
+if TYPE_CHECKING:
+    from gpumix.engine.comm import Communicator, Pending
+
+Operation = Literal["gather", "reduce"]
+# Seconds since the step began, which may be asked for when it is over.
+Mark = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A time in which a rank computes, or waits for the collective of number `move`, or neither."""
+
+    kind: Literal[Work, "waiting", "overhead"]
+    unit: str
+    start_s: float
+    end_s: float
+    move: int = -1
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A collective, from the moment at which this rank had issued it to its end on this rank."""
+
+    kind: Move
+    unit: str
+    issued_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of one rank: activities without a gap between them, collectives in their order."""
+
+    activities: tuple[Activity, ...]
+    moves: tuple[Moved, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recording:
+        told = json.loads(text)
+        return cls(
+            tuple(Activity(**activity) for activity in told["activities"]),
+            tuple(Moved(**move) for move in told["moves"]),
+        )
+
+
+class Record:
+    """What a step tells of itself; this one notes nothing."""
+
+    def begin(self) -> float:
+        """The step begins; a reading of the host's clock."""
+        return time.perf_counter()
+
+    def computes(self, kind: Work, unit: str) -> None:
+        """From here on this is computed."""
+
+    def waits(self, operation: Operation, unit: str) -> None:
+        """From here on this collective is waited for."""
+
+    def overhead(self) -> None:
+        """From here on neither."""
+
+    def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
+        """A collective was issued, in so many parts."""
+
+    def end(self) -> float:
+        """The step is over; a reading of the host's clock."""
+        return time.perf_counter()
+
+
+SILENT = Record()
+
+
+class Recorder(Record):
+    """Notes one step of a rank of `comm`, which is `worker` in the plan."""
+
+    def __init__(self, comm: Communicator, worker: Worker) -> None:
+        self._comm = comm
+        self._worker = worker
+        self._clock = _StreamClock(comm.device) if comm.device.type == "cuda" else _HostClock()
+        self._begun = 0.0
+        self._activities: list[tuple[Callable[..., Activity], Mark]] = []
+        self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
+        self._latest: dict[tuple[Operation, str], int] = {}
+        self._turned = False  # from the forward pass to the backward pass
+
+    def begin(self) -> float:
+        """All ranks leave a meeting at the same time: their clocks start there."""
+        _, met = self._comm.exchange(torch.zeros(1, device=self._comm.device), "meeting of ranks")
+        met.wait()
+        self._begun = self._clock.start()
+        self._activities.append((partial(Activity, "overhead", ROOT), lambda: 0.0))
+        return self._begun
+
+    def computes(self, kind: Work, unit: str) -> None:
+        self._turned = self._turned or kind == "head"
+        part = self._worker.state_share if kind == "optimizer" else self._worker.samples
+        if part:
+            self._from_here(partial(Activity, kind, unit))
+
+    def waits(self, operation: Operation, unit: str) -> None:
+        move = self._latest.get((operation, unit))
+        if move is not None:  # None: a rank alone, or a unit without parameters of its own
+            self._from_here(partial(Activity, "waiting", unit, move=move))
+
+    def overhead(self) -> None:
+        self._from_here(partial(Activity, "overhead", ROOT))
+
+    def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
+        works = [work for part in parts for work in part.works]
+        if works:
+            again = operation == "gather" and self._turned
+            moved = partial(Moved, "regather" if again else operation, unit)
+            self._latest[operation, unit] = len(self._moves)
+            self._moves.append((moved, self._clock.mark(), self._clock.end_of(works)))
+
+    def end(self) -> float:
+        ended = self._clock.stop()
+        step_s = ended - self._begun
+        self._activities.append((partial(Activity, "overhead", ROOT), lambda: step_s))
+        return ended
+
+    def recording(self) -> Recording:
+        """The step, once it is over."""
+        return Recording(
+            tuple(
+                activity(start_s=begun(), end_s=ended())
+                for (activity, begun), (_, ended) in pairwise(self._activities)
+            ),
+            tuple(
+                moved(issued_s=issued(), ended_s=ended()) for moved, issued, ended in self._moves
+            ),
+        )
+
+    def _from_here(self, activity: Callable[..., Activity]) -> None:
+        self._activities.append((activity, self._clock.mark()))
+
+
+class _HostClock:
+    """The host's clock is the device's. A thread waits for the ends of collectives; it sees them as
+    soon as Python lets it run, which may be some milliseconds late."""
+
+    def __init__(self) -> None:
+        self._zero = 0.0
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="gpumix-record")
+
+    def start(self) -> float:
+        self._zero = time.perf_counter()
+        return self._zero
+
+    def mark(self) -> Mark:
+        passed = time.perf_counter() - self._zero
+        return lambda: passed
+
+    def end_of(self, works: Sequence[dist.Work]) -> Mark:
+        def wait() -> float:
+            for work in works:
+                work.wait()
+            return time.perf_counter() - self._zero
+
+        return self._watcher.submit(wait).result
+
+    def stop(self) -> float:
+        self._watcher.shutdown(wait=False)
+        return time.perf_counter()
+
+
+class _StreamClock:
+    """Events on the device's streams. One beside the current one waits for collectives alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._beside = torch.cuda.Stream(device)
+        self._zero = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> float:
+        torch.cuda.synchronize(self._device)
+        self._zero.record()
+        return time.perf_counter()
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self._zero.elapsed_time(event) / 1e3
+
+    def end_of(self, works: Sequence[dist.Work]) -> Mark:
+        # The engine keeps the buffers until it has waited itself, so that to wait here frees none.
+        with torch.cuda.stream(self._beside):
+            for work in works:
+                work.wait()
+            return self.mark()
+
+    def stop(self) -> float:
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,65 @@
+"""`gpumix compare`: a row for every strategy, and why each lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from gpumix.cli import app
+from gpumix.planner.explain import STRATEGIES
+
+CARDS = "4x rtx3090, 2x p40"
+
+
+def compared(*arguments: str, code: int = 0):
+    done = CliRunner().invoke(app, ["compare", *arguments])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_every_strategy_has_its_row():
+    found = json.loads(compared("--cluster", CARDS, "--model", "1B", "--json").stdout)
+    rows = {row["strategy"]: row for row in found["rows"]}
+    assert list(rows) == list(STRATEGIES)
+    assert found["best"] == "optimal"
+    fastest = rows["optimal"]["step_s"]
+    assert all(row["step_s"] >= fastest * (1 - 1e-9) for row in rows.values())
+    assert rows["even"]["why"].startswith(f"{rows['even']['step_s'] / fastest:.2f} times")
+    rooms = {room["device_class"]: room["part"] for room in rows["even"]["head_room"]}
+    assert set(rooms) == {"rtx3090", "p40"}
+    assert all(0 <= part < 1 for part in rooms.values())
+
+
+def test_the_table_says_why_each_lost():
+    shown = compared("--cluster", CARDS, "--model", "1B").stderr
+    for name in STRATEGIES:
+        assert f"\n{name}: " in shown
+    assert "free on p40" in shown
+    assert shown.startswith("an estimate")
+
+
+def test_what_is_not_possible_is_a_row_too():
+    shown = compared("--cluster", CARDS, "--model", "3B").stderr
+    row = next(line for line in shown.splitlines() if line.startswith("│ best-subset"))
+    assert "not possible" in row
+    assert "best-subset: no single device class has room" in shown
+
+
+def test_nothing_that_fits_is_an_error():
+    shown = compared("--cluster", "2x p40", "--model", "70B", code=4).stderr
+    assert shown.startswith("gpumix: ")
+    assert "short of" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "there is nothing to plan for"),
+        (["--cluster", "4x rtx9999"], "rtx9999"),
+        (["--cluster", CARDS, "--global-batch", "0"], "global-batch"),
+    ],
+)
+def test_bad_input_is_one_error(arguments, told):
+    assert told in compared(*arguments, code=2).output
