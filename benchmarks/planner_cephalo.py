@@ -154,8 +154,10 @@ def example(*, show: Callable[[str], object] | None = None) -> tuple[float, floa
         theirs = layer_ms(setting, predict(setting, as_published(plan)).step_s)
         ours = ", ".join(f"{w.device} {w.samples} by {w.micro_batch}" for w in plan.workers)
         show(f"example: {ours}: {ms:.1f} ms a layer, found in {median(taken) * 1e3:.1f} ms")
-        published = f"{PUBLISHED_MS} ms, found in {PUBLISHED_S:.0f} s"
-        show(f"their plan costs {theirs:.1f} ms; published: {published}")
+        show(
+            f"their plan costs {theirs:.1f} ms; published: {PUBLISHED_MS} ms, found in "
+            f"{PUBLISHED_S:.0f} s"
+        )
     return ms, median(taken)
 
 
