@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from brute import small_profiles
+from brute import linked, networks, small_profiles
 from hypothesis import strategies as st
 
 from gpumix.cost.network import Cuts, Layout, Links, links_for
@@ -13,7 +13,6 @@ from gpumix.cost.wire import Free, Measured
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import Device
-from gpumix.spec.network import Link, LinkOf, Network
 from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
@@ -59,33 +58,6 @@ def profiles_of_all_kinds(draw: st.DrawFn) -> Profile:
     )
     profile = profile.model_copy(update={"model": model})
     return draw(st.sampled_from([profile, linked(profile, draw(networks(profile)))]))
-
-
-def linked(profile: Profile, network: Network) -> Profile:
-    """The profile with stated links in place of measured collectives."""
-    cluster = profile.cluster.model_copy(update={"network": network})
-    return profile.model_copy(update={"cluster": cluster, "network": ()})
-
-
-@st.composite
-def networks(draw: st.DrawFn, profile: Profile) -> Network:
-    """Links inside hosts and between them, some classes linked in their own way."""
-    names = st.sampled_from(sorted(c.name for c in profile.cluster.classes))
-    others = st.builds(
-        LinkOf,
-        where=st.sampled_from(["inside", "between"]),
-        classes=st.tuples(names, names),
-        link=_links(),
-    )
-    return Network(
-        inside=draw(_links()),
-        between=draw(_links()),
-        exceptions=tuple(draw(st.lists(others, max_size=2))),
-    )
-
-
-def _links() -> st.SearchStrategy[Link]:
-    return st.sampled_from([1e4, 1e5, 1e6, 1e7]).map(lambda rate: Link.stated(rate, 1e-3))
 
 
 @st.composite

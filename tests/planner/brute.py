@@ -23,6 +23,8 @@ from gpumix.planner.optimal import optimal
 from gpumix.planner.setting import Fleet, Setting, settings
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.network import Link, LinkOf
+from gpumix.spec.network import Network as StatedNetwork
 from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
@@ -174,6 +176,40 @@ def small_profiles(draw: st.DrawFn) -> Profile:
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
         overhead=draw(st.sampled_from([0.0, 0.01])),
     )
+
+
+@st.composite
+def linked_profiles(draw: st.DrawFn) -> Profile:
+    """Small profiles whose links are stated, not measured."""
+    profile = draw(small_profiles())
+    return linked(profile, draw(networks(profile)))
+
+
+def linked(profile: Profile, network: StatedNetwork) -> Profile:
+    """The profile with stated links in place of measured collectives."""
+    cluster = profile.cluster.model_copy(update={"network": network})
+    return profile.model_copy(update={"cluster": cluster, "network": ()})
+
+
+@st.composite
+def networks(draw: st.DrawFn, profile: Profile) -> StatedNetwork:
+    """Links inside hosts and between them, some classes linked in their own way."""
+    names = st.sampled_from(sorted(c.name for c in profile.cluster.classes))
+    others = st.builds(
+        LinkOf,
+        where=st.sampled_from(["inside", "between"]),
+        classes=st.tuples(names, names),
+        link=_links(),
+    )
+    return StatedNetwork(
+        inside=draw(_links()),
+        between=draw(_links()),
+        exceptions=tuple(draw(st.lists(others, max_size=2))),
+    )
+
+
+def _links() -> st.SearchStrategy[Link]:
+    return st.sampled_from([1e4, 1e5, 1e6, 1e7]).map(lambda rate: Link.stated(rate, 1e-3))
 
 
 @st.composite

@@ -227,5 +227,11 @@ def test_the_table_shows_every_class_with_its_part():
 
 def test_json_has_all_of_it():
     data = json.loads(plan(two_classes(), 8).model_dump_json())
-    assert set(data["reasons"]) == {"mixing", "binds", "worth", "alternatives"}
+    assert set(data["reasons"]) == {
+        "mixing",
+        "hosts_left_out",
+        "binds",
+        "worth",
+        "alternatives",
+    }
     assert data["prediction"]["bound_s"] == pytest.approx(data["prediction"]["step_s"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import combinations
+
 import pytest
-from brute import best_step, small_profiles, step_of
+from brute import best_step, linked_profiles, small_profiles, step_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
@@ -14,6 +17,7 @@ from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives
 
+about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -23,7 +27,27 @@ def test_no_plan_is_faster(profile, batch):
     expected, found = best_step(profile, batch), step_of(profile, batch)
     assert (found is None) == (expected is None)
     if expected is not None:
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert found == about(expected)
+
+
+@settings(MANY, max_examples=25)
+@given(linked_profiles(), st.integers(1, 3))
+def test_no_plan_on_some_classes_and_hosts_is_faster_where_links_are_stated(profile, batch):
+    devices = profile.cluster.devices
+    steps = []
+    for hosts in subsets({d.host for d in devices}):
+        for classes in subsets({d.device_class for d in devices}):
+            some = tuple(d for d in devices if d.host in hosts and d.device_class in classes)
+            if some:
+                cluster = profile.cluster.model_copy(update={"devices": some})
+                steps.append(best_step(profile.model_copy(update={"cluster": cluster}), batch))
+    expected = min((s for s in steps if s is not None), default=None)
+    assert step_of(profile, batch) == (expected and about(expected))
+
+
+def subsets(names):
+    for size in range(1, len(names) + 1):
+        yield from combinations(sorted(names), size)
 
 
 @MANY

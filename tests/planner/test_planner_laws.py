@@ -8,19 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from brute import plan_of, small_profiles, step_of
+from brute import linked_profiles, plan_of, small_profiles, step_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from gpumix.spec.base import Value
+from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
-from gpumix.spec.profile import Profile
+from gpumix.spec.profile import ROOT, Profile
 
 EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(EASY, max_examples=25)
 BATCHES = st.integers(1, 12)
+PROFILES = st.one_of(small_profiles(), linked_profiles())
 
 
 @EASY
-@given(small_profiles(), BATCHES)
+@given(PROFILES, BATCHES)
 def test_a_plan_is_whole_and_fits(profile, batch):
     plan = plan_of(profile, batch)
     assume(plan is not None)
@@ -29,7 +33,11 @@ def test_a_plan_is_whole_and_fits(profile, batch):
     for pool in pools:
         shares = [w.state_share for w in plan.workers if pool in ("", w.host)]
         assert sum(shares) == pytest.approx(1, abs=1e-9)
-    assert len(plan.workers) == len(profile.cluster.devices)
+    classes, hosts = ({getattr(w, of) for w in plan.workers} for of in ("device_class", "host"))
+    there = {d.id for d in profile.cluster.devices}
+    used = {d.id for d in profile.cluster.devices if d.device_class in classes and d.host in hosts}
+    assert {w.device for w in plan.workers} == used
+    assert used == there or profile.cluster.network is not None
     for worker, predicted in zip(plan.workers, plan.prediction.workers):
         assert predicted.peak_bytes <= predicted.memory_limit_bytes
         largest = profile.of_class(worker.device_class).largest_micro_batch
@@ -37,7 +45,7 @@ def test_a_plan_is_whole_and_fits(profile, batch):
 
 
 @EASY
-@given(small_profiles(), BATCHES, st.randoms(use_true_random=False))
+@given(PROFILES, BATCHES, st.randoms(use_true_random=False))
 def test_the_order_of_devices_and_classes_does_not_matter(profile, batch, dice):
     def shuffled(values):
         return tuple(dice.sample(values, len(values)))
@@ -53,7 +61,7 @@ def test_the_order_of_devices_and_classes_does_not_matter(profile, batch, dice):
 
 
 @EASY
-@given(small_profiles(), BATCHES)
+@given(PROFILES, BATCHES)
 def test_devices_of_a_class_are_interchangeable(profile, batch):
     """Moving the devices to other places in the rank order moves their parts along."""
     devices = profile.cluster.devices
@@ -71,14 +79,14 @@ def test_devices_of_a_class_are_interchangeable(profile, batch):
 
 
 @EASY
-@given(small_profiles(), BATCHES, st.sampled_from([2**-7, 0.3, 1000.0]))
+@given(PROFILES, BATCHES, st.sampled_from([2**-7, 0.3, 1000.0]))
 def test_the_answer_scales_with_the_times(profile, batch, factor):
     step, other = step_of(profile, batch), step_of(slowed(profile, factor), batch)
     assert other == (step and pytest.approx(step * factor, rel=1e-9))
 
 
 @EASY
-@given(small_profiles(), BATCHES, st.integers(1, 30_000))
+@given(PROFILES, BATCHES, st.integers(1, 30_000))
 def test_more_memory_is_never_worse(profile, batch, extra):
     name = profile.cluster.classes[0].name
     classes = tuple(
@@ -106,6 +114,47 @@ def test_one_more_device_is_never_worse(profile, batch):
     assert_no_worse(step_of(profile, batch), step_of(other, batch))
 
 
+@FEW
+@given(linked_profiles(), linked_profiles(), BATCHES)
+def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batch):
+    """It can be left out. Its devices stand on hosts of the others, and on one of its own."""
+    like = other.classes[0]
+    times = dict.fromkeys((*profile.model.kind_of_call, ROOT), like.units[ROOT])
+    hosts = (profile.cluster.devices[0].host, "a-host-more")
+    new = [
+        Device(id=f"new-{i}", device_class="new", host=host, ordinal=9)
+        for i, host in enumerate(hosts)
+    ]
+    one = profile.cluster.classes[0]
+    cluster = profile.cluster.model_copy(
+        update={
+            "classes": (*profile.cluster.classes, one.model_copy(update={"name": "new"})),
+            "devices": (*profile.cluster.devices, *new),
+        }
+    )
+    of_class = like.model_copy(update={"device_class": "new", "units": times})
+    larger = profile.model_copy(
+        update={"cluster": cluster, "classes": (*profile.classes, of_class)}
+    )
+    assert_no_worse(step_of(profile, batch), step_of(larger, batch))
+
+
+@FEW
+@given(linked_profiles(), BATCHES, st.data())
+def test_a_host_more_is_never_worse_where_links_are_stated(profile, batch, data):
+    """It can be left out, whatever stands there. (A device more on a host can be worse: the rings
+    of all others pass through it.)"""
+    names = [c.name for c in profile.cluster.classes]
+    on_it = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2))
+    new = [
+        Device(id=f"new-{i}", device_class=name, host="a-host-more", ordinal=i)
+        for i, name in enumerate(on_it)
+    ]
+    cluster = profile.cluster.model_copy(update={"devices": (*profile.cluster.devices, *new)})
+    larger = profile.model_copy(update={"cluster": cluster})
+    assert_no_worse(step_of(profile, batch), step_of(larger, batch))
+
+
 def assert_no_worse(before: float | None, after: float | None) -> None:
     if before is not None:
         assert after is not None
@@ -113,28 +162,35 @@ def assert_no_worse(before: float | None, after: float | None) -> None:
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
-    def slower(curve: Curve) -> Curve:
-        return curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
+    """The profile with all that is in seconds `factor` times as long."""
+
+    def slower(value):
+        if isinstance(value, Curve):
+            return value.model_copy(update={"values": tuple(v * factor for v in value.values)})
+        if isinstance(value, Value):
+            return value.model_copy(update={name: slower(of) for name, of in value})
+        if isinstance(value, tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            found = {key: slower(item) for key, item in items}
+            return found if isinstance(value, dict) else tuple(found.values())
+        return value
 
     classes = tuple(
         c.model_copy(
             update={
                 "optimizer_s_per_element": c.optimizer_s_per_element * factor,
-                "units": {
-                    name: t.model_copy(
-                        update={"forward": slower(t.forward), "backward": slower(t.backward)}
-                    )
-                    for name, t in c.units.items()
-                },
+                "units": slower(c.units),
+                "host_copy": slower(c.host_copy),
             }
         )
         for c in profile.classes
     )
-    network = tuple(t.model_copy(update={"times": slower(t.times)}) for t in profile.network)
+    cluster = profile.cluster.model_copy(update={"network": slower(profile.cluster.network)})
     return profile.model_copy(
         update={
             "classes": classes,
-            "network": network,
+            "network": slower(profile.network),
+            "cluster": cluster,
             "step_overhead_s": profile.step_overhead_s * factor,
         }
     )
@@ -142,13 +198,20 @@ def slowed(profile: Profile, factor: float) -> Profile:
 
 def test_the_same_plan_under_any_hash_seed():
     code = (
-        "from profiles import fleet; from gpumix.planner.explain import plan\n"
-        "print(plan(fleet(8, memory_factor=0.5), 100).model_dump_json())"
+        "from brute import linked; from profiles import fleet\n"
+        "from gpumix.planner.explain import plan\n"
+        "from gpumix.spec.network import Network\n"
+        "from gpumix.spec.space import EVERYTHING\n"
+        "measured = fleet(8, memory_factor=0.5)\n"
+        "print(plan(measured, 100).model_dump_json())\n"
+        "stated = linked(measured, Network(inside='pcie4', between='25GbE'))\n"
+        "print(plan(stated, 20, space=EVERYTHING).model_dump_json())"
     )
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     plans = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,

@@ -78,7 +78,7 @@ def _outlook(
         price_per_billion_tokens=(
             None if hourly is None else hourly / SECONDS_PER_HOUR / speed * BILLION
         ),
-        why=_idle(plan),
+        why=_idle(there, plan),
     )
 
 
@@ -93,10 +93,12 @@ def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
     return sum(count * prices[name] for name, count in there.items())
 
 
-def _idle(plan: Plan) -> str:
-    """Classes that get no samples: money that computes nothing."""
-    samples = Counter[str]()
-    for worker in plan.workers:
-        samples[worker.device_class] += worker.samples
-    idle = sorted(name for name, count in samples.items() if not count)
-    return f"{', '.join(idle)} gets no samples" if idle else ""
+def _idle(there: Mapping[str, int], plan: Plan) -> str:
+    """Devices that get no samples: money that computes nothing."""
+    busy = Counter(w.device_class for w in plan.workers if w.samples)
+    idle = [
+        f"{there[name] - busy[name]} of {there[name]} {name}"
+        for name in sorted(there)
+        if busy[name] < there[name]
+    ]
+    return f"without samples: {', '.join(idle)}" if idle else ""

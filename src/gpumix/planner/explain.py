@@ -79,6 +79,7 @@ def plan(
     single = _single_classes(profile, request, chosen, paces)
     reasons = Reasons(
         mixing=_mixing(profile, chosen, single),
+        hosts_left_out=_hosts_left_out(profile, chosen),
         binds=binding(profile, chosen),
         worth=Cluster(profile, request, predicted(best).step_s, paces).worths(),
         alternatives=(*others, *single),
@@ -155,6 +156,13 @@ def _mixing(profile: Profile, plan: Plan, single: list[Alternative]) -> Mixing |
     speedup = None if best_s is None else best_s / predicted(plan).step_s
     pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
     return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=tuple(sorted(left_out)))
+
+
+def _hosts_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """Hosts that get nothing, although others with their classes do."""
+    used = {w.device_class for w in plan.workers}
+    with_used = {d.host for d in profile.cluster.devices if d.device_class in used}
+    return tuple(sorted(with_used - {w.host for w in plan.workers}))
 
 
 def binding(profile: Profile, plan: Plan) -> Binding:

@@ -10,10 +10,11 @@ rounding of a cut to whole elements, but for the gap that it states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice, product
 
 import numpy as np
 
@@ -42,6 +43,8 @@ FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their loga
 
 NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
 FEW_CLASSES = 4  # of which all subsets are tried
+FEW_HOSTS = 8  # of which some may be left out
+MOST_FLEETS = 64  # of all ways to leave some out
 
 FEW_DEVICES = 64  # up to this many the answer is exact
 LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this part
@@ -70,8 +73,8 @@ def optimal(profile: Profile, request: PlanRequest) -> Plan:
     """The plan with the shortest step of all that the request's space allows.
 
     Of plans that are equally fast the one wins that needs the least memory: the highest ZeRO stage.
-    Where links are stated, and so are known for any devices, classes may be left out: with all
-    their hosts gone, the others may be linked better.
+    Where links are stated, and so are known for any devices, classes and hosts may be left out: the
+    others may be linked better.
 
     Raises:
         InputError: the request names devices that the profile does not know.
@@ -103,11 +106,11 @@ def least_step_s(
 
 
 def _fleets(profile: Profile, devices: tuple[Device, ...]) -> list[Fleet]:
-    """All devices; where links are stated, also with classes left out."""
-    fleets = [Fleet(profile, devices)]
+    """All devices; where links are stated, also with classes and hosts left out."""
+    chosen = [devices]
     if profile.cluster.network is not None and not profile.network:
-        fleets += [Fleet(profile, some) for some in _without_classes(devices)]
-    return fleets
+        chosen = list(islice(_some(devices), MOST_FLEETS))
+    return [Fleet(profile, some) for some in chosen]
 
 
 class _Best:
@@ -121,18 +124,33 @@ class _Best:
         self._below_s = below_s  # what takes longer is of no interest
 
     def of(self, fleets: Sequence[Fleet], space: Space) -> None:
-        """Try all settings, those first that promise most, until no other can be faster."""
-        every = (s for fleet in fleets for s in settings(fleet, space))
-        searches = [_Search(s, self._paces) for s in every]
+        """Try all settings of each fleet, those first that promise most, until no other can be
+        faster; the first fleet has all classes."""
+        speeds: dict[str, float] = {}  # samples a second of a device, whatever links there are
+        place = 0
+        for fleet in fleets:
+            if speeds and self._too_slow(fleet, speeds):
+                continue
+            searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
+            speeds = speeds or _speeds(searches)
+            self._try(searches, place)
+            place += len(searches)
+
+    def _too_slow(self, fleet: Fleet, speeds: Mapping[str, float]) -> bool:
+        """Whether these devices cannot compute the batch in time."""
+        speed = sum(len(devices) * speeds[name] for name, devices in fleet.classes.items())
+        return speed > 0 and self._paces.batch / speed > self._step_s
+
+    def _try(self, searches: Sequence[_Search], first: int) -> None:
         least = [search.least_s for search in searches]
-        for place in sorted(range(len(searches)), key=lambda p: (least[p], p)):
+        for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             below_s = self._step_s
-            if least[place] == float("inf") or least[place] > below_s * (1.0 + TOLERANCE):
+            if least[number] == float("inf") or least[number] > below_s * (1.0 + TOLERANCE):
                 break
-            found = searches[place].solve(below_s)
+            found = searches[number].solve(below_s)
             if found is not None:
                 self.bound_s = min(self.bound_s, found.bound_s)
-                self._take(found, place)
+                self._take(found, first + number)
 
     @property
     def _step_s(self) -> float:
@@ -147,16 +165,39 @@ class _Best:
             self.solution, self._place = found, place
 
 
-def _without_classes(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
-    """The devices without some of their classes: all ways if there are few, else without one class,
-    and each alone."""
+def _some(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
+    """All devices; then without some classes; then without some hosts too, few hosts first: one
+    alone needs no links between hosts."""
     names = sorted({d.device_class for d in devices})
-    sizes: Iterable[int] = range(len(names) - 1, 0, -1)
-    if len(names) > FEW_CLASSES:
-        sizes = (len(names) - 1, 1)
-    for size in sizes:
-        for kept in combinations(names, size):
-            yield tuple(d for d in devices if d.device_class in kept)
+    kept_classes = [frozenset(some) for size in _sizes(names) for some in combinations(names, size)]
+    kept_hosts = [frozenset(d.host for d in devices)]
+    if len(kept_hosts[0]) <= FEW_HOSTS:
+        kept_hosts += sorted(_fewer_hosts(devices), key=lambda some: (len(some), sorted(some)))
+    seen = set()
+    for hosts, classes in product(kept_hosts, kept_classes):
+        some = tuple(d for d in devices if d.device_class in classes and d.host in hosts)
+        if some and some not in seen:
+            seen.add(some)
+            yield some
+
+
+def _sizes(names: Sequence[str]) -> Iterable[int]:
+    """How many classes are kept: any number of few, else all, all but one, and one."""
+    every = range(len(names), 0, -1)
+    return every if len(names) <= FEW_CLASSES else (len(names), len(names) - 1, 1)
+
+
+def _fewer_hosts(devices: tuple[Device, ...]) -> Iterator[frozenset[str]]:
+    """Some of the hosts; of those that are alike the first ones."""
+    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    on_host: dict[str, Counter[str]] = {}
+    for device in devices:
+        on_host.setdefault(device.host, Counter())[device.device_class] += 1
+    for host in sorted(on_host):
+        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
+    for counts in product(*(range(len(hosts) + 1) for hosts in kinds.values())):
+        if 0 < sum(counts) < len(on_host):
+            yield frozenset(h for n, hosts in zip(counts, kinds.values()) for h in hosts[:n])
 
 
 class _Search:
@@ -252,6 +293,20 @@ class _Search:
 
 
 Found = tuple[tuple[PoolOptions, ...], Choice]
+
+
+def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
+    """The most samples a second that a device of each class computes in any of the settings."""
+    speeds: dict[str, float] = {}
+    for search in searches:
+        for name in search.setting.classes:
+            if search.setting.modes_of(name):
+                per_sample = search.paces.seconds_per_sample(search.setting, name)
+                speed = 1.0 / per_sample if per_sample > 0 else float("inf")
+                speeds[name] = max(speeds.get(name, 0.0), speed)
+            else:
+                speeds.setdefault(name, 0.0)
+    return speeds
 
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:

@@ -51,6 +51,9 @@ class Reasons(Value):
     """All of them; `mixing` is None where there is only one class."""
 
     mixing: Mixing | None = None
+    hosts_left_out: tuple[str, ...] = Field(
+        default=(), description="the links to them would cost more than their devices give"
+    )
     binds: Binding
     worth: tuple[Worth, ...] = ()
     alternatives: tuple[Alternative, ...] = ()

@@ -113,6 +113,10 @@ def why(plan: Plan) -> list[str]:
         return []
     expected, reasons = plan.prediction, plan.reasons
     lines = [] if reasons.mixing is None else [mixing(reasons.mixing)]
+    if hosts := reasons.hosts_left_out:
+        named = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({', '.join(hosts[:4])}"
+        named += "" if len(hosts) == 1 else f"{', ...' if len(hosts) > 4 else ''})"
+        lines.append(f"{named} left out: the links between hosts would cost more than they give")
     lines.append(
         f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
         f"{_gap(expected)}"
