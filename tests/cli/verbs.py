@@ -96,6 +96,7 @@ def measured() -> Profile:
                 forward=line(1e5),
                 backward=line(3e5),
                 saved=line(2e5),
+                flops=3e10,
             )
         ],
         root_unit=root(50_000, buffers=100, kept=line(1e4), head=line(4e5)),

@@ -1,4 +1,5 @@
-"""A fresh Python, for what can be done only once in a process; and a process at rest."""
+"""A fresh Python, for what can be done only once in a process; and a process at rest. Profiles that
+are made up lie with the tests of the planner."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "planner"))
 
 
 @pytest.fixture

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from gpumix.hardware.catalogue import find, load
-from gpumix.hardware.roofline import MATRIX, PLAIN, host_copy
+from gpumix.hardware.roofline import (
+    MATRIX,
+    PLAIN,
+    flops_per_s,
+    forward_curve,
+    gradient_curve,
+    host_copy,
+    optimizer_s_per_element,
+    reached_flops_per_s,
+)
 
 
 def test_every_capability_has_a_reach_of_its_own():
@@ -20,3 +29,59 @@ def test_every_capability_has_a_reach_of_its_own():
 def test_gpus_that_share_a_link_to_the_host_copy_at_their_part(sharing, alone, part):
     ours, theirs = (host_copy(find(name)).values[-1] for name in (sharing, alone))
     assert ours / theirs == pytest.approx(part, rel=1e-3)
+
+
+CARDS = ("p40", "v100-16gb-sxm", "rtx3090", "l4", "h100-sxm", "mi250x-gcd")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_what_is_reached_is_part_of_what_is_promised(dtype):
+    for card in load():
+        reached = reached_flops_per_s(card, dtype)
+        assert 0.05 * flops_per_s(card, dtype) < reached < flops_per_s(card, dtype), card.name
+        assert flops_per_s(card, dtype) >= card.flops.fp32
+
+
+def test_narrow_products_pay_only_on_matrix_units():
+    assert flops_per_s(find("p40"), "fp16") == find("p40").flops.fp32
+    assert flops_per_s(find("v100-16gb-sxm"), "bf16") == find("v100-16gb-sxm").flops.fp32
+    assert flops_per_s(find("v100-16gb-sxm"), "fp16") == find("v100-16gb-sxm").flops.fp16
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_forward_by_hand(name):
+    """Few samples wait for the weights, many for the products."""
+    card = find(name)
+    curve = forward_curve(card, "fp16", flops=2e11, weight_bytes=4e8)
+    weights_s = 4e8 / (0.8 * card.memory_bandwidth)
+    products_s = 2e11 / reached_flops_per_s(card, "fp16")
+    assert curve.sizes[:3] == (1, 2, 4)
+    for samples, seconds in zip(curve.sizes, curve.values):
+        assert seconds == pytest.approx(2e-4 + max(weights_s, samples * products_s))
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_backward_by_hand(name):
+    """Twice the products of the forward, and 16 bytes for each element's gradient."""
+    card = find(name)
+    curve = gradient_curve(card, "fp16", flops=2e11, elements=1e8)
+    added_s = 16e8 / (0.8 * card.memory_bandwidth)
+    for samples, seconds in zip(curve.sizes, curve.values):
+        expected = 4e-4 + samples * 4e11 / reached_flops_per_s(card, "fp16") + added_s
+        assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("state_bytes", "moved"), [(8, 28), (4, 20), (0, 12)])
+def test_an_update_reads_and_writes_parameter_and_state(state_bytes, moved):
+    """AdamW, SGD with momentum, SGD: the gradient is only read."""
+    card = find("rtx3090")
+    found = optimizer_s_per_element(card, state_bytes)
+    assert found == pytest.approx(moved / (0.8 * card.memory_bandwidth))
+
+
+def test_copies_to_the_host_take_the_slot():
+    card = find("rtx3090")
+    bandwidth = card.host_link.bandwidth
+    assert bandwidth == pytest.approx(31.5e9, rel=0.01)  # PCIe 4.0 x16
+    copied = host_copy(card)
+    assert copied.values[-1] == pytest.approx(copied.sizes[-1] / (0.75 * bandwidth), rel=1e-3)

@@ -70,6 +70,7 @@ def block(
     backward: Curve = FREE,
     frozen: int = 0,
     saved: Curve | None = None,
+    flops: float = 0.0,
 ) -> UnitKind:
     return UnitKind(
         name=name,
@@ -80,6 +81,7 @@ def block(
         gradient=gradient,
         forward=forward,
         backward=backward,
+        flops=flops,
     )
 
 

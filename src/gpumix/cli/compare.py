@@ -62,4 +62,4 @@ def compare(
         return
     if source.note:
         stderr().print(source.note, style="yellow")
-    stderr().print(comparison_table(found, emulated=source.profile.cluster.emulated))
+    stderr().print(comparison_table(found))

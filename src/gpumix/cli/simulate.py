@@ -80,7 +80,7 @@ def simulate(
     console = stderr()
     if note:
         console.print(note, style="yellow")
-    for part in _shown(replay, planned):
+    for part in _shown(replay, planned, times):
         console.print(part)
 
 
@@ -131,7 +131,7 @@ def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
         "step_s": replay.step_s,
         "predicted_s": replay.predicted_s,
         "emulated": plan.emulated,
-        "estimated": [c.device_class for c in times.classes if c.estimated],
+        "estimated": list(times.estimated),
         "critical_path": [asdict(stretch) for stretch in stretches(replay)],
         "critical_events": [_event(event, replay) for event in critical_path(replay)],
         "lanes": [_use(use, plan.workers) for use in uses(replay)],
@@ -163,7 +163,7 @@ def _use(use: Use, workers: Sequence[Worker]) -> dict[str, Any]:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def _shown(replay: Replay, plan: Plan) -> Iterable[RenderableType]:
+def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableType]:
     from gpumix.simulate.timeline import uses
     from gpumix.spec.units import show_seconds
     from gpumix.train.tables import labelled
@@ -175,7 +175,8 @@ def _shown(replay: Replay, plan: Plan) -> Iterable[RenderableType]:
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
     yield _path_table(replay)
-    yield labelled(_idle_table(uses(replay), replay.step_s), plan.emulated)
+    table = _idle_table(uses(replay), replay.step_s)
+    yield labelled(table, plan.emulated, times.estimated)
 
 
 def _path_table(replay: Replay) -> RenderableType:

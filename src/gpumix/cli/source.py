@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpumix.spec.cluster import Cluster
     from gpumix.spec.job import Job
     from gpumix.spec.plan import ComputeDtype
-    from gpumix.spec.profile import Profile
+    from gpumix.spec.profile import ModelProfile, Profile
     from gpumix.spec.space import Space
 
 AnyJob = Annotated[
@@ -79,7 +79,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a verb that plans, or looks at a plan. `measures`: a job that was not."""
+    """The options of a verb that plans, or looks at a plan. `measures`: a job that was not.
+    `link_option` is what the verb calls `network`."""
 
     job: Path | None
     overrides: list[str]
@@ -92,6 +93,7 @@ class Asked:
     techniques: Literal["engine", "all"] = "engine"
     as_json: bool = False
     measures: bool = True
+    link_option: str = "--network"
 
     def source(self) -> Source:
         """The profile to plan from.
@@ -121,7 +123,8 @@ class Asked:
                 )
             if not isinstance(config, dict):
                 config = _read_config(path.absolute().parent / config)
-            return self._estimate(config, job.sequence_length, job.precision), ESTIMATE
+            state = job.optimizer.state_bytes_per_element
+            return self._estimate(config, job.sequence_length, job.precision, state), ""
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile)
@@ -135,36 +138,46 @@ class Asked:
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
+        from gpumix.hardware.estimate import ADAMW_STATE_BYTES
 
         model = self.model or MODEL
         length = self.sequence_length or SEQUENCE_LENGTH
         batch = self.global_batch or GLOBAL_BATCH
         size = _SIZE.match(model.strip())
         if size is None:
-            profile = self._estimate(_read_config(Path(model)), length, PRECISION)
+            config = _read_config(Path(model))
+            profile = self._estimate(config, length, PRECISION, ADAMW_STATE_BYTES)
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
-            decoder = llama_shaped(float(size[1]) * scale)
-            profile = self._profile(decoder.model(length, PRECISION, model), length, PRECISION)
+            made = llama_shaped(float(size[1]) * scale).model(length, PRECISION, model)
+            profile = self._profile(made, length, PRECISION, ADAMW_STATE_BYTES)
         note = (
-            f"{ESTIMATE}; for a model of {profile.model.parameters / 1e9:.2f} G parameters, "
-            f"{length} tokens a sample, {batch} samples a step, {PRECISION}"
+            f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
+            f"sample, {batch} samples a step, {PRECISION}, AdamW"
         )
         return Source(profile, self._request(batch), "optimal", note)
 
-    def _estimate(self, config: Mapping[str, Any], length: int, dtype: ComputeDtype) -> Profile:
+    def _estimate(
+        self, config: Mapping[str, Any], length: int, dtype: ComputeDtype, state_bytes: int
+    ) -> Profile:
         from gpumix.hardware.decoder import decoder
 
         name = str(config.get("model_type", ""))
-        return self._profile(decoder(config).model(length, dtype, name), length, dtype)
+        model = decoder(config).model(length, dtype, name)
+        return self._profile(model, length, dtype, state_bytes)
 
-    def _profile(self, model: Any, length: int, dtype: ComputeDtype) -> Profile:
+    def _profile(
+        self, model: ModelProfile, length: int, dtype: ComputeDtype, state_bytes: int
+    ) -> Profile:
+        """The estimate for the cluster, with so many bytes of optimizer state an element."""
         from gpumix.hardware.describe import cluster
         from gpumix.hardware.estimate import estimate
 
         assert self.cluster is not None
-        there = cluster(self.cluster, dtype, self.network)
-        return estimate(model, there, sequence_length=length, dtype=dtype)
+        there = cluster(self.cluster, dtype, self.network, option=self.link_option)
+        return estimate(
+            model, there, sequence_length=length, dtype=dtype, optimizer_bytes=state_bytes
+        )
 
     def _request(self, batch: int) -> PlanRequest:
         from gpumix.planner.base import PlanRequest
@@ -189,9 +202,14 @@ class Asked:
             )
         if self.cluster is not None and self.profile is not None:
             raise InputError("--cluster is an estimate, --profile was measured: give one of them")
+        if self.job is None and self.overrides:
+            raise InputError(
+                "--set replaces keys of a job, and there is none",
+                fix="give --model, --sequence-length and --global-batch",
+            )
         if self.network is not None and self.cluster is None:
             raise InputError(
-                "--network has no effect without --cluster",
+                f"{self.link_option} has no effect without --cluster",
                 fix="`gpumix whatif JOB.yaml --network ...` tells what other links are worth",
             )
 
@@ -199,9 +217,6 @@ class Asked:
 def profile_beside(plan: Path) -> Path:
     """Where the profile goes that a plan was made from: plan.profile.json beside plan.json."""
     return plan.with_name(f"{plan.stem}.profile.json")
-
-
-ESTIMATE = "an estimate from datasheets: measured times may be a third longer or shorter"
 
 
 def space_named(techniques: str) -> Space:

@@ -34,10 +34,11 @@ def outlook_table(found: Sequence[Outlook]) -> RenderableType:
             cells += [_amount(outlook.price_per_hour), _amount(outlook.price_per_billion_tokens)]
         table.add_row(*cells)
     notes = [Text(f"{o.change}: {o.why}") for o in found if o.why]
-    return Group(table, *notes)
+    estimated = sorted({name for o in found for name in o.estimated})
+    return Group(labelled(table, any(o.emulated for o in found), estimated), *notes)
 
 
-def comparison_table(found: Comparison, *, emulated: bool) -> RenderableType:
+def comparison_table(found: Comparison) -> RenderableType:
     """One row per strategy, and under the table why each lost."""
     classes = sorted({room.device_class for row in found.rows for room in row.head_room})
     columns = ["strategy", "step", "tokens/s", "against the best", "ZeRO"]
@@ -46,7 +47,7 @@ def comparison_table(found: Comparison, *, emulated: bool) -> RenderableType:
     for row in found.rows:
         table.add_row(row.strategy, *_figures(row, fastest), *_head_rooms(row, classes))
     notes = [Text(f"{row.strategy}: {row.why}") for row in found.rows]
-    return Group(labelled(table, emulated), *notes)
+    return Group(labelled(table, found.emulated, found.estimated), *notes)
 
 
 def _figures(row: Row, fastest: float | None) -> list[str]:

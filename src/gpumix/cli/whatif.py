@@ -69,6 +69,7 @@ def whatif(
         profile=profile,
         cluster=cluster,
         network=between,
+        link_option="--between",
         model=model,
         sequence_length=sequence_length,
         global_batch=global_batch,

@@ -70,6 +70,11 @@ class Decoder:
         return attention + norms + biases + router + max(1, self.experts) * matrices
 
     @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return self.layers * self.block_parameters + self.root_parameters
+
+    @property
     def root_parameters(self) -> int:
         """Elements of embedding, final norm and head."""
         tables = (self.vocabulary * (1 if self.tied else 2) + self.positions) * self.hidden
@@ -232,11 +237,20 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
 
 def llama_shaped(parameters: float) -> Decoder:
     """A decoder of about so many parameters, shaped like the Llama family: depth and width grow
-    together, a head is 128 wide, the feed-forward 2.7 times the hidden size, 32,000 tokens."""
-    return min(
-        (_llama(128 * heads) for heads in range(2, 161)),
-        key=lambda d: abs(d.layers * d.block_parameters + d.root_parameters - parameters),
-    )
+    together, a head is 128 wide, the feed-forward 2.7 times the hidden size, 32,000 tokens.
+
+    Raises:
+        InputError: it would be much smaller or larger than any.
+    """
+    sizes = {decoder.parameters: decoder for decoder in map(_llama, range(2 * 128, 161 * 128, 128))}
+    nearest = min(sizes, key=lambda size: abs(size - parameters))
+    if abs(nearest - parameters) > parameters / 3:
+        raise InputError(
+            f"no model of {parameters / 1e9:g} G parameters is shaped like a Llama",
+            why=f"those have {min(sizes) / 1e9:.2f} to {max(sizes) / 1e9:.0f} G",
+            fix="give the config.json of a model",
+        )
+    return sizes[nearest]
 
 
 def _llama(hidden: int) -> Decoder:

@@ -7,8 +7,9 @@ one. Hosts need a link that is stated; inside a host the cards' own links serve.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 from gpumix.hardware.catalogue import Card, CoherentLink, DeviceLinkKind, PcieLink, find
 from gpumix.hardware.roofline import flops_per_s
@@ -40,37 +41,60 @@ def cards(text: str) -> Cards:
     Raises:
         InputError: it is no count and card, or the catalogue does not know the card.
     """
+    count, name = counted(text)
+    return Cards(count or 1, find(name))
+
+
+def counted(text: str) -> tuple[int | None, str]:
+    """The number in "4x rtx3090", None if there is none, and the rest.
+
+    Raises:
+        InputError: it is no number of anything, or of nothing.
+    """
     found = _CARDS.match(text.strip())
-    if found is None or int(found[1] or 1) == 0:
+    if found is None or (found[1] and int(found[1]) == 0):
         raise InputError(
             f"'{text.strip()}' is not a number of cards", fix="write them as '4x rtx3090'"
         )
-    return Cards(int(found[1] or 1), find(found[2]))
+    return (int(found[1]) if found[1] else None), found[2]
 
 
-def cluster(text: str, dtype: ComputeDtype, network: str | None = None) -> Cluster:
+def cluster(
+    text: str, dtype: ComputeDtype, network: str | None = None, *, option: str = "--network"
+) -> Cluster:
     """The cluster that `text` describes.
 
     Args:
         network: the link between hosts, as `spec.network.link` reads it.
+        option: how a user gives it.
 
     Raises:
-        InputError: the text is wrong, a card is not known, or hosts without a link between them.
+        InputError: the text is wrong, a card is not known, hosts without a link between them, or
+            such a link for one host.
     """
     hosts = list(_hosts(text))
+    if not hosts:
+        raise InputError(f"there are no hosts in '{text.strip()}'")
+    if len(hosts) == 1 and network is not None:
+        raise InputError(
+            f"'{network}' would link hosts, and there is only one",
+            where=option,
+            fix="leave it out; semicolons separate hosts",
+        )
     if len(hosts) > 1 and network is None:
         raise InputError(
             f"nothing says how the {len(hosts)} hosts are linked",
-            fix="give it: --network 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
+            fix=f"give it: {option} 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
             "joined by commas",
         )
+    between = None if network is None else _link(network, option)
     known = {c.card.name: c.card for host in hosts for c in host}
     if sum(c.count for host in hosts for c in host) > MOST_DEVICES:
         raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
     return Cluster(
         classes=tuple(device_class(card, dtype) for _, card in sorted(known.items())),
         devices=tuple(_devices(hosts)),
-        network=network_of(list(known.values()), None if network is None else _link(network)),
+        network=network_of(list(known.values()), between),
     )
 
 
@@ -89,12 +113,16 @@ def device_class(card: Card, dtype: ComputeDtype) -> DeviceClass:
 def network_of(known: list[Card], between: Link | None) -> Network:
     """The links of a cluster of these cards: two cards of one kind by their own fabric, all others
     by the slower of their slots."""
-    links = [
-        LinkOf(where="inside", classes=(a.name, b.name), link=_inside(a, b))
-        for i, a in enumerate(known)
-        for b in known[i:]
-    ]
-    return Network(between=between, exceptions=tuple(links))
+    return Network(between=between, exceptions=links_inside({card.name: card for card in known}))
+
+
+def links_inside(known: Mapping[str, Card]) -> tuple[LinkOf, ...]:
+    """The links inside hosts between cards, by the names of their classes."""
+    pairs = combinations_with_replacement(known, 2)
+    return tuple(
+        LinkOf(where="inside", classes=pair, link=_inside(*(known[name] for name in pair)))
+        for pair in pairs
+    )
 
 
 def _inside(one: Card, other: Card) -> Link:
@@ -142,8 +170,8 @@ def _devices(hosts: list[tuple[Cards, ...]]) -> Iterator[Device]:
                 ordinal += 1
 
 
-def _link(text: str) -> Link:
+def _link(text: str, option: str) -> Link:
     try:
         return link(text)
     except ValueError as error:
-        raise InputError(str(error), where="--network") from None
+        raise InputError(str(error), where=option) from None

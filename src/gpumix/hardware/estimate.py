@@ -24,8 +24,14 @@ FRAMEWORK_BYTES = 3 * 2**29
 ADAMW_STATE_BYTES = 8
 
 
-def estimate_class(card: Card, model: ModelProfile, dtype: ComputeDtype, name: str) -> ClassProfile:
-    """What a card should take for each unit of a model.
+def estimate_class(
+    card: Card,
+    model: ModelProfile,
+    dtype: ComputeDtype,
+    name: str,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
+) -> ClassProfile:
+    """What a card should take for each unit of a model, `optimizer_bytes` of state an element.
 
     Raises:
         InputError: the model's FLOPs are not known.
@@ -52,7 +58,7 @@ def estimate_class(card: Card, model: ModelProfile, dtype: ComputeDtype, name: s
     return ClassProfile(
         device_class=name,
         units=times,
-        optimizer_s_per_element=optimizer_s_per_element(card),
+        optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=host_copy(card),
         estimated=True,
@@ -60,9 +66,14 @@ def estimate_class(card: Card, model: ModelProfile, dtype: ComputeDtype, name: s
 
 
 def estimate(
-    model: ModelProfile, cluster: Cluster, *, sequence_length: int, dtype: ComputeDtype
+    model: ModelProfile,
+    cluster: Cluster,
+    *,
+    sequence_length: int,
+    dtype: ComputeDtype,
+    optimizer_bytes: int = ADAMW_STATE_BYTES,
 ) -> Profile:
-    """The profile of a cluster of cards of the catalogue.
+    """The profile of a cluster of cards of the catalogue, `optimizer_bytes` of state an element.
 
     Raises:
         InputError: the catalogue does not know a class.
@@ -70,11 +81,14 @@ def estimate(
     return Profile(
         sequence_length=sequence_length,
         compute_dtype=dtype,
-        optimizer_bytes_per_element=ADAMW_STATE_BYTES,
+        optimizer_bytes_per_element=optimizer_bytes,
         torch_version="none: this is an estimate",
         cluster=cluster,
         model=model,
-        classes=tuple(estimate_class(find(c.name), model, dtype, c.name) for c in cluster.classes),
+        classes=tuple(
+            estimate_class(find(c.name), model, dtype, c.name, optimizer_bytes)
+            for c in cluster.classes
+        ),
         collectives=Collectives(gather="list", reduce="list"),
     )
 

@@ -23,8 +23,6 @@ MEMORY_PART = 0.8  # of the stated bandwidth
 BACKWARD_FLOPS = 2.0  # for one of the forward: gradients of inputs and of weights
 # Each micro-batch's backward writes a gradient of the weights, and adds it to the fp32 one.
 GRADIENT_BYTES = 16
-# AdamW reads parameter, gradient and two moments, and writes all but the gradient, in fp32.
-ADAMW_BYTES = 28
 HOST_LINK_PART = 0.75
 MOST_SAMPLES = 4096
 
@@ -108,9 +106,10 @@ def both(one: Curve, other: Curve) -> Curve:
     return Curve(sizes=one.sizes, values=values)
 
 
-def optimizer_s_per_element(card: Card) -> float:
-    """Seconds to update one element; memory is what limits it."""
-    return ADAMW_BYTES / (card.memory_bandwidth * MEMORY_PART)
+def optimizer_s_per_element(card: Card, state_bytes: int) -> float:
+    """Seconds to update one element; memory is what limits it. Parameter and state, so many bytes
+    of it, are read and written, the gradient is read, in fp32."""
+    return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * MEMORY_PART)
 
 
 def host_copy(card: Card) -> Curve:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Collection
 from math import exp, log
 
-from gpumix.hardware.catalogue import find
-from gpumix.hardware.describe import Cards, cards, device_class, network_of
+from gpumix.cost.curves import seconds_at
+from gpumix.hardware.catalogue import Card, find
+from gpumix.hardware.describe import counted, device_class, links_inside
 from gpumix.hardware.estimate import estimate_class, rescaled
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
-from gpumix.spec.network import Network, link
+from gpumix.spec.network import Link, Network, link
 from gpumix.spec.profile import ClassProfile, Profile
 
 NEW_HOST = "new-host"
@@ -30,9 +31,9 @@ def added(profile: Profile, text: str) -> Profile:
     """
     count, name = _count_of_class(profile, text)
     if name is None:
-        new = cards(text)
-        count, profile, name = new.count, _with_class(profile, new), new.card.name
-    devices = _more(profile.cluster, name, count)
+        card = find(counted(text)[1])
+        profile, name = _with_class(profile, card), card.name
+    devices = _more(profile.cluster, name, count or 1)
     cluster = profile.cluster.model_copy(update={"devices": (*profile.cluster.devices, *devices)})
     return profile.model_copy(update={"cluster": cluster})
 
@@ -49,11 +50,10 @@ def removed(profile: Profile, text: str) -> Profile:
         raise InputError(
             f"there is no class '{text.strip()}' to remove", why=f"the cluster has {known}"
         )
-    explicit = text.strip()[0].isdigit() and "x" in text and text.strip() != name
     members = profile.cluster.members(name)
-    if explicit and count > len(members):
+    if count is not None and count > len(members):
         raise InputError(f"there are only {len(members)} devices of class '{name}'")
-    gone = {d.id for d in (members[-count:] if explicit else members)}
+    gone = {d.id for d in members[-(count or len(members)) :]}
     devices = tuple(d for d in profile.cluster.devices if d.id not in gone)
     if not devices:
         raise InputError(f"without '{text.strip()}' no device is left")
@@ -83,25 +83,23 @@ def relinked(profile: Profile, text: str) -> Profile:
     if not several:
         stated = Network(inside=new)
     elif known is None:
-        stated = Network(inside=new, between=new)
+        stated = _own_links(profile.cluster, new)
     else:
-        stated = known.model_copy(update={"between": new})
+        inside = tuple(e for e in known.exceptions if e.where == "inside")
+        stated = known.model_copy(update={"between": new, "exceptions": inside})
     cluster = profile.cluster.model_copy(update={"network": stated})
     # Measured times are of the links that were there.
     return profile.model_copy(update={"cluster": cluster, "network": ()})
 
 
-def _count_of_class(profile: Profile, text: str) -> tuple[int, str | None]:
-    """ "2x p40", "2xp40" or "p40" as a number and the cluster's class of that name, if there is
-    one."""
+def _count_of_class(profile: Profile, text: str) -> tuple[int | None, str | None]:
+    """ "2x p40", "2xp40" or "p40" as a number, if there is one, and the cluster's class of that
+    name, if there is one."""
     names = {c.name for c in profile.cluster.classes}
-    word = text.strip()
-    if word in names:
-        return 1, word
-    number, _, rest = word.partition("x")
-    count, rest = (int(number), rest.strip()) if number.strip().isdigit() else (1, word)
-    name = class_named(names, rest)
-    return (0, None) if name is None else (count, name)
+    if text.strip() in names:
+        return None, text.strip()
+    count, rest = counted(text)
+    return count, class_named(names, rest)
 
 
 def class_named(names: Collection[str], text: str) -> str | None:
@@ -115,32 +113,56 @@ def class_named(names: Collection[str], text: str) -> str | None:
     return card.name if card.name in names else None
 
 
-def _with_class(profile: Profile, new: Cards) -> Profile:
+def _with_class(profile: Profile, new: Card) -> Profile:
+    """The profile with a class of the catalogue, of which there is no device yet."""
     if any(c.emulated for c in profile.cluster.classes):
         raise InputError(
             "real cards cannot join emulated devices",
             fix="add devices of the classes that there are, or plan for --cluster",
         )
     model, dtype = profile.model, profile.compute_dtype
-    made = device_class(new.card, dtype)
-    if made.name in {c.name for c in profile.cluster.classes}:
-        return profile
-    (estimated,) = rescaled([estimate_class(new.card, model, dtype, made.name)], _off_by(profile))
-    classes = (*profile.cluster.classes, made)
-    cluster = profile.cluster.model_copy(
-        update={"classes": classes, "network": _links(profile.cluster, classes)}
+    made = device_class(new, dtype)
+    estimate = estimate_class(
+        new, model, dtype, made.name, optimizer_bytes=profile.optimizer_bytes_per_element
     )
-    # One more kind of card is one more kind of link, and the old times say nothing of it.
-    return profile.model_copy(update={"cluster": cluster, "classes": (*profile.classes, estimated)})
+    cluster = profile.cluster.model_copy(
+        update={
+            "classes": (*profile.cluster.classes, made),
+            "network": _with_links(profile.cluster, new),
+        }
+    )
+    classes = (*profile.classes, *rescaled([estimate], _off_by(profile)))
+    return profile.model_copy(update={"cluster": cluster, "classes": classes})
 
 
-def _links(cluster: Cluster, classes: tuple[DeviceClass, ...]) -> Network | None:
-    """Stated links are stated for the new cards too; measured ones count as they are."""
+def _with_links(cluster: Cluster, new: Card) -> Network | None:
+    """Stated links, and those of a new card inside hosts: to its like, and to the cards that the
+    catalogue knows. Measured collectives count as they are, for nothing else is known of them."""
     if cluster.network is None:
         return None
-    known = [find(c.name) for c in classes]
-    made = network_of(known, cluster.network.between)
-    return made.model_copy(update={"exceptions": (*cluster.network.exceptions, *made.exceptions)})
+    others = [(c.name, _card(c)) for c in cluster.classes]
+    known = {name: card for name, card in others if card is not None}
+    links = (link for link in links_inside(known | {new.name: new}) if new.name in link.classes)
+    return cluster.network.model_copy(update={"exceptions": (*cluster.network.exceptions, *links)})
+
+
+def _own_links(cluster: Cluster, between: Link) -> Network:
+    """The links of the cards themselves inside hosts, where the catalogue knows all of them."""
+    cards = {c.name: _card(c) for c in cluster.classes}
+    known = {name: card for name, card in cards.items() if card is not None}
+    if len(known) < len(cards):
+        return Network(inside=between, between=between)
+    return Network(between=between, exceptions=links_inside(known))
+
+
+def _card(of: DeviceClass) -> Card | None:
+    """The card of a class; None if the catalogue does not know it."""
+    for name in (of.product, of.name):
+        try:
+            return find(name)
+        except InputError:
+            continue
+    return None
 
 
 def _off_by(profile: Profile) -> float:
@@ -148,25 +170,24 @@ def _off_by(profile: Profile) -> float:
     none is in the catalogue."""
     ratios = []
     for measured in profile.classes:
-        product = profile.cluster.class_named(measured.device_class).product
-        if measured.estimated or not product:
+        card = _card(profile.cluster.class_named(measured.device_class))
+        if measured.estimated or card is None:
             continue
-        try:
-            card = find(product)
-        except InputError:
-            continue
-        expected = estimate_class(card, profile.model, profile.compute_dtype, measured.device_class)
-        ratios.append(log(_seconds(profile, measured) / _seconds(profile, expected)))
+        name = measured.device_class
+        expected = estimate_class(card, profile.model, profile.compute_dtype, name)
+        found = _seconds(profile, measured, measured)
+        if found > 0:
+            ratios.append(log(found / _seconds(profile, expected, measured)))
     return exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
-def _seconds(profile: Profile, of: ClassProfile) -> float:
-    """Of all calls, for one sample in the largest micro-batch that both know."""
-    kinds = Counter(profile.model.kind_of_call)
+def _seconds(profile: Profile, of: ClassProfile, measured: ClassProfile) -> float:
+    """Of all calls, for one sample in the largest micro-batch that was measured."""
     total = 0.0
-    for kind, count in kinds.items():
+    for kind, count in Counter(profile.model.kind_of_call).items():
+        size = measured.units[kind].forward.sizes[-1]
         for curve in (of.units[kind].forward, of.units[kind].backward):
-            total += count * curve.values[-1] / curve.sizes[-1]
+            total += count * float(seconds_at(curve, size)) / size
     return total
 
 

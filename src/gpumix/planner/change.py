@@ -30,6 +30,10 @@ class Outlook(Value):
     )
     price_per_hour: float | None = None
     price_per_billion_tokens: float | None = None
+    emulated: bool = False
+    estimated: tuple[str, ...] = Field(
+        default=(), description="device classes whose times are estimates from their datasheets"
+    )
     why: str = ""
 
 
@@ -62,24 +66,33 @@ def _outlook(
 ) -> Outlook:
     there = Counter(d.device_class for d in profile.cluster.devices)
     hourly = None if prices is None else _hourly(there, prices)
+    cluster = Outlook(
+        change=change,
+        devices=dict(there),
+        price_per_hour=hourly,
+        emulated=profile.cluster.emulated,
+        estimated=profile.estimated,
+    )
     try:
         plan = optimal(profile, request)
     except NoFeasiblePlanError as error:
-        return Outlook(change=change, devices=dict(there), price_per_hour=hourly, why=error.what)
+        return cluster.model_copy(update={"why": error.what})
     speed = predicted(plan).tokens_per_s
-    before = None if first is None else first.tokens_per_s
-    return Outlook(
-        change=change,
-        devices=dict(there),
-        step_s=predicted(plan).step_s,
-        tokens_per_s=speed,
-        worth=None if before is None else speed / before - 1.0,
-        price_per_hour=hourly,
-        price_per_billion_tokens=(
-            None if hourly is None else hourly / SECONDS_PER_HOUR / speed * BILLION
-        ),
-        why=_idle(there, plan),
+    paid = None if hourly is None else hourly / SECONDS_PER_HOUR / speed * BILLION
+    return cluster.model_copy(
+        update={
+            "step_s": predicted(plan).step_s,
+            "tokens_per_s": speed,
+            "worth": None if first is None else _worth(speed, first.tokens_per_s),
+            "price_per_billion_tokens": paid,
+            "why": _idle(there, plan),
+        }
     )
+
+
+def _worth(speed: float, before: float | None) -> float | None:
+    """The part that is gained; None where nothing is known, or a step took no time before."""
+    return None if before is None or before == float("inf") else speed / before - 1.0
 
 
 def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:

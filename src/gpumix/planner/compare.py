@@ -38,6 +38,10 @@ class Comparison(Value):
 
     global_batch: int
     best: str = Field(description="the fastest; the first one of those that are equally fast")
+    emulated: bool = False
+    estimated: tuple[str, ...] = Field(
+        default=(), description="device classes whose times are estimates from their datasheets"
+    )
     rows: tuple[Row, ...]
 
 
@@ -64,7 +68,13 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
         else Row(strategy=name, why=failures[name].what)
         for name in STRATEGIES
     )
-    return Comparison(global_batch=request.global_batch, best=best, rows=tuple(rows))
+    return Comparison(
+        global_batch=request.global_batch,
+        best=best,
+        emulated=profile.cluster.emulated,
+        estimated=profile.estimated,
+        rows=tuple(rows),
+    )
 
 
 def _row(name: str, plan: Plan, best: Plan, *, won: bool) -> Row:

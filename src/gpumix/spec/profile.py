@@ -209,7 +209,11 @@ class Profile(Document):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """As for every document; and a file with times that fall as work grows is refused."""
+        """Read the profile from `path`.
+
+        Raises:
+            InputError: it is no profile, or a time in it falls by far as the micro-batch grows.
+        """
         profile = super().load(path)
         for of_class in profile.classes:
             if told := of_class.disturbed():
@@ -219,6 +223,11 @@ class Profile(Document):
                     fix="measure again: `gpumix profile JOB.yaml --fresh`",
                 )
         return profile
+
+    @property
+    def estimated(self) -> tuple[str, ...]:
+        """Classes whose times are estimates from their datasheets."""
+        return tuple(c.device_class for c in self.classes if c.estimated)
 
     def of_class(self, name: str) -> ClassProfile:
         """The profile of one device class; raises KeyError if there is none."""

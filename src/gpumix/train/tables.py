@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,7 @@ from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
+ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
 
 
 def stderr() -> Console:
@@ -102,7 +104,7 @@ def plan_table(plan: Plan) -> RenderableType:
     first, *rest = why(plan) or [""]
     return Group(
         *([Text(first, style="bold")] if first else []),
-        labelled(table, plan.emulated),
+        labelled(table, plan.emulated, plan.estimated),
         *(Text(line) for line in rest),
     )
 
@@ -212,5 +214,9 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def labelled(table: Table, emulated: bool) -> RenderableType:
-    return Group(table, Text(EMULATED, style="yellow")) if emulated else table
+def labelled(table: Table, emulated: bool, estimated: Sequence[str] = ()) -> RenderableType:
+    """The table, and under it what its times are of, where they are not measured on real cards."""
+    labels = [EMULATED] if emulated else []
+    if estimated:
+        labels.append(f"times of {', '.join(estimated)} are {ESTIMATE}")
+    return Group(table, *(Text(label, style="yellow") for label in labels)) if labels else table

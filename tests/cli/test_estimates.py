@@ -1,0 +1,297 @@
+"""`gpumix plan --cluster` and `gpumix whatif`: answers before anything is bought, and what is wrong
+with the question."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from verbs import gpumix, measured, refused, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+CARDS = "2x rtx3090, 2x p40"
+SMALL = ("--model", "300M", "--sequence-length", "512", "--global-batch", "16")
+LABEL = "an estimate from datasheets"
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_job(tmp_path)
+
+
+@pytest.fixture
+def from_profile(job):
+    """A job with the profile that was measured for it."""
+    measured().save(job.with_name("profile.json"))
+    return (job, "--profile", job.with_name("profile.json"))
+
+
+def planned(*arguments) -> Plan:
+    done = gpumix("plan", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return Plan.model_validate_json(done.stdout)
+
+
+def outlooks(*arguments) -> list[dict]:
+    done = gpumix("whatif", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+# -- plan --cluster --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "network", "hosts"),
+    [
+        ("4x rtx3090, 2x p40", None, {"host-0": 6}),
+        ("rtx3090; 2x p40", "25GbE", {"host-0": 1, "host-1": 2}),
+        ("2 hosts of 2x a100-80gb-sxm, 1x l4; t4", "ib-hdr",
+         {"host-0": 3, "host-1": 3, "host-2": 1}),
+        ("2 hosts of t4", "12 GB/s", {"host-0": 1, "host-1": 1}),
+    ],
+)  # fmt: skip
+def test_a_cluster_in_one_line(text, network, hosts):
+    link = () if network is None else ("--network", network)
+    plan = planned("--cluster", text, *link, *SMALL)
+    used = {host: [w for w in plan.workers if w.host == host] for host in hosts}
+    assert sum(map(len, used.values())) == len(plan.workers)
+    for host, workers in used.items():  # some may be left out
+        assert len(workers) <= hosts[host]
+    assert set(plan.estimated) == {w.device_class for w in plan.workers}
+    assert plan.prediction.step_s > 0
+
+
+def test_a_better_link_is_no_worse():
+    steps = [
+        planned("--cluster", "2x t4; 2x t4", "--network", link, *SMALL).prediction.step_s
+        for link in ("10GbE", "100GbE", "ib-ndr")
+    ]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_table_says_that_it_is_an_estimate_and_what_of():
+    shown = gpumix("plan", "--cluster", CARDS, *SMALL).stderr
+    assert LABEL in shown
+    assert "512 tokens a sample, 16 samples a step, bf16" in shown
+    assert gpumix("plan", "--cluster", CARDS, *SMALL).stdout == ""
+
+
+def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
+    plan = planned(job, "--cluster", CARDS)
+    assert (plan.sequence_length, plan.global_batch, plan.compute_dtype) == (128, 8, "fp32")
+    assert LABEL in gpumix("plan", job, "--cluster", CARDS).stderr
+    states = [
+        sum(w.memory_bytes["state"] for w in found.prediction.workers)
+        for found in (plan, planned(job, "--cluster", CARDS, "--set", "optimizer.name=sgd"))
+    ]
+    assert states[1] == pytest.approx(states[0] / 2, rel=0.01)
+
+
+def test_a_configuration_serves_as_a_model(job, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    length = ("--sequence-length", "128", "--global-batch", "8")
+    plan = planned("--cluster", CARDS, "--model", tmp_path / "config.json", *length)
+    assert len(plan.stages[0].units) == 4
+
+
+def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
+    output = ("--output", tmp_path / "plan.json")
+    assert gpumix("plan", job, "--cluster", CARDS, *output).exit_code == 0
+    beside = tmp_path / "plan.profile.json"
+    assert Profile.load(beside).estimated == ("p40", "rtx3090")
+    assert LABEL in gpumix("plan", job, "--profile", beside).stderr
+    assert planned(job, "--profile", beside).estimated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is nothing to plan for"),
+        (("--cluster", "4x rtx3091"), "no card 'rtx3091'"),
+        (("--cluster", "4x rtx3091"), "rtx3090"),
+        (("--cluster", "8x a100"), "'a100' fits several cards"),
+        (("--cluster", "8x a100"), "a100-80gb-sxm"),
+        (("--cluster", ""), "'' is not a number of cards"),
+        (("--cluster", "0x t4"), "'0x t4' is not a number of cards"),
+        (("--cluster", "t4,,l4"), "'' is not a number of cards"),
+        (("--cluster", "0 hosts of t4"), "there are no hosts in '0 hosts of t4'"),
+        (("--cluster", "300000x t4"), "up to 200000 devices"),
+        (("--cluster", "300000 hosts of t4"), "up to 200000 devices"),
+        (("--cluster", "t4; t4"), "nothing says how the 2 hosts are linked"),
+        (("--cluster", "t4; t4"), "--network 25GbE"),
+        (("--cluster", "t4; t4", "--network", "0GbE"), "--network: a link must move more than 0"),
+        (("--cluster", "t4; t4", "--network", "quick"), "--network: 'quick' is not a link"),
+        (("--cluster", "4x t4", "--network", "25GbE"), "there is only one"),
+        (("--network", "25GbE"), "there is nothing to plan for"),
+        (("--cluster", "t4", "--profile", "p.json"), "give one of them"),
+        (("--cluster", "t4", "--set", "steps=3"), "--set replaces keys of a job"),
+        (("--cluster", "t4", "--model", "7X"), "cannot read the model's configuration"),
+        (("--cluster", "t4", "--model", "900T"), "no model of 900000 G parameters"),
+        (("--cluster", "t4", "--model", "0B"), "no model of 0 G parameters"),
+        (("--cluster", "t4", "--strategy", "best"), "no strategy 'best'"),
+    ],
+)
+def test_a_wrong_question_is_one_error(arguments, said):
+    assert said in refused("plan", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "7B"), "--model has no effect on a job"),
+        (("--cluster", "t4", "--global-batch", "8"), "--global-batch has no effect on a job"),
+        (("--network", "25GbE"), "--network has no effect without --cluster"),
+        (("--cluster", "t4", "--profile", "profile.json"), "give one of them"),
+        (("--cluster", "t4", "--set", 'model={"factory": "a:b"}'), "need a model with a `config`"),
+        (("--cluster", "t4", "--set", "model.config.model_type=bert"), "models of type 'bert'"),
+        (("--cluster", "t4", "--set", "model.config.hidden_size=many"),
+         "'hidden_size' of the model's configuration must be a positive whole number"),
+    ],
+)  # fmt: skip
+def test_a_wrong_question_about_a_job_is_one_error(job, arguments, said):
+    assert said in refused("plan", job, *arguments)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "null"])
+def test_a_configuration_that_is_none_is_one_error(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    said = refused("plan", "--cluster", "t4", "--model", tmp_path / "config.json")
+    assert "config.json: " in said
+
+
+def test_a_model_that_no_card_holds_is_told_in_bytes():
+    said = refused("plan", "--cluster", "2x p40", "--model", "70B", code=4)
+    assert "2 x p40: no plan fits a global batch of 128" in said
+    assert "p40 can use 2" in said
+    assert "more on each p40 would do" in said
+
+
+# -- whatif ----------------------------------------------------------------------------------------
+
+
+def test_each_change_and_all_together(from_profile):
+    changes = ("--add", "2x quick", "--add", "t4", "--remove", "tardy", "--network", "pcie4")
+    found = outlooks(*from_profile, *changes)
+    assert [o["change"] for o in found] == [
+        "now", "add 2x quick", "add t4", "remove tardy", "network pcie4", "all together",
+    ]  # fmt: skip
+    assert [o["devices"] for o in found] == [
+        {"quick": 2, "tardy": 1},
+        {"quick": 4, "tardy": 1},
+        {"quick": 2, "tardy": 1, "t4": 1},
+        {"quick": 2},
+        {"quick": 2, "tardy": 1},
+        {"quick": 4, "t4": 1},
+    ]
+    assert [o["estimated"] for o in found] == [[], [], ["t4"], [], [], ["t4"]]
+    now = found[0]
+    assert now["worth"] is None
+    for outlook in found[1:]:
+        expected = outlook["tokens_per_s"] / now["tokens_per_s"] - 1
+        assert outlook["worth"] == pytest.approx(expected)
+
+
+def test_what_is_worth_is_what_planning_says(from_profile):
+    found = outlooks(*from_profile, "--remove", "tardy", "--techniques", "all")
+    assert found[0]["step_s"] == planned(*from_profile, "--techniques", "all").prediction.step_s
+
+
+def test_one_change_comes_alone(from_profile):
+    assert len(outlooks(*from_profile, "--add", "quick")) == 2
+
+
+def test_the_table_has_prices_and_labels_what_is_estimated(from_profile):
+    prices = ("--price", "quick=1.5,tardy=0.25", "--price", "t4=0.35")
+    shown = gpumix("whatif", *from_profile, "--add", "t4", *prices).stderr
+    assert "per billion tokens" in shown
+    assert f"times of t4 are {LABEL}" in shown
+    assert " 3.25 " in shown
+    assert " 3.60 " in shown
+    assert LABEL not in gpumix("whatif", *from_profile, "--add", "quick").stderr
+    assert "price" not in gpumix("whatif", *from_profile, "--add", "quick").stderr
+
+
+def test_prices_in_json(from_profile):
+    now, then = outlooks(*from_profile, "--add", "quick", "--price", "quick=1.5, tardy=0.25")
+    assert (now["price_per_hour"], then["price_per_hour"]) == (3.25, 4.75)
+    seconds = 1e9 / then["tokens_per_s"]
+    assert then["price_per_billion_tokens"] == pytest.approx(4.75 / 3600 * seconds)
+
+
+def test_of_an_estimate(job):
+    asked = ("--cluster", "2x rtx3090; 2x p40", "--between", "10GbE", "--network", "100GbE")
+    for question in ((*asked, *SMALL), (job, *asked)):
+        now, then = outlooks(*question)
+        assert then["tokens_per_s"] >= now["tokens_per_s"]
+        assert set(now["estimated"]) == {"rtx3090", "p40"}
+        assert LABEL in gpumix("whatif", *question).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is nothing to change"),
+        (("--add", "voodoo2"), "no card 'voodoo2'"),
+        (("--add", "0x quick"), "'0x quick' is not a number of cards"),
+        (("--add", "2x a100"), "'a100' fits several cards"),
+        (("--remove", "t4"), "no class 't4' to remove"),
+        (("--remove", "0x quick"), "'0x quick' is not a number of cards"),
+        (("--remove", "9x quick"), "only 2 devices of class 'quick'"),
+        (("--remove", "quick", "--remove", "tardy"), "no device is left"),
+        (("--network", "0 GB/s"), "--network: a link must move more than 0"),
+        (("--network", "fast"), "--network: 'fast' is not a link"),
+        (("--between", "25GbE", "--add", "t4"), "--between has no effect without --cluster"),
+        (("--add", "quick", "--price", "quick=1.5"), "class 'tardy' has no price"),
+        (("--add", "quick", "--price", "t4=1.5"), "there is no class 't4' to pay for"),
+        (("--add", "quick", "--price", "quick"), "--price: '' is no price"),
+        (("--add", "quick", "--price", "quick=-1"), "--price: '-1' is no price"),
+        (("--add", "quick", "--price", "quick=nan"), "--price: 'nan' is no price"),
+    ],
+)
+def test_a_wrong_change_is_one_error(from_profile, arguments, said):
+    assert said in refused("whatif", *from_profile, *arguments)
+
+
+def test_hosts_want_a_link_between_them():
+    said = refused("whatif", "--cluster", "t4; t4", "--add", "l4")
+    assert "--between 25GbE" in said
+    said = refused("whatif", "--cluster", "t4; t4", "--between", "0GbE", "--add", "l4")
+    assert "--between: a link must move more than 0" in said
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--cluster", "2x rtx3090; 2x p40", "--network", "25GbE", *SMALL),
+        ("plan", "job.yaml", "--cluster", CARDS),
+        ("plan", "job.yaml", "--profile", "profile.json", "--techniques", "all"),
+        ("whatif", "job.yaml", "--profile", "profile.json", "--add", "t4", "--network", "pcie4"),
+        ("whatif", "--cluster", CARDS, "--remove", "p40", *SMALL),
+        ("plan", "--cluster", "4x rtx3091"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:3]),
+)
+def test_nothing_imports_torch(from_profile, arguments):
+    code = (
+        "import sys\nfrom gpumix.cli import app\n"
+        f"try:\n    app({list(arguments)!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
+    )
+    folder: Path = from_profile[0].parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=os.environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr

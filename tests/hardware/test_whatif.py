@@ -1,0 +1,274 @@
+"""A cluster with cards more or less, or other links."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from profiles import curve
+
+from gpumix.cost.curves import seconds_at
+from gpumix.hardware.catalogue import find
+from gpumix.hardware.decoder import KIND, llama_shaped
+from gpumix.hardware.describe import cluster
+from gpumix.hardware.estimate import estimate, estimate_class, rescaled
+from gpumix.hardware.whatif import added, class_named, relinked, removed
+from gpumix.planner.explain import plan
+from gpumix.spec.errors import InputError
+from gpumix.spec.network import Network
+from gpumix.spec.profile import CollectiveTimes, Profile
+
+MODEL = llama_shaped(3e8).model(512, "bf16", "300M")
+
+
+def estimated(text: str = "2x rtx3090, 2x p40", network: str | None = None) -> Profile:
+    there = cluster(text, "bf16", network)
+    return estimate(MODEL, there, sequence_length=512, dtype="bf16")
+
+
+def measured(off_by: float = 1.0, **changes) -> Profile:
+    """Of the same cards, which take `off_by` times what is estimated; measured up to 64 samples,
+    and the collectives between all of them."""
+    profile = estimated()
+    classes = []
+    for of_class in rescaled(profile.classes, off_by):
+        units = {
+            kind: times.model_copy(
+                update={
+                    name: curve(*map(float, seconds_at(of, [1, 8, 64])), sizes=(1, 8, 64))
+                    for name, of in times
+                    if of is not None
+                }
+            )
+            for kind, times in of_class.units.items()
+        }
+        classes.append(of_class.model_copy(update={"units": units, "estimated": False}))
+    cluster = profile.cluster.model_copy(update={"network": None})
+    bus = curve(1e-4, 0.1, sizes=(1e3, 1e9))
+    network = tuple(
+        CollectiveTimes(operation=operation, form="list", times=bus)
+        for operation in ("gather", "reduce")
+    )
+    update = {"classes": tuple(classes), "cluster": cluster, "network": network}
+    return profile.model_copy(update=update | changes)
+
+
+def renamed(profile: Profile, name: str, new: str, product: str = "") -> Profile:
+    """A class of the cluster's owner's own naming."""
+    classes = tuple(
+        c.model_copy(update={"name": new, "product": product}) if c.name == name else c
+        for c in profile.cluster.classes
+    )
+    devices = tuple(
+        d.model_copy(update={"device_class": new}) if d.device_class == name else d
+        for d in profile.cluster.devices
+    )
+    of_classes = tuple(
+        c.model_copy(update={"device_class": new}) if c.device_class == name else c
+        for c in profile.classes
+    )
+    there = profile.cluster.model_copy(update={"classes": classes, "devices": devices})
+    return profile.model_copy(update={"cluster": there, "classes": of_classes})
+
+
+def counts(profile: Profile) -> dict[str, int]:
+    return dict(Counter(d.device_class for d in profile.cluster.devices))
+
+
+def whole(profile: Profile) -> Profile:
+    """The same profile, checked; and a plan for it there is."""
+    assert plan(profile, 16).prediction is not None
+    return Profile.model_validate_json(profile.model_dump_json())
+
+
+# -- more ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p40", {"rtx3090": 2, "p40": 3}),
+        ("2x p40", {"rtx3090": 2, "p40": 4}),
+        ("3x3090", {"rtx3090": 5, "p40": 2}),
+        ("2 * rtx3090", {"rtx3090": 4, "p40": 2}),
+        ("2xt4", {"rtx3090": 2, "p40": 2, "t4": 2}),
+        ("NVIDIA A10", {"rtx3090": 2, "p40": 2, "a10": 1}),
+    ],
+)
+@pytest.mark.parametrize("profile", [estimated(), measured()], ids=["estimated", "measured"])
+def test_more_cards(profile, text, expected):
+    larger = whole(added(profile, text))
+    assert counts(larger) == expected
+    assert {d.host for d in larger.cluster.devices} == {"host-0"}
+    assert len({d.ordinal for d in larger.cluster.devices}) == len(larger.cluster.devices)
+    old = {c.device_class: c for c in profile.classes}
+    for of_class in larger.classes:
+        assert of_class == old.get(of_class.device_class, of_class)
+        assert of_class.estimated == (of_class.device_class not in old or profile.estimated != ())
+
+
+def test_cards_of_the_same_kind_join_twice():
+    larger = whole(added(added(measured(), "t4"), "2x t4"))
+    assert counts(larger)["t4"] == 3
+    assert larger.estimated == ("t4",)
+
+
+@pytest.mark.parametrize("off_by", [0.5, 1.0, 1.7])
+def test_new_cards_are_set_right_by_how_far_the_others_are_off(off_by):
+    larger = added(measured(off_by), "t4")
+    raw = estimate_class(find("t4"), MODEL, "bf16", "t4")
+    for n in (1, 8, 64):
+        found, expected = (
+            float(seconds_at(of.units[KIND].forward, n)) for of in (larger.of_class("t4"), raw)
+        )
+        assert found == pytest.approx(off_by * expected)
+
+
+def test_cards_that_the_catalogue_does_not_know_set_nothing_right():
+    profile = measured(3.0)
+    for name in ("rtx3090", "p40"):
+        profile = renamed(profile, name, f"my-{name}")
+    raw = estimate_class(find("t4"), MODEL, "bf16", "t4")
+    assert added(profile, "t4").of_class("t4") == raw
+    known = renamed(profile, "my-p40", "mine", product="Tesla P40")
+    found = added(known, "t4").of_class("t4").units[KIND].forward.values[-1]
+    assert found == pytest.approx(3.0 * raw.units[KIND].forward.values[-1])
+
+
+def test_measured_times_that_are_nothing_set_nothing_right():
+    profile = measured(0.0)
+    assert added(profile, "t4").of_class("t4") == estimate_class(find("t4"), MODEL, "bf16", "t4")
+
+
+def test_new_cards_keep_the_jobs_optimizer():
+    profile = measured(optimizer_bytes_per_element=0)
+    expected = estimate_class(find("t4"), MODEL, "bf16", "t4", 0).optimizer_s_per_element
+    assert added(profile, "t4").of_class("t4").optimizer_s_per_element == expected
+
+
+def test_of_several_hosts_new_cards_have_one_of_their_own():
+    profile = estimated("2x rtx3090; 2x p40", "25GbE")
+    assert [d.host for d in added(profile, "p40").cluster.devices][-1] == "host-1"
+    larger = whole(added(profile, "2x t4"))
+    assert [d.host for d in larger.cluster.devices][-2:] == ["new-host"] * 2
+    assert larger.cluster.network.of("between", "t4", "p40").name == "25GbE"
+    assert larger.cluster.network.of("inside", "t4", "t4").name == "PCIe 3.0 x16"
+
+
+def test_links_that_are_stated_stay_and_new_cards_bring_their_own():
+    profile = renamed(estimated(), "rtx3090", "mine")
+    stated = Network(inside="nvlink3")
+    there = profile.cluster.model_copy(update={"network": stated})
+    larger = added(profile.model_copy(update={"cluster": there}), "2x t4")
+    network = whole(larger).cluster.network
+    assert network.of("inside", "mine", "p40").name == "nvlink3"
+    assert network.of("inside", "t4", "mine").name == "nvlink3"
+    assert network.of("inside", "t4", "p40").name == "PCIe 3.0 x16"
+    assert network.of("inside", "t4", "t4").name == "PCIe 3.0 x16"
+
+
+@pytest.mark.parametrize("text", ["0x p40", "", "2x", "3x voodoo2", "-1x p40", "2x a100"])
+@pytest.mark.parametrize("change", [added, removed])
+def test_what_is_no_number_of_cards_is_refused(change, text):
+    with pytest.raises(InputError):
+        change(measured(), text)
+
+
+def test_real_cards_do_not_join_emulated_ones():
+    profile = measured()
+    classes = tuple(
+        c.model_copy(update={"emulate_flops_per_s": 1e9}) for c in profile.cluster.classes
+    )
+    there = profile.cluster.model_copy(update={"classes": classes})
+    emulated = profile.model_copy(update={"cluster": there})
+    with pytest.raises(InputError, match="cannot join emulated devices"):
+        added(emulated, "t4")
+    assert counts(added(emulated, "p40"))["p40"] == 3
+
+
+# -- less ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p40", {"rtx3090": 2}),
+        ("1x p40", {"rtx3090": 2, "p40": 1}),
+        ("2x p40", {"rtx3090": 2}),
+        ("3090", {"p40": 2}),
+        ("1x3090", {"rtx3090": 1, "p40": 2}),
+    ],
+)
+@pytest.mark.parametrize("profile", [estimated(), measured()], ids=["estimated", "measured"])
+def test_fewer_cards(profile, text, expected):
+    smaller = whole(removed(profile, text))
+    assert counts(smaller) == expected
+    assert {c.name for c in smaller.cluster.classes} == set(expected)
+    assert {c.device_class for c in smaller.classes} == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("t4", "no class 't4' to remove"), ("3x p40", "only 2 devices of class 'p40'")],
+)
+def test_what_is_not_there_cannot_be_removed(text, said):
+    with pytest.raises(InputError, match=said):
+        removed(measured(), text)
+
+
+def test_something_must_be_left():
+    with pytest.raises(InputError, match="no device is left"):
+        removed(removed(measured(), "p40"), "rtx3090")
+
+
+def test_what_was_added_can_be_removed():
+    profile = measured()
+    assert counts(removed(added(profile, "2x t4"), "t4")) == counts(profile)
+
+
+# -- other links -----------------------------------------------------------------------------------
+
+
+def test_other_links_between_hosts():
+    profile = estimated("2x rtx3090; 2x p40", "10GbE")
+    network = whole(relinked(profile, "ib-hdr")).cluster.network
+    assert network.of("between", "rtx3090", "p40").name == "ib-hdr"
+    assert network.of("inside", "p40", "p40").name == "PCIe 3.0 x16"
+
+
+def test_on_one_host_the_links_of_its_devices_change():
+    profile = relinked(estimated(), "nvlink3")
+    assert whole(profile).cluster.network.of("inside", "p40", "rtx3090").name == "nvlink3"
+
+
+def test_measured_collectives_are_of_the_links_that_were_there():
+    profile = relinked(measured(), "pcie5")
+    assert whole(profile).network == ()
+    assert profile.cluster.network.of("inside", "p40", "p40").name == "pcie5"
+
+
+def test_inside_measured_hosts_the_cards_own_links_are_taken():
+    """Where the catalogue knows them."""
+    profile = measured()
+    devices = tuple(d.model_copy(update={"host": d.device_class}) for d in profile.cluster.devices)
+    there = profile.cluster.model_copy(update={"devices": devices})
+    profile = profile.model_copy(update={"cluster": there})
+    network = whole(relinked(profile, "25GbE")).cluster.network
+    assert network.of("between", "p40", "rtx3090").name == "25GbE"
+    assert network.of("inside", "p40", "p40").name == "PCIe 3.0 x16"
+    unknown = relinked(renamed(profile, "p40", "mine"), "25GbE").cluster.network
+    assert unknown.of("inside", "rtx3090", "rtx3090").name == "25GbE"
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0 GB/s", "-1 GB/s", "0GbE"])
+def test_what_is_no_link_is_refused(text):
+    with pytest.raises(InputError) as caught:
+        relinked(measured(), text)
+    assert caught.value.where == "--network"
+
+
+def test_names_of_classes():
+    names = ["rtx3090", "mine"]
+    assert class_named(names, "3090") == class_named(names, "RTX 3090") == "rtx3090"
+    assert class_named(names, "mine") == "mine"
+    assert class_named(names, "p40") is class_named(names, "nonsense") is None

@@ -1,0 +1,121 @@
+"""What a change is worth is what planning on the changed cluster says."""
+
+from __future__ import annotations
+
+import pytest
+from brute import small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from profiles import GIB, Card, profile, steady
+
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.change import outlooks
+from gpumix.planner.optimal import optimal
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+
+EASY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def cards(fast=1, slow=1, memory=GIB):
+    """Two classes; a slow device takes three times as long."""
+    made = [("fast", fast, steady(1.0)), ("slow", slow, steady(3.0))]
+    return profile([Card(name, count, memory, times) for name, count, times in made if count])
+
+
+def asked(*variants, batch=8, prices=None):
+    named = [(f"change {i}", variant) for i, variant in enumerate(variants)]
+    return outlooks(named, PlanRequest(global_batch=batch), prices)
+
+
+@EASY
+@given(small_profiles(), small_profiles(), st.integers(1, 8))
+def test_each_is_the_optimal_plan_of_its_cluster(one, other, batch):
+    request = PlanRequest(global_batch=batch)
+    found = outlooks([("now", one), ("then", other)], request)
+    for outlook, variant in zip(found, (one, other)):
+        counts = {c.name: len(variant.cluster.members(c.name)) for c in variant.cluster.classes}
+        assert outlook.devices == counts
+        try:
+            expected = optimal(variant, request).prediction
+        except NoFeasiblePlanError as error:
+            assert (outlook.step_s, outlook.why) == (None, error.what)
+        else:
+            assert outlook.step_s == expected.step_s
+            assert outlook.tokens_per_s == expected.tokens_per_s
+    now, then = found
+    assert now.worth is None
+    steps = (now.step_s, then.step_s)
+    if all(steps):
+        assert then.worth == pytest.approx(steps[0] / steps[1] - 1)
+
+
+def test_a_device_more_and_one_less():
+    now, more, less = asked(cards(), cards(fast=2), cards(slow=0))
+    assert (now.step_s, more.step_s, less.step_s) == pytest.approx((96, 64, 128))
+    assert (more.worth, less.worth) == pytest.approx((0.5, -0.25))
+    assert now.devices == {"fast": 1, "slow": 1}
+    assert less.devices == {"fast": 1}
+
+
+def test_all_devices_are_paid_for():
+    prices = {"fast": 2.0, "slow": 0.5}
+    now, more = asked(cards(), cards(slow=3), prices=prices)
+    assert (now.price_per_hour, more.price_per_hour) == (2.5, 3.5)
+    for outlook in (now, more):
+        seconds = 1e9 / outlook.tokens_per_s
+        expected = outlook.price_per_hour * seconds / 3600
+        assert outlook.price_per_billion_tokens == pytest.approx(expected)
+
+
+def test_without_prices_nothing_is_said_of_them():
+    (now,) = asked(cards())
+    assert now.price_per_hour is None
+    assert now.price_per_billion_tokens is None
+
+
+def test_a_class_without_a_price_is_named():
+    with pytest.raises(InputError, match="class 'slow' has no price") as caught:
+        asked(cards(), prices={"fast": 1.0})
+    assert "--price slow=" in caught.value.fix
+
+
+def test_what_does_not_fit_is_a_row_with_its_reason():
+    small = profile([Card("tiny", 1, 2_000, steady(1.0))])
+    _, then = asked(cards(), small, prices={"fast": 1, "slow": 1, "tiny": 0.1})
+    assert then.step_s is then.worth is then.price_per_billion_tokens is None
+    assert "short of" in then.why
+    assert then.price_per_hour == 0.1
+    first, second = asked(small, cards())
+    assert second.worth is None
+    assert first.step_s is None
+
+
+def test_devices_that_compute_nothing_are_named():
+    (few,) = asked(cards(fast=2, slow=3), batch=2)
+    assert few.why == "without samples: 3 of 3 slow"
+    (some,) = asked(cards(fast=3, slow=0), batch=2)
+    assert some.why == "without samples: 1 of 3 fast"
+    (none,) = asked(cards())
+    assert none.why == ""
+
+
+def test_a_step_that_takes_no_time_has_no_worth_to_compare_with():
+    free = profile([Card("c", 1, GIB, steady(0.0))])
+    now, then = asked(free, cards())
+    assert now.tokens_per_s == float("inf")
+    assert then.worth is None
+
+
+def test_what_is_emulated_or_estimated_is_marked():
+    measured = cards()
+    (fast, slow), there = measured.classes, measured.cluster
+    estimated = measured.model_copy(
+        update={"classes": (fast, slow.model_copy(update={"estimated": True}))}
+    )
+    classes = tuple(c.model_copy(update={"emulate_flops_per_s": 1e9}) for c in there.classes)
+    emulated = measured.model_copy(
+        update={"cluster": there.model_copy(update={"classes": classes})}
+    )
+    found = asked(measured, estimated, emulated)
+    assert [o.estimated for o in found] == [(), ("slow",), ()]
+    assert [o.emulated for o in found] == [False, False, True]
