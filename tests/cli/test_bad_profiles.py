@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from verbs import gpumix, measured, refused, write_job
 
+from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import Profile
 
@@ -33,15 +34,15 @@ def at(value: Any, keys: Keys) -> Any:
     return reduce(lambda v, key: v[key], keys, value)
 
 
-def with_value(keys: Keys, value: Any) -> Any:
-    """The good profile with another value at `keys`."""
-    changed = deepcopy(GOOD)
+def with_value(keys: Keys, value: Any, of: Any = GOOD) -> Any:
+    """The good profile, or another document, with another value at `keys`."""
+    changed = deepcopy(of)
     at(changed, keys[:-1])[keys[-1]] = value
     return changed
 
 
-def without(keys: Keys) -> Any:
-    changed = deepcopy(GOOD)
+def without(keys: Keys, of: Any = GOOD) -> Any:
+    changed = deepcopy(of)
     del at(changed, keys[:-1])[keys[-1]]
     return changed
 
@@ -179,25 +180,47 @@ def _negative(value: Any) -> Any:
 
 WHATIF = ("whatif", "--add", "1x quick", "--add", "t4", "--network", "10GbE")
 ODD = [None, True, "x", "", [], {}, -1, 0, 0.5, 1e300, 10**30, NAN, INFINITY]
-CHANGES: list[Callable[[Keys], Any]] = [
+CHANGES: list[Callable[[Keys, Any], Any]] = [
     without,
-    lambda keys: with_value(keys, _negative(at(GOOD, keys))),
-    lambda keys: with_value(keys, [at(GOOD, keys)]),
-    *(lambda keys, odd=odd: with_value(keys, odd) for odd in ODD),
+    lambda keys, of: with_value(keys, _negative(at(of, keys)), of),
+    lambda keys, of: with_value(keys, [at(of, keys)], of),
+    *(lambda keys, of, odd=odd: with_value(keys, odd, of) for odd in ODD),
 ]
+ANYTHING = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    place=st.sampled_from(places(GOOD)),
-    change=st.sampled_from(CHANGES),
-    whole=st.sampled_from([1.0, 1.0, 1.0, 0.5]),
-    verb=st.sampled_from([("plan",), ("compare",), WHATIF]),
-)
-def test_whatever_a_profile_holds_no_verb_fails_otherwise(job, place, change, whole, verb):
-    text = json.dumps(change(place))
-    path = job.with_name("profile.json")
-    path.write_text(text[: int(whole * len(text))])
-    done = gpumix(*verb, job, "--profile", path, "--techniques", "all")
+@st.composite
+def broken(draw: st.DrawFn, document: Any) -> str:
+    """The text of a document in which something was changed, sometimes cut short."""
+    change, place = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(places(document)))
+    text = json.dumps(change(place, document))
+    return text[: int(draw(st.sampled_from([1.0, 1.0, 1.0, 0.5])) * len(text))]
+
+
+def is_one_error_at_most(*arguments: str | Path) -> None:
+    done = gpumix(*arguments)
     assert done.exit_code in (0, 2, 4), done.output
     assert done.stderr.count("gpumix: ") == (done.exit_code != 0)
+
+
+@ANYTHING
+@given(broken(GOOD), st.sampled_from([("plan",), ("compare",), WHATIF]))
+def test_whatever_a_profile_holds_no_verb_fails_otherwise(job, text, verb):
+    path = job.with_name("profile.json")
+    path.write_text(text)
+    is_one_error_at_most(*verb, job, "--profile", path, "--techniques", "all")
+
+
+PLAN = json.loads(make_plan(measured(), 8).model_dump_json())
+
+
+@ANYTHING
+@given(broken(PLAN), broken(GOOD), st.sampled_from(["plan", "profile"]))
+def test_whatever_a_plan_or_its_profile_holds_no_replay_fails_otherwise(
+    tmp_path, plan, profile, which
+):
+    texts = {"plan": json.dumps(PLAN), "profile": json.dumps(GOOD)}
+    texts |= {which: {"plan": plan, "profile": profile}[which]}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    is_one_error_at_most("simulate", tmp_path / "plan.json")

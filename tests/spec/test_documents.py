@@ -159,6 +159,7 @@ def test_values_are_frozen_and_digests_tell_them_apart():
         ({"surprise": 1}, ": surprise", "not a valid plan: Extra inputs"),
         ({"global_batch": 0}, ": global_batch", "not a valid plan"),
         ({"global_batch": 9}, "", "add up to 8, not to the global batch of 9"),
+        ({"collectives": {"padding": 2.5}}, "", "longer than a whole buffer over 2 workers"),
     ],
 )
 def test_a_wrong_document(tmp_path, change, place, said):

@@ -172,6 +172,11 @@ class Plan(Document):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         refuse_twins("device", (w.device for w in self.workers))
+        if self.collectives.padding > len(self.workers):
+            raise ValueError(
+                f"intervals padded to {self.collectives.padding:g} times an equal one are longer "
+                f"than a whole buffer over {len(self.workers)} workers"
+            )
         for stage in self.stages:
             samples = sum(w.samples for w in stage.workers)
             if samples != self.global_batch:
