@@ -94,6 +94,17 @@ def test_a_cpu_can_be_a_real_device(read):
     assert not cluster.emulated
 
 
+def test_links_are_named_or_measured_curves(read):
+    text = LONG + (
+        "network:\n  between: 25GbE\n  inside: {times: {sizes: [1000, 1e6], values: [0.1, 2]}}\n"
+        "  exceptions: [{where: inside, classes: [slow, slow], link: nvlink3}]\n"
+    )
+    network = read(text).network
+    assert network.of("between", "fast", "slow").name == "25GbE"
+    assert network.of("inside", "fast", "slow").times.values == (0.1, 2.0)
+    assert network.of("inside", "slow", "slow").name == "nvlink3"
+
+
 def test_a_cluster_survives_json(read):
     cluster = read(REAL)
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
@@ -146,6 +157,20 @@ def test_a_cluster_survives_json(read):
          "two devices are cuda device 0 of host 'a' (first at [5])\n"
          "  fix: give each its 'ordinal'"),
         (REAL.replace("GPU-2", "GPU-1"), 6, "", "device id 'GPU-1' is given twice (first at [5])"),
+        (LONG + "network: {between: 0 GB/s}\n", 8, "network.between",
+         "'{}': a link must move more than 0 bytes a second, not 0"),
+        (LONG + "network: {inside: -1 GB/s}\n", 8, "network.inside",
+         "'{}': '-1 GB/s' is not a link such as '25GbE', '12 GB/s' or one of ib-fdr,"),
+        (LONG + "network: {}\n", 8, "network", "'{}': a network names at least one link"),
+        (LONG + "network: {betwen: 25GbE}\n", 8, "network.betwen",
+         "unknown key '{}'\n  fix: did you mean 'between'?"),
+        (LONG + "network: {inside: {times: {sizes: [1, 2], values: [1, -1]}}}\n", 8,
+         "network.inside.times", "'{}': values must not be negative, they are (1.0, -1.0)"),
+        (LONG + "network: {inside: {times: {sizes: [], values: []}}}\n", 8,
+         "network.inside.times.sizes", "'{}' must be of length 1 or more"),
+        (LONG + "network:\n  exceptions:\n"
+         "  - {where: inside, classes: [fast, slwo], link: pcie3}\n", 10, "",
+         "class 'slwo' is not defined\n  fix: did you mean 'slow'? classes: fast, slow"),
     ],
 )  # fmt: skip
 def test_one_wrong_thing_in_a_file_and_inline(tmp_path, text, line, key, expected):

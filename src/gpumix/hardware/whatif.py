@@ -62,6 +62,7 @@ def removed(profile: Profile, text: str) -> Profile:
         update={
             "devices": devices,
             "classes": tuple(c for c in profile.cluster.classes if c.name in left),
+            "network": profile.cluster.network and profile.cluster.network.among(left),
         }
     )
     classes = tuple(c for c in profile.classes if c.device_class in left)

@@ -72,6 +72,9 @@ class Cluster(Value):
                     f"device '{device.id}' is of class '{device.device_class}', which is not "
                     f"defined (classes: {', '.join(sorted(known))})"
                 )
+        for name in () if self.network is None else self.network.classes:
+            if name not in known:
+                raise ValueError(f"the network names class '{name}', which is not defined")
         used = {d.device_class for d in self.devices}
         kinds = {c.accelerator: c.name for c in self.classes if c.name in used}
         if len(kinds) > 1:

@@ -124,7 +124,7 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
     parts, problems = _long(written, keys) if isinstance(written, dict) else _short(written, keys)
     if parts is None:
         return None, problems
-    problems = [*_class_problems(parts), *_row_problems(parts)]
+    problems = [*_class_problems(parts), *_row_problems(parts), *_network_problems(parts, keys)]
     if problems:
         return None, problems
     devices, problems = _devices(parts)
@@ -190,6 +190,18 @@ def _row_problems(parts: _Parts) -> Iterator[Problem]:
         elif row.ordinal is not None and device_class.accelerator != "cuda":
             what = f"'ordinal' has no effect: class '{row.device_class}' is not cuda"
             yield Problem((*keys, "ordinal"), what, "leave it out")
+
+
+def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
+    """A link of a class that is not defined."""
+    known = {c.name for _, c in parts.classes}
+    exceptions = () if parts.network is None else parts.network.exceptions
+    for number, exception in enumerate(exceptions):
+        for place, name in enumerate(exception.classes):
+            if name not in known:
+                at = (*keys, "network", "exceptions", number, "classes", place)
+                fix = suggest(nearest(name, known), sorted(known), "classes")
+                yield Problem(at, f"class '{name}' is not defined", fix)
 
 
 def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:

@@ -7,6 +7,7 @@ such as "25GbE" or "nvlink3" stands for the rate that its standard gives, less w
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -90,7 +91,16 @@ def link(text: str) -> Link:
     return Link.stated(rate, LINK_LATENCY_S, word)
 
 
-AnyLink = Annotated[Link, BeforeValidator(lambda v: link(v) if isinstance(v, str) else v)]
+def _with_tuples(value: object) -> object:
+    """What a file says; behind a validator of our own its lists no longer count as tuples."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+AnyLink = Annotated[
+    Link, BeforeValidator(lambda v: link(v) if isinstance(v, str) else _with_tuples(v))
+]
 """A field that takes a link, or text as for `link`."""
 
 
@@ -114,6 +124,16 @@ class Network(Value):
         if self.inside is None and self.between is None and not self.exceptions:
             raise ValueError("a network names at least one link")
         return self
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """All classes that are linked in another way than the rest, by name."""
+        return tuple(sorted({name for e in self.exceptions for name in e.classes}))
+
+    def among(self, classes: Collection[str]) -> Self:
+        """The links of these classes."""
+        kept = tuple(e for e in self.exceptions if set(e.classes) <= set(classes))
+        return self.model_copy(update={"exceptions": kept})
 
     def of(self, where: Literal["inside", "between"], one: str, other: str) -> Link | None:
         """The link inside a host between devices of two classes, or between hosts with them."""
