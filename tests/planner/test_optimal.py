@@ -55,7 +55,7 @@ def subsets(names):
 def test_a_rough_answer_first_changes_nothing(profile, batch):
     expected = step_of(profile, batch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "FEW_SAMPLES", 1)
+        patch.setattr(module, "FEW_CELLS", 1)
         patch.setattr(module, "FEW_SIZES", 2)
         assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
 

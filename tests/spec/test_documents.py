@@ -240,6 +240,7 @@ def test_a_unit_that_is_called_twice_has_its_parameters_once():
         ((float("nan"),), (1,), "should be a finite number"),
         ((1, 2), (1, float("nan")), "should be a finite number"),
         ((1, 2), (1, -1), "must not be negative"),
+        ((1, 2), (1, 1e300), "is beyond"),
     ],
 )
 def test_a_curve_that_is_none(sizes, values, said):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Self
 
@@ -20,6 +20,8 @@ from gpumix.spec.curve import Curve
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+ValuesAt = Callable[[IntArray], FloatArray]
 
 
 def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
@@ -98,32 +100,41 @@ class MicroBatches:
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
-        return self._once("all", curve, lambda: self.over_all(seconds_at(curve, self.range)))
+        return self._once("all", curve, lambda: self.over_all(partial(seconds_at, curve)))
 
     def smallest_seconds(self, curve: Curve) -> FloatArray:
         """Seconds of the smallest micro-batch."""
-        return self._once("smallest", curve, lambda: seconds_at(curve, self.range)[self.smallest])
+        at = partial(seconds_at, curve)
+        return self._once("smallest", curve, lambda: self._each(at, self.smallest))
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
         """Seconds of the largest micro-batch."""
-        return self._once("longest", curve, lambda: seconds_at(curve, self.range)[self.size])
+        at = partial(seconds_at, curve)
+        return self._once("longest", curve, lambda: self._each(at, self.size))
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""
-        return self._once("bytes", curve, lambda: self.over_all(bytes_at(curve, self.range)))
+        return self._once("bytes", curve, lambda: self.over_all(partial(bytes_at, curve)))
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Bytes of the largest micro-batch: they run one after the other."""
-        return self._once("largest", curve, lambda: bytes_at(curve, self.range)[self.size])
+        at = partial(bytes_at, curve)
+        return self._once("largest", curve, lambda: self._each(at, self.size))
 
-    def over_all(self, table: FloatArray) -> FloatArray:
-        """Sum over micro-batches of what `table` has for each size."""
-        return self.full * table[self.size] + table[self.rest]
+    def over_all(self, value_at: ValuesAt) -> FloatArray:
+        """Sum over micro-batches of the value at each size."""
+        return self.full * self._each(value_at, self.size) + self._each(value_at, self.rest)
 
-    @property
-    def range(self) -> IntArray:
-        """All sizes from 0 to that of the largest micro-batch."""
-        return np.arange(int(self.size.max(initial=0)) + 1)
+    def _each(self, value_at: ValuesAt, sizes: IntArray) -> FloatArray:
+        """The value at each of `sizes`; looked up where they are many of few."""
+        if self._most < sizes.size:
+            return value_at(np.arange(self._most + 1))[sizes]
+        return value_at(sizes)
+
+    @cached_property
+    def _most(self) -> int:
+        """The size of the largest micro-batch of all."""
+        return int(self.size.max(initial=0))
 
     def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
         if (what, curve) not in self._known:

@@ -138,9 +138,12 @@ class _Step:
         if self._plan.sharding == "all":
             return list(owned_by_rank(self._profile.model, self._plan.stages[0].shares))
         owned: dict[int, Owned] = {}
+        known: dict[tuple[float, ...], tuple[Owned, ...]] = {}
         for ranks in by_host(self._workers).values():
             shares = tuple(self._workers[rank].state_share for rank in ranks)
-            owned |= dict(zip(ranks, owned_by_rank(self._profile.model, shares)))
+            if shares not in known:
+                known[shares] = owned_by_rank(self._profile.model, shares)
+            owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
     def _alike(self) -> Iterator[_Alike]:
@@ -186,9 +189,9 @@ def shares_of_group(plan: Plan) -> tuple[float, ...]:
     least even, for all wait for them."""
     if plan.sharding == "all":
         return plan.stages[0].shares
+    workers = plan.workers
     groups = [
-        tuple(plan.workers[rank].state_share for rank in ranks)
-        for ranks in by_host(plan.workers).values()
+        tuple(workers[rank].state_share for rank in ranks) for ranks in by_host(workers).values()
     ]
     return max(groups, key=lambda shares: (max(shares) * len(shares), len(shares)))
 

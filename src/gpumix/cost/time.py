@@ -134,8 +134,8 @@ class Computing:
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
-        kept = bytes_at(self.model.kind(kind).kept, self.micro.range)
-        return self.micro.over_all(seconds_at(self.device.host_copy, kept))
+        kept, copy = self.model.kind(kind).kept, self.device.host_copy
+        return self.micro.over_all(lambda sizes: seconds_at(copy, bytes_at(kept, sizes)))
 
     def forward_curve(self, kind: str) -> Curve:
         """Of one micro-batch by its samples."""

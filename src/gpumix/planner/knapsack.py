@@ -78,31 +78,38 @@ def select_in_pools(
     if len(pools) == 1 and pools[0].alike == 1:
         selection = select(stairs[0], batch)
         return None if selection is None else (selection,)
-    most = [_most_samples(row) for row in stairs]
-    chosen = [selection for selection in most if selection is not None]
-    if len(chosen) < len(pools):
+    if any(select(row, 0) is None for row in stairs):
         return None
+    found = [_most_samples(row) for row in stairs]
+    chosen = tuple(selection for selection, _ in found)
     reached = sum(
         pool.alike * _samples_of(row, selection)
         for pool, row, selection in zip(pools, stairs, chosen)
     )
-    return tuple(chosen) if reached >= batch else None
-
-
-def _most_samples(stairs: Sequence[Staircase]) -> Selection | None:
-    """The step of each device of one pool that together take the most samples."""
-    best = select(stairs, 0)
-    if best is None:
+    if reached >= batch:
+        return chosen
+    if all(certain for _, certain in found):
         return None
-    low, high = 0, sum(s.devices * int(s.samples[-1]) for s in stairs)
+    raise Undecided
+
+
+def _most_samples(stairs: Sequence[Staircase]) -> tuple[Selection, bool]:
+    """The steps of the devices of one pool that together take the most samples, and whether it is
+    certain that no others take more. There are some that hold the state."""
+    best = select(stairs, 0)
+    assert best is not None
+    low, high, certain = 0, sum(s.devices * int(s.samples[-1]) for s in stairs), True
     while low < high:
         middle = (low + high + 1) // 2
-        found = select(stairs, middle)
+        try:
+            found = select(stairs, middle)
+        except Undecided:
+            found, certain = None, False
         if found is None:
             high = middle - 1
         else:
             best, low = found, max(middle, _samples_of(stairs, found))
-    return best
+    return best, certain
 
 
 def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
@@ -186,8 +193,11 @@ def _hull(index: int, stair: Staircase) -> Iterator[Move]:
                 break
             corners.pop()
         corners.append(point)
+    price = 0.0
     for a, b in pairwise(corners):
-        yield Move((y[a] - y[b]) / (x[b] - x[a]), index, a, b)
+        # Along a straight line rounding alone would tell which move comes first.
+        price = max(price, (y[a] - y[b]) / (x[b] - x[a]))
+        yield Move(price, index, a, b)
 
 
 def _tables(stairs: Sequence[Staircase], batch: int) -> list[FloatArray]:

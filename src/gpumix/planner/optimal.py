@@ -30,6 +30,7 @@ from gpumix.planner.options import (
     pool_options,
     tabulate,
 )
+from gpumix.planner.room import may_fit
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
 from gpumix.planner.setting import Fleet, Setting, settings
 from gpumix.planner.shortage import no_room
@@ -38,8 +39,9 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
-FEW_SAMPLES = 96  # of one device: up to this many, all options are tabulated at once
+FEW_CELLS = 96 * 96  # samples x micro-batches of a class: so many are tabulated at once
 FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their logarithm, come first
+SMALL_SIZES = 96  # that are all tried where there is little room
 
 NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
 FEW_CLASSES = 4  # of which all subsets are tried
@@ -105,12 +107,11 @@ def least_step_s(
     return None if best.solution is None else best.solution.step_s
 
 
-def _fleets(profile: Profile, devices: tuple[Device, ...]) -> list[Fleet]:
+def _fleets(profile: Profile, devices: tuple[Device, ...]) -> Iterator[Fleet]:
     """All devices; where links are stated, also with classes and hosts left out."""
-    chosen = [devices]
-    if profile.cluster.network is not None and not profile.network:
-        chosen = list(islice(_some(devices), MOST_FLEETS))
-    return [Fleet(profile, some) for some in chosen]
+    stated = profile.cluster.network is not None and not profile.network
+    for some in islice(_some(devices), MOST_FLEETS if stated else 1):
+        yield Fleet(profile, some)
 
 
 class _Best:
@@ -123,7 +124,7 @@ class _Best:
         self._paces = paces
         self._below_s = below_s  # what takes longer is of no interest
 
-    def of(self, fleets: Sequence[Fleet], space: Space) -> None:
+    def of(self, fleets: Iterable[Fleet], space: Space) -> None:
         """Try all settings of each fleet, those first that promise most, until no other can be
         faster; the first fleet has all classes."""
         speeds: dict[str, float] = {}  # samples a second of a device, whatever links there are
@@ -176,8 +177,9 @@ def _some(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
     seen = set()
     for hosts, classes in product(kept_hosts, kept_classes):
         some = tuple(d for d in devices if d.device_class in classes and d.host in hosts)
-        if some and some not in seen:
-            seen.add(some)
+        ids = tuple(d.id for d in some)
+        if some and ids not in seen:
+            seen.add(ids)
             yield some
 
 
@@ -238,55 +240,78 @@ class _Search:
     def _nearest_first(self, within_s: float) -> Found | None:
         """The fastest choice of those whose passes take at most `within_s`.
 
-        Where nothing is known of the time, limits are tried that are not far from the least, for
-        they leave few options; and few sizes first where devices can do many samples even so. A
-        choice that takes no longer than the limit it was looked for in, among all sizes, is the
-        fastest of all: whatever is faster was in the tables too. If none of few sizes fits, all
-        small ones are tried too: what is wanted then is room, and large ones take more of it.
+        Limits are tried that are not far from the least, for they leave few options; and few sizes
+        first where there are many options even so. A choice that takes no longer than the limit it
+        was looked for in, among all sizes, is the fastest of all: whatever is faster was in the
+        tables too. If none of few sizes fits, all small ones are tried too: what is wanted then is
+        room, and large ones take more of it.
         """
-        every = np.arange(1, self.batch + 1)
-        if within_s < float("inf"):
+        largest = max(self._largest.values())
+        every = np.arange(1, largest + 1)
+        if self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
-        few = np.unique(np.geomspace(1, self.batch, FEW_SIZES).astype(np.int64))
+        if not may_fit(self.setting, self.batch):
+            return None
+        few = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
         least = self.paces.least_seconds(self.setting)
-        for factor in (*NEAR, float("inf")):
-            limit = least * factor if least > 0 else float("inf")
-            sizes = every if self._most_samples(limit) <= FEW_SAMPLES else few
+        near = [least * factor for factor in NEAR if 0 < least * factor < within_s]
+        for limit in (*near, within_s):
+            sizes = every if self._cells(limit) <= FEW_CELLS else few
             found = self._among(sizes, limit)
             if found is None:
                 continue
             total = found[1].limits.total_s
             if sizes is every and total <= limit:
                 return found
-            return self._among(every, total * (1.0 + TOLERANCE))
-        if sizes is every or self.setting.memory.ones_are_least(self.batch):
+            return self._among(every, min(within_s, total * (1.0 + TOLERANCE)))
+        if sizes is every:
             return None
-        found = self._among(np.union1d(every[:FEW_SAMPLES], few), float("inf"))
+        if within_s < float("inf"):
+            return self._among(every, within_s)
+        if self.setting.memory.ones_are_least(self.batch):
+            return None
+        found = self._among(np.union1d(every[:SMALL_SIZES], few), within_s)
         return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
-    def _most_samples(self, within_s: float) -> int:
-        """More samples than this no device can do in `within_s`."""
-        return max(
-            self.paces.most_samples(self.setting, name, within_s) for name in self.setting.classes
-        )
+    @cached_property
+    def _largest(self) -> dict[str, int]:
+        """The largest micro-batch that each class has room for."""
+        return {n: self.paces.largest_micro_batch(self.setting, n) for n in self.setting.classes}
+
+    def _cells(self, within_s: float) -> int:
+        """The options of a class within `within_s` are not more, in each mode."""
+        most = self._most_samples(within_s)
+        rows = {name: n + 1 - self._least_samples(most, name) for name, n in most.items()}
+        return max(rows[name] * min(self._largest[name], n) for name, n in most.items())
+
+    def _most_samples(self, within_s: float) -> dict[str, int]:
+        """More samples than this no device of a class can do in `within_s`."""
+        classes = self.setting.classes
+        return {name: self.paces.most_samples(self.setting, name, within_s) for name in classes}
+
+    def _least_samples(self, most: Mapping[str, int], name: str) -> int:
+        """A device of class `name` does no fewer samples if no other does more than `most`."""
+        reached = sum(len(ds) * most[n] for n, ds in self.setting.classes.items())
+        return max(0, self.batch - reached + most[name])
 
     def _among(self, sizes: IntArray, within_s: float) -> Found | None:
         """The fastest choice among micro-batches of `sizes`."""
         if within_s < 0:
             return None
         setting, classes = self.setting, self.setting.classes
-        most = {name: self.paces.most_samples(setting, name, within_s) for name in classes}
+        most = self._most_samples(within_s)
         options: dict[str, ClassOptions] = {}
         # Those first that may prove with the fewest options that the batch is too large.
         for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
-            largest = setting.largest_micro_batch(name, max(1, most[name]))
-            grid = self.paces.grids.of(most[name], sizes[sizes <= largest])
+            largest = max(1, min(self._largest[name], most[name]))
+            least = self._least_samples(most, name)
+            if least > most[name]:
+                return None
+            grid = self.paces.grids.of(least, most[name], sizes[sizes <= largest])
             options[name] = tabulate(setting, name, grid, within_s)
             if not len(options[name].rows):
                 return None
             most[name] = int(options[name].rows[-1])
-            if sum(len(classes[n]) * most[n] for n in classes) < self.batch:
-                return None
         pools = pool_options(setting, options)
         choice = fastest(pools, self.batch, self.gap)
         return None if choice is None else (pools, choice)

@@ -24,6 +24,8 @@ from gpumix.spec.profile import Profile
 
 FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
 
+FEW_SIZES = 64  # of a micro-batch that are looked at to see what finds room at all
+
 ROWS_AT_ONCE = 16  # grids differ by so many rows
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
@@ -155,12 +157,12 @@ def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple
 
 
 class Grid:
-    """Every number of samples up to `most` (rows) in micro-batches of every one of `sizes`
-    (columns), and what of a mode does not depend on the setting."""
+    """Every number of samples from `least` to `most` (rows) in micro-batches of every one of
+    `sizes` (columns), and what of a mode does not depend on the setting."""
 
-    def __init__(self, profile: Profile, most: int, sizes: IntArray) -> None:
+    def __init__(self, profile: Profile, least: int, most: int, sizes: IntArray) -> None:
         self.sizes = sizes
-        self.micro_batch, self.samples = np.meshgrid(sizes, np.arange(most + 1))
+        self.micro_batch, self.samples = np.meshgrid(sizes, np.arange(least, most + 1))
         self.micro = MicroBatches.of(self.samples, self.micro_batch)
         # Of the sizes that take all samples at once only the first is an option of its own.
         self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
@@ -187,14 +189,15 @@ class Grids:
     def __init__(self, profile: Profile, batch: int) -> None:
         self._profile = profile
         self._batch = batch
-        self._known: dict[tuple[int, bytes], Grid] = {}
+        self._known: dict[tuple[int, int, bytes], Grid] = {}
 
-    def of(self, most: int, sizes: IntArray) -> Grid:
-        """A grid with at least `most` samples."""
+    def of(self, least: int, most: int, sizes: IntArray) -> Grid:
+        """A grid with at least all samples from `least` to `most`."""
+        least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
-        key = (most, sizes.tobytes())
+        key = (least, most, sizes.tobytes())
         if key not in self._known:
-            self._known[key] = Grid(self._profile, most, sizes)
+            self._known[key] = Grid(self._profile, least, most, sizes)
         return self._known[key]
 
 
@@ -250,11 +253,13 @@ def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
 class _Pace:
     """What bounds a device of one class, whatever its links and its share of the state are.
 
-    `per_sample_s` is the least that a sample takes in any micro-batch. The arrays have the least
-    seconds of so many samples, up to `FEW_ROWS`: of each pass alone and of both, among the ways
-    that fit into its memory without any state to store; infinite where none does.
+    `per_sample_s` is the least that a sample takes in any micro-batch of up to `largest` samples;
+    larger ones find no room. The arrays have the least seconds of so many samples, up to
+    `FEW_ROWS`: of each pass alone and of both, among the ways that fit into its memory without any
+    state to store; infinite where none does.
     """
 
+    largest: int
     per_sample_s: float
     forward_s: FloatArray
     backward_s: FloatArray
@@ -289,6 +294,10 @@ class Paces:
         """The least seconds of a sample on a device of class `name`, in any micro-batch."""
         return self._pace(setting, name).per_sample_s
 
+    def largest_micro_batch(self, setting: Setting, name: str) -> int:
+        """No larger one finds room on a device of class `name`, or may be run there; at least 1."""
+        return self._pace(setting, name).largest
+
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
         """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
         even take part."""
@@ -320,26 +329,42 @@ class Paces:
         return self._known[key]
 
     def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Pace:
-        profile, free, zero_stage = setting.profile, self._free, setting.zero_stage
-        limit = setting.largest_micro_batch(name, self.batch)
+        profile, free = setting.profile, self._free
+        limits = {mode: self._largest(setting, name, mode) for mode in modes}
+        largest = max(limits.values())
         rows = min(self.batch, FEW_ROWS)
-        grid = self.grids.of(rows, np.arange(1, min(rows, limit) + 1))
-        sizes = np.asarray(_corners(profile, name, limit))
-        whole = MicroBatches.of(sizes, sizes)
-        if zero_stage not in self._stateless:
-            self._stateless[zero_stage] = MemoryModel(profile, free, 1, zero_stage)
-        stateless = self._stateless[zero_stage]
+        grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         per_sample, passes = [], []
-        for mode in modes:
+        for mode, limit in limits.items():
             # Without network the order is all the same; copies to the host only make it longer.
             way = Mode(recompute=mode.recompute)
+            sizes = np.asarray(_corners(profile, name, limit))
+            whole = MicroBatches.of(sizes, sizes)
             per_sample.append(np.add(*pass_seconds(profile, name, free, whole, way)) / sizes)
-            fits = stateless.demands(grid.held(mode)).fixed.max(axis=0) <= free_bytes(profile, name)
             forward, backward = pass_seconds(profile, name, free, grid.micro, way)
             every = np.stack([forward, backward, forward + backward])
+            fits = self._fits(setting, name, grid.held(mode))
             passes.append(np.where(fits, every, np.inf).min(axis=2))
         least = np.min(passes, axis=0)[:, : rows + 1]
-        return _Pace(float(np.min(per_sample)), *least)
+        return _Pace(largest, float(np.min(np.concatenate(per_sample))), *least)
+
+    def _largest(self, setting: Setting, name: str, mode: Mode) -> int:
+        """A larger micro-batch finds no room in this mode, whatever else is run: all others take
+        more than one that is run alone, and the more samples it has the more it takes."""
+        limit = setting.largest_micro_batch(name, self.batch)
+        sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
+        alone = Activations(setting.profile.model, MicroBatches.of(sizes, sizes), mode)
+        fits = np.flatnonzero(self._fits(setting, name, alone))
+        above = int(fits[-1]) + 1 if len(fits) else 0
+        return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit
+
+    def _fits(self, setting: Setting, name: str, held: Activations) -> npt.NDArray[np.bool_]:
+        """What finds room on a device of class `name` that stores no state."""
+        zero_stage = setting.zero_stage
+        if zero_stage not in self._stateless:
+            self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
+        fixed = self._stateless[zero_stage].demands(held).fixed.max(axis=0)
+        return np.asarray(fixed <= free_bytes(setting.profile, name))
 
 
 def _corners(profile: Profile, name: str, limit: int) -> list[int]:

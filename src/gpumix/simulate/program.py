@@ -118,11 +118,12 @@ def _check_devices(profile: Profile, plan: Plan) -> None:
 def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, list[int]]]:
     """Workers that do the same, by the first of them, with the time of their update."""
     ranks: dict[object, list[int]] = {}
-    for rank, (w, update_s) in enumerate(zip(plan.workers, updates)):
+    workers = plan.workers
+    for rank, (w, update_s) in enumerate(zip(workers, updates)):
         alike = (w.device_class, w.samples, w.micro_batch, w.mode, update_s)
         ranks.setdefault(alike, []).append(rank)
     for found in ranks.values():
-        yield plan.workers[found[0]], updates[found[0]], found
+        yield workers[found[0]], updates[found[0]], found
 
 
 class _Moves:

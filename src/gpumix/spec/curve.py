@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
+from gpumix.spec.units import LARGEST
 
 
 class Curve(Value):
@@ -24,4 +25,6 @@ class Curve(Value):
             raise ValueError(f"sizes must be positive and grow, they are {self.sizes}")
         if any(v < 0 for v in self.values):
             raise ValueError(f"values must not be negative, they are {self.values}")
+        if max(*self.sizes, *self.values) > LARGEST:
+            raise ValueError(f"no size or value is beyond {LARGEST}")
         return self

@@ -18,7 +18,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives, ComputeDtype
-from gpumix.spec.units import show_seconds
+from gpumix.spec.units import Count, show_seconds
 
 ROOT = "(root)"
 
@@ -35,8 +35,8 @@ class UnitKind(Value):
     """
 
     name: str
-    trainable: int = Field(ge=0, description="elements that get a gradient")
-    frozen_bytes: int = Field(default=0, ge=0, description="parameters without gradient, gathered")
+    trainable: Count = Field(description="elements that get a gradient")
+    frozen_bytes: Count = Field(default=0, description="parameters without gradient, gathered")
     kept: Curve = Field(description="what one call leaves behind until its backward: its outputs")
     saved: Curve | None = Field(
         default=None,
@@ -55,9 +55,9 @@ class UnitKind(Value):
 class RootUnit(Value):
     """The root unit: embedding, final norm, head, and whatever else lies between the units."""
 
-    trainable: int = Field(ge=0)
-    frozen_bytes: int = Field(default=0, ge=0)
-    buffer_bytes: int = Field(default=0, ge=0, description="all buffers of the model, replicated")
+    trainable: Count
+    frozen_bytes: Count = 0
+    buffer_bytes: Count = Field(default=0, description="all buffers of the model, replicated")
     kept: Curve = Field(
         description="the batch, and what the code before the units keeps until its backward"
     )
@@ -124,11 +124,11 @@ class ClassProfile(Value):
     device_class: str
     units: dict[str, UnitTimes]
     optimizer_s_per_element: float = Field(ge=0)
-    framework_bytes: int = Field(ge=0, description="context and libraries, before any tensor")
+    framework_bytes: Count = Field(description="context and libraries, before any tensor")
     largest_micro_batch: int | None = Field(default=None, ge=1)
     host_copy: Curve | None = None
-    host_bytes: int | None = Field(
-        default=None, ge=0, description="of the host, for one device; None is no limit"
+    host_bytes: Count | None = Field(
+        default=None, description="of the host, for one device; None is no limit"
     )
     estimated: bool = False
 
@@ -174,7 +174,7 @@ class Profile(Document):
 
     sequence_length: int = Field(gt=0)
     compute_dtype: ComputeDtype
-    optimizer_bytes_per_element: int = Field(ge=0, description="optimizer state, 8 for AdamW")
+    optimizer_bytes_per_element: Count = Field(description="optimizer state, 8 for AdamW")
     torch_version: str
     cluster: Cluster
     model: ModelProfile
@@ -242,7 +242,7 @@ class ClassMeasurement(Document):
 
     device_class: ClassProfile
     model: ModelProfile
-    optimizer_bytes_per_element: int = Field(ge=0)
+    optimizer_bytes_per_element: Count
     seconds_spent: float = Field(ge=0)
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"

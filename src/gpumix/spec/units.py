@@ -37,7 +37,11 @@ def _parse_bytes(value: object) -> object:
     return round(parsed) if isinstance(parsed, float) else parsed
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0)]
+# Nothing has more than this, and up to it floats tell all whole numbers apart.
+LARGEST = 2**53
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=LARGEST)]
 FlopRate = Annotated[
     float,
     BeforeValidator(lambda v: _parse(v, _FLOPS, "8 GFLOP/s")),

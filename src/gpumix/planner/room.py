@@ -1,0 +1,63 @@
+"""Can a setting hold state and batch at all? Told at once for any batch, without any times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from gpumix.cost.curves import IntArray, MicroBatches
+from gpumix.cost.memory import Activations
+from gpumix.planner.knapsack import Undecided, select_in_pools, staircase
+from gpumix.planner.options import ClassOptions, Limits, pool_options
+from gpumix.planner.setting import Setting
+from gpumix.spec.plan import Mode
+
+STEPS = 128  # numbers of samples that are looked at
+
+
+def may_fit(setting: Setting, batch: int) -> bool:
+    """False only if no choice of samples, micro-batches and modes finds room.
+
+    Samples are held in micro-batches of one, where nothing takes less, and counted in steps: what
+    there is room for beside the first number of a step is lent to the last one.
+    """
+    if not setting.memory.ones_are_least(batch):
+        return True
+    first = np.unique(np.append(np.geomspace(1, batch, STEPS).astype(np.int64), 0))
+    ones = MicroBatches.of(first, 1)
+    modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
+    held = {mode: Activations(setting.profile.model, ones, mode) for mode in modes}
+    last = np.append(first[1:] - 1, batch)
+    options = {name: _roomiest(setting, name, last, held) for name in setting.classes}
+    pools, anything = pool_options(setting, options), Limits()
+    stairs = [
+        [staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
+        for pool in pools
+    ]
+    try:
+        return select_in_pools(pools, stairs, batch) is not None
+    except Undecided:
+        return True
+
+
+def _roomiest(
+    setting: Setting, name: str, samples: IntArray, held: Mapping[Mode, Activations]
+) -> ClassOptions:
+    """The most room that a class has in any mode, as options that take no time."""
+    rooms = [setting.room(name, held[mode]) for mode in setting.modes_of(name)]
+    nothing = np.zeros(len(samples))
+    return ClassOptions(
+        name=name,
+        optimizer_s=0.0,
+        modes=setting.modes,
+        samples=samples,
+        micro_batch=np.minimum(samples, 1),
+        mode=np.zeros(len(samples), np.int64),
+        forward_s=nothing,
+        backward_s=nothing,
+        work_s=nothing,
+        capacity=np.max(rooms, axis=0),
+        rows=samples,
+        starts=np.arange(len(samples)),
+    )
