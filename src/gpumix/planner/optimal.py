@@ -248,10 +248,8 @@ class _Search:
         """
         largest = max(self._largest.values())
         every = np.arange(1, largest + 1)
-        if self._cells(within_s) <= FEW_CELLS:
+        if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
-        if not may_fit(self.setting, self.batch):
-            return None
         few = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
         least = self.paces.least_seconds(self.setting)
         near = [least * factor for factor in NEAR if 0 < least * factor < within_s]
@@ -259,6 +257,8 @@ class _Search:
             sizes = every if self._cells(limit) <= FEW_CELLS else few
             found = self._among(sizes, limit)
             if found is None:
+                if limit == (*near, within_s)[0] and not may_fit(self.setting, self.batch):
+                    return None
                 continue
             total = found[1].limits.total_s
             if sizes is every and total <= limit:

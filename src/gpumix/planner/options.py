@@ -251,32 +251,35 @@ def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
 
 @dataclass(frozen=True)
 class _Pace:
-    """What bounds a device of one class, whatever its links and its share of the state are.
+    """What bounds the time of a device of one class, whatever its links and its share are.
 
     `per_sample_s` is the least that a sample takes in any micro-batch of up to `largest` samples;
-    larger ones find no room. The arrays have the least seconds of so many samples, up to
-    `FEW_ROWS`: of each pass alone and of both, among the ways that fit into its memory without any
-    state to store; infinite where none does.
+    larger ones find no room. `idles` tells whether it finds room without samples.
     """
 
     largest: int
     per_sample_s: float
+    idles: bool
+
+
+@dataclass(frozen=True)
+class _Least:
+    """The least seconds of so many samples, up to `FEW_ROWS`: of each pass alone and of both, among
+    the ways that find room without any state to store; infinite where none does."""
+
     forward_s: FloatArray
     backward_s: FloatArray
     both_s: FloatArray
 
-    def most_samples(self, batch: int, within_s: float, moved_s: tuple[float, float]) -> int:
+    def most_samples(self, within_s: float, moved_s: tuple[float, float]) -> int | None:
         """More samples than this one device cannot do in `within_s`, if its passes take no less
-        than `moved_s`; -1 if it cannot even take part."""
+        than `moved_s`; -1 if it cannot even take part, None if it does all that are tabulated."""
         forward, backward = moved_s
         least = np.maximum(self.forward_s + backward, forward + self.backward_s)
         least = np.maximum(np.maximum(self.both_s, least), forward + backward)
         done = np.flatnonzero(least <= within_s * (1.0 + TOLERANCE))
-        if not len(done) or done[-1] + 1 < len(least):
-            return int(done[-1]) if len(done) else -1
-        if self.per_sample_s * batch <= within_s:
-            return batch
-        return int(within_s / self.per_sample_s * (1.0 + TOLERANCE))
+        most = int(done[-1]) if len(done) else -1
+        return most if most + 1 < len(least) else None
 
 
 class Paces:
@@ -288,7 +291,9 @@ class Paces:
         self.grids = Grids(profile, batch)
         self._free = free_links(profile.model)
         self._stateless: dict[ZeroStage, MemoryModel] = {}
-        self._known: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
+        self._alone: dict[tuple[int, Mode], tuple[IntArray, Activations]] = {}
+        self._paces: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
+        self._least: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Least] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
         """The least seconds of a sample on a device of class `name`, in any micro-batch."""
@@ -301,17 +306,28 @@ class Paces:
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
         """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
         even take part."""
-        return self._pace(setting, name).most_samples(self.batch, within_s, setting.moved_s)
+        pace = self._pace(setting, name)
+        if not pace.idles or sum(setting.moved_s) > within_s * (1.0 + TOLERANCE):
+            return -1
+        if pace.per_sample_s * self.batch <= within_s:
+            return self.batch
+        return int(within_s / pace.per_sample_s * (1.0 + TOLERANCE))
 
     def enough(self, setting: Setting, within_s: float) -> bool:
         """Whether all devices together may be able to do the batch in `within_s`."""
-        reached = 0
+        most = {name: self.most_samples(setting, name, within_s) for name in setting.classes}
+        if min(most.values()) < 0:
+            return False
+        reached = sum(len(devices) * most[name] for name, devices in setting.classes.items())
+        if reached < self.batch or within_s == float("inf"):
+            return reached >= self.batch
         for name, devices in setting.classes.items():
-            most = self.most_samples(setting, name, within_s)
-            if most < 0:
+            fewer = self._least_of(setting, name).most_samples(within_s, setting.moved_s)
+            if fewer is not None:
+                reached -= len(devices) * (most[name] - fewer)
+            if reached < self.batch:
                 return False
-            reached += len(devices) * most
-        return reached >= self.batch
+        return True
 
     def least_seconds(self, setting: Setting) -> float:
         """No passes of this setting take less: all devices at their best, or collectives alone."""
@@ -324,39 +340,54 @@ class Paces:
     def _pace(self, setting: Setting, name: str) -> _Pace:
         modes = setting.modes_of(name)
         key = (name, setting.zero_stage, modes)
-        if key not in self._known:
-            self._known[key] = self._measure(setting, name, modes)
-        return self._known[key]
+        if key not in self._paces:
+            limits = {mode: self._largest(setting, name, mode) for mode in modes}
+            per_sample = [
+                self._per_sample_s(setting, name, mode, max(1, limit))
+                for mode, limit in limits.items()
+            ]
+            largest = max(limits.values())
+            self._paces[key] = _Pace(max(1, largest), min(per_sample), idles=largest >= 0)
+        return self._paces[key]
 
-    def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Pace:
-        profile, free = setting.profile, self._free
-        limits = {mode: self._largest(setting, name, mode) for mode in modes}
-        largest = max(limits.values())
-        rows = min(self.batch, FEW_ROWS)
+    def _per_sample_s(self, setting: Setting, name: str, mode: Mode, largest: int) -> float:
+        sizes = np.asarray(_corners(setting.profile, name, largest))
+        whole = MicroBatches.of(sizes, sizes)
+        passes = pass_seconds(setting.profile, name, self._free, whole, _plain(mode))
+        return float(np.min(np.add(*passes) / sizes))
+
+    def _least_of(self, setting: Setting, name: str) -> _Least:
+        modes = setting.modes_of(name)
+        key = (name, setting.zero_stage, modes)
+        if key not in self._least:
+            self._least[key] = self._measure(setting, name, modes)
+        return self._least[key]
+
+    def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Least:
+        rows, largest = min(self.batch, FEW_ROWS), self.largest_micro_batch(setting, name)
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
-        per_sample, passes = [], []
-        for mode, limit in limits.items():
-            # Without network the order is all the same; copies to the host only make it longer.
-            way = Mode(recompute=mode.recompute)
-            sizes = np.asarray(_corners(profile, name, limit))
-            whole = MicroBatches.of(sizes, sizes)
-            per_sample.append(np.add(*pass_seconds(profile, name, free, whole, way)) / sizes)
-            forward, backward = pass_seconds(profile, name, free, grid.micro, way)
-            every = np.stack([forward, backward, forward + backward])
+        least = []
+        for mode in modes:
+            passes = pass_seconds(setting.profile, name, self._free, grid.micro, _plain(mode))
+            every = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(mode))
-            passes.append(np.where(fits, every, np.inf).min(axis=2))
-        least = np.min(passes, axis=0)[:, : rows + 1]
-        return _Pace(largest, float(np.min(np.concatenate(per_sample))), *least)
+            least.append(np.where(fits, every, np.inf).min(axis=2))
+        return _Least(*np.min(least, axis=0)[:, : rows + 1])
 
     def _largest(self, setting: Setting, name: str, mode: Mode) -> int:
         """A larger micro-batch finds no room in this mode, whatever else is run: all others take
-        more than one that is run alone, and the more samples it has the more it takes."""
+        more than one that is run alone, and the more samples it has the more it takes. -1 where
+        there is no room even without samples."""
         limit = setting.largest_micro_batch(name, self.batch)
-        sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
-        alone = Activations(setting.profile.model, MicroBatches.of(sizes, sizes), mode)
-        fits = np.flatnonzero(self._fits(setting, name, alone))
+        if (limit, mode) not in self._alone:
+            sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
+            sizes = np.concatenate(([0], sizes))
+            held = Activations(setting.profile.model, MicroBatches.of(sizes, sizes), mode)
+            self._alone[limit, mode] = sizes, held
+        sizes, held = self._alone[limit, mode]
+        fits = np.flatnonzero(self._fits(setting, name, held))
         above = int(fits[-1]) + 1 if len(fits) else 0
-        return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit
+        return int(sizes[above]) - 1 if above < len(sizes) else limit
 
     def _fits(self, setting: Setting, name: str, held: Activations) -> npt.NDArray[np.bool_]:
         """What finds room on a device of class `name` that stores no state."""
@@ -365,6 +396,12 @@ class Paces:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
         fixed = self._stateless[zero_stage].demands(held).fixed.max(axis=0)
         return np.asarray(fixed <= free_bytes(setting.profile, name))
+
+
+def _plain(mode: Mode) -> Mode:
+    """What takes no longer than `mode` where there is no network: the order is all the same then,
+    and copies to the host only make it longer."""
+    return Mode(recompute=mode.recompute)
 
 
 def _corners(profile: Profile, name: str, limit: int) -> list[int]:

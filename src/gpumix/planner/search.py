@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -88,8 +89,12 @@ class _Search:
     def run(self) -> Choice | None:
         if not self._ask(Limits()):
             return None
-        low_f = self._least(self.forward, lambda t: Limits(forward_s=t))
-        low_b = self._least(self.backward, lambda t: Limits(backward_s=t))
+        low_f = self._least(
+            self.forward, self._within(self.forward, "forward_s"), lambda t: Limits(forward_s=t)
+        )
+        low_b = self._least(
+            self.backward, self._within(self.backward, "backward_s"), lambda t: Limits(backward_s=t)
+        )
         update = self._least_update()
         boxes = [self._box(low_f, len(self.forward) - 1, low_b, len(self.backward) - 1)]
         while boxes:
@@ -195,15 +200,32 @@ class _Search:
             for pool in self.pools
         )
 
-    def _least(self, values: FloatArray, limits: Callable[[float], Limits]) -> int:
-        """The place of the least of `values` that may allow a choice if nothing else is limited."""
-        low, high = 0, len(values) - 1
+    def _within(self, values: FloatArray, name: Literal["forward_s", "backward_s"]) -> int:
+        """The place of the least of `values` within which the devices can do the batch, if they
+        find room."""
+        reached = np.zeros(len(values))
+        for pool in self.pools:
+            for member in pool.members:
+                options = member.options
+                seconds = np.minimum.reduceat(getattr(options, name), options.starts)
+                order = np.argsort(seconds, kind="stable")
+                most = np.maximum.accumulate(options.rows[order])
+                done = np.searchsorted(seconds[order], values * (1.0 + TOLERANCE), side="right")
+                each = np.where(done > 0, most[done - 1], -np.inf)
+                reached += pool.alike * member.devices * each
+        return min(int(np.searchsorted(reached, self.batch)), len(values) - 1)
+
+    def _least(self, values: FloatArray, low: int, limits: Callable[[float], Limits]) -> int:
+        """The place of the least of `values` from `low` on that may allow a choice if nothing else
+        is limited."""
+        high = len(values) - 1
+        middle = low  # where there is room it is the one
         while low < high:
-            middle = (low + high) // 2
             if self._ask(limits(float(values[middle]))) is False:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         return low
 
     def _box(self, f0: int, f1: int, b0: int, b1: int) -> Box:
