@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.wire import TREE_PIECE_BYTES, Stated
+from gpumix.cost.wire import TREE_PIECE_BYTES, Stated, on_hosts
 from gpumix.spec.network import Link, Network
 
 LATENCY_S, RATE = 1e-4, 1e9
@@ -14,7 +14,7 @@ MIB = 2**20
 def between(hosts: int) -> Stated:
     """One device on each host, all linked alike."""
     places = [(f"h{i:03d}", "c") for i in range(hosts)]
-    return Stated.of(Network(between=Link.stated(RATE, LATENCY_S)), places)
+    return Stated.of(Network(between=Link.stated(RATE, LATENCY_S)), on_hosts(places))
 
 
 def message_s(size: float) -> float:

@@ -19,8 +19,9 @@ from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import Activations, free_bytes
 from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds
 from gpumix.planner.base import PlanRequest, predicted, ranked_devices
+from gpumix.planner.fleet import Fleet
 from gpumix.planner.optimal import optimal
-from gpumix.planner.setting import Fleet, Setting, settings
+from gpumix.planner.setting import Setting, settings
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.network import Link, LinkOf
@@ -54,7 +55,7 @@ def best_step(profile: Profile, batch: int, space: Space = EVERYTHING) -> float 
     """Seconds of the fastest step of all plans; None if no plan fits."""
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
-    for setting in settings(Fleet(profile, devices), space):
+    for setting in settings(Fleet.of(profile, devices), space):
         best = _best_of(setting, batch)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from gpumix.cost.time import (
     pass_seconds,
     passes_meet,
 )
-from gpumix.cost.wire import wire_for
+from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
@@ -44,6 +45,16 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
     """
     check_match(profile, plan)
     return _Step(profile, plan).prediction()
+
+
+def step_seconds(profile: Profile, plan: Plan) -> float:
+    """The step time of `predict` alone.
+
+    Raises:
+        InputError: as `predict` does.
+    """
+    check_match(profile, plan)
+    return _Step(profile, plan).seconds
 
 
 @dataclass(frozen=True)
@@ -67,15 +78,25 @@ class _Step:
         ranks = len(shares_of_group(plan))
         self._memory = MemoryModel(profile, self._links, ranks, plan.zero_stage)
 
+    @cached_property
+    def seconds(self) -> float:
+        slowest = self._longest(*self._passes_s) + float(self._update_s.max())
+        return slowest + exposed_seconds(self._profile, self._links)
+
+    @cached_property
+    def _passes_s(self) -> tuple[FloatArray, FloatArray]:
+        return self._passes(self._links)
+
+    @cached_property
+    def _update_s(self) -> FloatArray:
+        return np.asarray(update_seconds(self._profile, self._plan))
+
     def prediction(self) -> Prediction:
-        plan, workers = self._plan, self._workers
-        forward, backward = self._passes(self._links)
+        plan, workers, step, update = self._plan, self._workers, self.seconds, self._update_s
+        forward, backward = self._passes_s
         free_forward, free_backward = forward, backward
         if not self._links.take_no_time:
             free_forward, free_backward = self._passes(free_links(self._profile.model))
-        update = np.asarray(update_seconds(self._profile, self._plan))
-        step = self._longest(forward, backward) + float(update.max())
-        step += exposed_seconds(self._profile, self._links)
         hidden = self._longest(free_forward, free_backward) + float(update.max())
         busy = free_forward + free_backward + update
         peaks, host = self._peaks()
@@ -164,7 +185,7 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     """
     cuts = Cuts.at(shares_of_group(plan))
     layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
-    wire = wire_for(profile, [(w.host, w.device_class) for w in plan.workers])
+    wire = wire_for(profile, on_hosts((w.host, w.device_class) for w in plan.workers))
     return links_for(profile, wire, layout)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
@@ -22,7 +22,8 @@ from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
 
-Place = tuple[str, str]  # host and class of a device
+# Devices of each class on each host.
+OnHosts = Mapping[str, Mapping[str, int]]
 Operation = Literal["gather", "reduce"]
 
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
@@ -98,16 +99,13 @@ class Stated:
     ranks: int
 
     @classmethod
-    def of(cls, network: Network, places: Iterable[Place]) -> Stated:
-        """The links between devices at `places`.
+    def of(cls, network: Network, on_host: OnHosts) -> Stated:
+        """The links between the devices on these hosts.
 
         Raises:
             InputError: no link is stated between some of them.
         """
-        on_host: dict[str, list[tuple[str, int]]] = {}
-        for (host, name), count in Counter(places).items():
-            on_host.setdefault(host, []).append((name, count))
-        kinds = Counter(tuple(sorted(counts)) for counts in on_host.values())
+        kinds = Counter(tuple(sorted(counts.items())) for counts in on_host.values())
         inside = []
         for kind in kinds:
             count = sum(n for _, n in kind)
@@ -196,14 +194,23 @@ class Remembered:
         return self._wire.knows(operation, form, group)
 
 
-def wire_for(profile: Profile, places: Collection[Place]) -> Wire:
-    """The links between devices at `places`, as far as the profile or its cluster knows them."""
-    if len(places) == 1:
+def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """Devices of each class on each host, from the host and the class of each device."""
+    found: dict[str, dict[str, int]] = {}
+    for (host, name), count in Counter(places).items():
+        found.setdefault(host, {})[name] = count
+    return found
+
+
+def wire_for(profile: Profile, on_host: OnHosts) -> Wire:
+    """The links between the devices on these hosts, as far as the profile or its cluster knows
+    them."""
+    if sum(sum(counts.values()) for counts in on_host.values()) == 1:
         return Free()
     network, measured = profile.cluster.network, Measured(profile.network)
     if network is None:
         return measured if profile.network else Free()
-    stated = Stated.of(network, places)
+    stated = Stated.of(network, on_host)
     return Either(measured, stated) if profile.network else stated
 
 

@@ -7,6 +7,7 @@ devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,10 @@ from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.misfit import too_large
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import Load, even_settings, host_excess, step_seconds
+from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan
-from gpumix.spec.profile import Profile
+from gpumix.spec.profile import ModelProfile, Profile
 
 
 def even(profile: Profile, request: PlanRequest) -> Plan:
@@ -38,8 +40,9 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         )
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]
+    kinds = _kinds(profile.model, devices, samples)
     tried = [
-        _Even.of(setting, mode, samples)
+        _Even.of(setting, mode, kinds)
         for setting, mode in even_settings(profile, devices, request.space)
     ]
     fitting = [way for way in tried if way.micro_batch is not None]
@@ -70,42 +73,44 @@ class _Even:
     excess: dict[str, int]
 
     @classmethod
-    def of(cls, setting: Setting, mode: Mode, samples: list[int]) -> _Even:
-        most = min(setting.largest_micro_batch(name, max(samples)) for name in setting.classes)
+    def of(cls, setting: Setting, mode: Mode, kinds: Sequence[_Kind]) -> _Even:
+        most = max(kind.samples for kind in kinds)
+        most = min(setting.largest_micro_batch(name, most) for name in setting.classes)
         sizes = np.arange(1, most + 1)
         fits = np.ones(most, dtype=bool)
-        share = 1.0 / len(samples)
-        owned = owned_by_rank(setting.profile.model, (share,) * len(samples))
         worst: dict[str, int] = {}
-        distinct = _distinct(setting, samples, owned)
-        for rank, name, count in distinct:
-            over = _excess(setting, name, mode, owned[rank], count, sizes)
+        for kind in kinds:
+            over = _excess(setting, mode, kind, sizes)
             fits &= over <= 0
-            worst[name] = max(worst.get(name, 0), int(over.min()))
+            worst[kind.name] = max(worst.get(kind.name, 0), int(over.min()))
         if not fits.any():
             return cls(setting, mode, None, float("inf"), worst)
-        size = int(sizes[fits].max())
-        loads = {Load(name, n, min(size, n), share, mode) for _, name, n in distinct}
+        size, share = int(sizes[fits].max()), 1.0 / len(setting.devices)
+        loads = {Load(k.name, k.samples, min(size, k.samples), share, mode) for k in kinds}
         return cls(setting, mode, size, step_seconds(setting, loads), worst)
 
 
-def _distinct(
-    setting: Setting, samples: list[int], owned: tuple[Owned, ...]
-) -> list[tuple[int, str, int]]:
-    """One rank, with its class and samples, for all that hold the same."""
-    found: dict[tuple[str, int, Owned], int] = {}
-    for rank, (device, count, own) in enumerate(zip(setting.devices, samples, owned)):
-        found.setdefault((device.device_class, count, own), rank)
-    return [(rank, name, count) for (name, count, _), rank in found.items()]
+@dataclass(frozen=True)
+class _Kind:
+    """Devices of one class that get as many samples and own as many elements."""
+
+    name: str
+    samples: int
+    owned: Owned
 
 
-def _excess(
-    setting: Setting, name: str, mode: Mode, owned: Owned, samples: int, sizes: IntArray
-) -> IntArray:
-    """Bytes by which a device of class `name` exceeds its memory, for each micro-batch size."""
-    micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
+def _kinds(model: ModelProfile, devices: Sequence[Device], samples: Sequence[int]) -> list[_Kind]:
+    """What devices hold if all own as much, to the element: each kind once."""
+    owned = owned_by_rank(model, (1.0 / len(devices),) * len(devices))
+    every = (_Kind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
+    return list(dict.fromkeys(every))
+
+
+def _excess(setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray) -> IntArray:
+    """Bytes by which a device exceeds its memory, for each micro-batch size."""
+    micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model, micro, mode)
-    peaks = setting.memory.peaks(held, [owned] * len(sizes))
-    over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, name)
-    over_host = host_excess(setting, name, micro, mode).astype(np.int64)
+    peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
+    over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
+    over_host = host_excess(setting, kind.name, micro, mode).astype(np.int64)
     return np.asarray(np.maximum(over, over_host))

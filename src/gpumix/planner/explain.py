@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
-from gpumix.cost.predict import predict
+from gpumix.cost.predict import step_seconds
 from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.cephalo import cephalo
@@ -13,7 +15,7 @@ from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
-from gpumix.planner.worth import Cluster
+from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
@@ -68,20 +70,22 @@ def plan(
     """
     check_strategy(strategy)
     request = PlanRequest(global_batch=global_batch, space=space)
-    chosen = STRATEGIES[strategy](profile, request)
-    best = chosen if strategy == "optimal" else optimal(profile, request)
-    others = [
-        _alternative(name, STRATEGIES[name], profile, request, chosen)
-        for name in WEIGHED
-        if name != strategy
-    ]
     paces = Paces(profile, global_batch)
+    best = optimal(profile, request, paces)
+
+    def planned(name: str) -> Plan:
+        return best if name == "optimal" else STRATEGIES[name](profile, request)
+
+    chosen = planned(strategy)
+    others = [
+        _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
+    ]
     single = _single_classes(profile, request, chosen, paces)
     reasons = Reasons(
         mixing=_mixing(profile, chosen, single),
         hosts_left_out=_hosts_left_out(profile, chosen),
         binds=binding(profile, chosen),
-        worth=Cluster(profile, request, predicted(best).step_s, paces).worths(),
+        worth=Worths(profile, request, best, paces).all(),
         alternatives=(*others, *single),
     )
     return chosen.model_copy(update={"reasons": reasons})
@@ -98,18 +102,16 @@ def _single_classes(
     for name, alone in every:
         step_s = least_step_s(profile, alone, paces)
         if step_s is None:
-            found.append(_alternative(SINGLE + name, optimal, profile, alone, chosen))
+            found.append(_alternative(SINGLE + name, partial(optimal, profile, alone), chosen))
         else:
             why = against(step_s, predicted(chosen).step_s)
             found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
     return found
 
 
-def _alternative(
-    name: str, strategy: Strategy, profile: Profile, request: PlanRequest, chosen: Plan
-) -> Alternative:
+def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Alternative:
     try:
-        other = strategy(profile, request)
+        other = planned()
     except (NoFeasiblePlanError, InputError) as error:
         return Alternative(strategy=name, why=error.what)
     return Alternative(strategy=name, step_s=predicted(other).step_s, why=verdict(other, chosen))
@@ -187,7 +189,7 @@ def _slow_link(profile: Profile, plan: Plan) -> str:
     if len({w.host for w in plan.workers}) == 1:
         return _named(profile, plan, "inside")
     without = {
-        where: predict(freed, plan).step_s for where, freed in _with_free_links(profile).items()
+        where: step_seconds(freed, plan) for where, freed in _with_free_links(profile).items()
     }
     if not without:
         return "between all devices, as measured"

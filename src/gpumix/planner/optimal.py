@@ -10,11 +10,9 @@ rounding of a cut to whole elements, but for the gap that it states.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, islice, product
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from gpumix.cost.curves import IntArray
 from gpumix.cost.time import exposed_seconds, optimizer_seconds
 from gpumix.planner.balance import parts
 from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
+from gpumix.planner.fleet import Fleet, fleets
 from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
@@ -32,9 +31,8 @@ from gpumix.planner.options import (
 )
 from gpumix.planner.room import may_fit
 from gpumix.planner.search import IMPROVEMENT, Choice, fastest
-from gpumix.planner.setting import Fleet, Setting, settings
+from gpumix.planner.setting import Setting, settings
 from gpumix.planner.shortage import no_room
-from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
@@ -44,10 +42,6 @@ FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their loga
 SMALL_SIZES = 96  # that are all tried where there is little room
 
 NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
-FEW_CLASSES = 4  # of which all subsets are tried
-FEW_HOSTS = 8  # of which some may be left out
-MOST_FLEETS = 64  # of all ways to leave some out
-
 FEW_DEVICES = 64  # up to this many the answer is exact
 LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this part
 
@@ -71,20 +65,22 @@ class Solution:
         return self.fixed_s + self.choice.bound_s
 
 
-def optimal(profile: Profile, request: PlanRequest) -> Plan:
+def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) -> Plan:
     """The plan with the shortest step of all that the request's space allows.
 
     Of plans that are equally fast the one wins that needs the least memory: the highest ZeRO stage.
-    Where links are stated, and so are known for any devices, classes and hosts may be left out: the
-    others may be linked better.
+    Classes and hosts may be left out where links are stated: the others may be linked better.
+
+    Args:
+        paces: of these classes and this batch; searches of the same classes may share them.
 
     Raises:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    best = _Best(Paces(profile, batch), float("inf"))
-    best.of(_fleets(profile, devices), request.space)
+    best = _Best(paces or Paces(profile, batch), float("inf"))
+    best.of(fleets(profile, devices), request.space)
     if best.solution is None:
         raise no_room(profile, devices, request.space, batch)
     return _plan(best.solution, batch, best.bound_s)
@@ -103,15 +99,8 @@ def least_step_s(
         InputError: the request names devices that the profile does not know.
     """
     best = _Best(paces, below_s)
-    best.of(_fleets(profile, ranked_devices(profile, request)), request.space)
+    best.of(fleets(profile, ranked_devices(profile, request)), request.space)
     return None if best.solution is None else best.solution.step_s
-
-
-def _fleets(profile: Profile, devices: tuple[Device, ...]) -> Iterator[Fleet]:
-    """All devices; where links are stated, also with classes and hosts left out."""
-    stated = profile.cluster.network is not None and not profile.network
-    for some in islice(_some(devices), MOST_FLEETS if stated else 1):
-        yield Fleet(profile, some)
 
 
 class _Best:
@@ -166,42 +155,6 @@ class _Best:
             self.solution, self._place = found, place
 
 
-def _some(devices: tuple[Device, ...]) -> Iterator[tuple[Device, ...]]:
-    """All devices; then without some classes; then without some hosts too, few hosts first: one
-    alone needs no links between hosts."""
-    names = sorted({d.device_class for d in devices})
-    kept_classes = [frozenset(some) for size in _sizes(names) for some in combinations(names, size)]
-    kept_hosts = [frozenset(d.host for d in devices)]
-    if len(kept_hosts[0]) <= FEW_HOSTS:
-        kept_hosts += sorted(_fewer_hosts(devices), key=lambda some: (len(some), sorted(some)))
-    seen = set()
-    for hosts, classes in product(kept_hosts, kept_classes):
-        some = tuple(d for d in devices if d.device_class in classes and d.host in hosts)
-        ids = tuple(d.id for d in some)
-        if some and ids not in seen:
-            seen.add(ids)
-            yield some
-
-
-def _sizes(names: Sequence[str]) -> Iterable[int]:
-    """How many classes are kept: any number of few, else all, all but one, and one."""
-    every = range(len(names), 0, -1)
-    return every if len(names) <= FEW_CLASSES else (len(names), len(names) - 1, 1)
-
-
-def _fewer_hosts(devices: tuple[Device, ...]) -> Iterator[frozenset[str]]:
-    """Some of the hosts; of those that are alike the first ones."""
-    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    on_host: dict[str, Counter[str]] = {}
-    for device in devices:
-        on_host.setdefault(device.host, Counter())[device.device_class] += 1
-    for host in sorted(on_host):
-        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
-    for counts in product(*(range(len(hosts) + 1) for hosts in kinds.values())):
-        if 0 < sum(counts) < len(on_host):
-            yield frozenset(h for n, hosts in zip(counts, kinds.values()) for h in hosts[:n])
-
-
 class _Search:
     """The search for the fastest choice in one setting."""
 
@@ -209,7 +162,7 @@ class _Search:
         self.setting = setting
         self.batch = paces.batch
         self.paces = paces
-        self.gap = IMPROVEMENT if len(setting.devices) <= FEW_DEVICES else LARGE_GAP
+        self.gap = IMPROVEMENT if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
     def least_s(self) -> float:

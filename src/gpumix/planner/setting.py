@@ -1,15 +1,13 @@
 """One way to divide the state and to move it: what a search runs in.
 
 In a setting all times of collectives are known, so devices are bound to each other only by the
-batch and the state. The state is divided within *pools*: all devices, or those of each host. Pools
-that are alike are counted, and so are the devices of one class in a pool.
+batch and the state. The state is divided within *pools*: all devices, or those of each host.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,8 +15,9 @@ import numpy as np
 from gpumix.cost.curves import FloatArray
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import Cuts, Layout, Links, links_for
-from gpumix.cost.time import can, moved_seconds
-from gpumix.cost.wire import Operation, Remembered, Wire, forms_for, wire_for
+from gpumix.cost.time import moved_seconds
+from gpumix.cost.wire import Operation, forms_for
+from gpumix.planner.fleet import Fleet, Pool
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import PLAIN, Collectives, Mode, Sharding, ZeroStage
 from gpumix.spec.profile import Profile, RankGroup
@@ -28,72 +27,6 @@ from gpumix.spec.space import Space
 # than native ones (`cost.wire`), so padding by more than that hardly ever pays.
 OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Devices that divide one copy of the state between them, and others that are just like them.
-
-    `classes` has the devices of each class, one tuple for each of the like pools, by id.
-    """
-
-    classes: tuple[tuple[str, tuple[tuple[Device, ...], ...]], ...]
-
-    @property
-    def alike(self) -> int:
-        """How many such pools there are."""
-        return len(self.classes[0][1])
-
-    @property
-    def size(self) -> int:
-        """Devices in one of them."""
-        return sum(len(devices[0]) for _, devices in self.classes)
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Chosen devices of a profile in rank order, and the links between them: what all settings of a
-    search share."""
-
-    profile: Profile
-    devices: tuple[Device, ...]
-    _modes: dict[tuple[str, tuple[Mode, ...]], tuple[Mode, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def measured_modes(self, name: str, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-        """Those of `modes` that were measured of class `name`."""
-        if (name, modes) not in self._modes:
-            some = tuple(mode for mode in modes if can(self.profile, name, mode))
-            self._modes[name, modes] = some
-        return self._modes[name, modes]
-
-    @cached_property
-    def wire(self) -> Wire:
-        return Remembered(wire_for(self.profile, [(d.host, d.device_class) for d in self.devices]))
-
-    @cached_property
-    def classes(self) -> dict[str, tuple[Device, ...]]:
-        """The devices of each class by id, the classes by name."""
-        found: dict[str, list[Device]] = {}
-        for device in sorted(self.devices, key=lambda d: d.id):
-            found.setdefault(device.device_class, []).append(device)
-        return {name: tuple(found[name]) for name in sorted(found)}
-
-    @cached_property
-    def hosts(self) -> Counter[str]:
-        """How many devices each host has."""
-        return Counter(d.host for d in self.devices)
-
-    @cached_property
-    def whole(self) -> tuple[Pool, ...]:
-        """All devices as one pool."""
-        return (Pool(tuple((name, (ds,)) for name, ds in self.classes.items())),)
-
-    @cached_property
-    def by_host(self) -> tuple[Pool, ...]:
-        """A pool for each host, the kinds by the names of their classes."""
-        return pools_by_host(self.devices)
 
 
 @dataclass(frozen=True)
@@ -122,7 +55,7 @@ class Setting:
         return self.fleet.devices
 
     @property
-    def classes(self) -> dict[str, tuple[Device, ...]]:
+    def classes(self) -> Mapping[str, tuple[Device, ...]]:
         """The devices of each class by id, the classes by name."""
         return self.fleet.classes
 
@@ -161,20 +94,6 @@ class Setting:
         return self.fleet.measured_modes(name, self.modes)
 
 
-def pools_by_host(devices: tuple[Device, ...]) -> tuple[Pool, ...]:
-    """One pool a host; hosts with as many devices of each class are alike."""
-    on_host: dict[str, dict[str, list[Device]]] = {}
-    for device in sorted(devices, key=lambda d: (d.host, d.device_class, d.id)):
-        on_host.setdefault(device.host, {}).setdefault(device.device_class, []).append(device)
-    kinds: dict[tuple[tuple[str, int], ...], list[dict[str, list[Device]]]] = {}
-    for classes in on_host.values():
-        kinds.setdefault(tuple((n, len(ds)) for n, ds in classes.items()), []).append(classes)
-    return tuple(
-        Pool(tuple((name, tuple(tuple(host[name]) for host in hosts)) for name, _ in kind))
-        for kind, hosts in sorted(kinds.items())
-    )
-
-
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
     """All settings of a space, those first that need the least memory."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
@@ -186,8 +105,7 @@ def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
 def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
     """Whether hosts may divide the state each for itself: there are several, some with several
     devices, and their links are known."""
-    hosts = fleet.hosts
-    if zero_stage == 0 or len(hosts) == 1 or max(hosts.values()) == 1:
+    if zero_stage == 0 or len(fleet.per_host) == 1 or max(fleet.per_host) == 1:
         return False
     return fleet.wire.knows("reduce", "native", "across")
 
@@ -228,7 +146,7 @@ def setting_of(
     modes: tuple[Mode, ...] = (PLAIN,),
 ) -> Setting:
     """One setting; without `collectives` by the forms that serve unequal intervals best."""
-    fleet = Fleet(profile, devices)
+    fleet = Fleet.of(profile, devices)
     collectives = collectives or forms_for(profile)
     layout = Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap))
     return _setting(fleet, layout, cap, modes)
@@ -250,5 +168,5 @@ def _setting(fleet: Fleet, layout: Layout, cap: float, modes: tuple[Mode, ...]) 
 
 def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> Cuts:
     """Cuts that cost what all shares of a setting cost at most, in its largest pool."""
-    ranks = max(fleet.hosts.values()) if sharding == "host" else len(fleet.devices)
+    ranks = max(fleet.per_host) if sharding == "host" else fleet.size
     return Cuts.alike(ranks) if cap == 1.0 else Cuts.unlike(ranks)

@@ -8,32 +8,51 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from gpumix.planner.base import PlanRequest, ranked_devices
+from gpumix.planner.base import PlanRequest, predicted, ranked_devices
 from gpumix.planner.optimal import least_step_s
 from gpumix.planner.options import Paces
 from gpumix.spec.cluster import Device
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.reasons import Worth
+from gpumix.spec.space import Space
 
 ONE_IN = 64  # devices: what a single one adds to more than these is lost in the search's own gap
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The cluster that classes are worth something to: its optimal plan takes `step_s`."""
+class Worths:
+    """What classes are worth to a cluster, the optimal plan of which is `best`.
+
+    Of many devices, plans with the ZeRO stage and the sharding of the best are looked at first; all
+    others only where none of them fits.
+    """
 
     profile: Profile
     request: PlanRequest
-    step_s: float
+    best: Plan
     paces: Paces
 
-    def worths(self) -> tuple[Worth, ...]:
+    def all(self) -> tuple[Worth, ...]:
         """The worth of each class, by name."""
         names = sorted({d.device_class for d in self._devices})
         return tuple(
             Worth(device_class=name, whole=self._whole(name), one_more=self._one_more(name))
             for name in names
         )
+
+    @property
+    def _step_s(self) -> float:
+        return predicted(self.best).step_s
+
+    @cached_property
+    def _near(self) -> Space:
+        """The space of plans that are looked at first."""
+        space, best = self.request.space, self.best
+        if len(self._devices) <= ONE_IN:
+            return space
+        like = {"zero_stages": (best.zero_stage,), "shardings": (best.sharding,)}
+        return space.model_copy(update=like)
 
     @cached_property
     def _devices(self) -> tuple[Device, ...]:
@@ -43,9 +62,14 @@ class Cluster:
         rest = tuple(d.id for d in self._devices if d.device_class != name)
         if not rest:
             return None
-        request = self.request.model_copy(update={"devices": rest})
-        without_s = least_step_s(self.profile, request, self.paces)
-        return None if without_s is None else without_s / self.step_s - 1.0
+        if all(worker.device_class != name for worker in self.best.workers):
+            return 0.0
+        for space in dict.fromkeys((self._near, self.request.space)):
+            request = self.request.model_copy(update={"devices": rest, "space": space})
+            without_s = least_step_s(self.profile, request, self.paces)
+            if without_s is not None:
+                return without_s / self._step_s - 1.0
+        return None
 
     def _one_more(self, name: str) -> float:
         """In a large cluster the mean over several more."""
@@ -53,12 +77,12 @@ class Cluster:
         devices = (*self._devices, *new)
         cluster = self.profile.cluster.model_copy(update={"devices": devices})
         larger = self.profile.model_copy(update={"cluster": cluster})
-        request = self.request.model_copy(update={"devices": ()})
+        request = self.request.model_copy(update={"devices": (), "space": self._near})
         # It may as well stay idle, so only what is faster counts.
-        with_more_s = least_step_s(larger, request, self.paces, below_s=self.step_s)
+        with_more_s = least_step_s(larger, request, self.paces, below_s=self._step_s)
         if with_more_s is None or with_more_s <= 0:
             return 0.0
-        return max(0.0, self.step_s / with_more_s - 1.0) / len(new)
+        return max(0.0, self._step_s / with_more_s - 1.0) / len(new)
 
 
 def _more(devices: tuple[Device, ...], name: str, count: int) -> Iterator[Device]:

@@ -1,0 +1,170 @@
+"""The devices that a plan may use: counted by class and host, so that leaving some out is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, islice, product
+
+from gpumix.cost.time import can
+from gpumix.cost.wire import OnHosts, Remembered, Wire, on_hosts, wire_for
+from gpumix.spec.cluster import Device
+from gpumix.spec.plan import Mode
+from gpumix.spec.profile import Profile
+
+FEW_CLASSES = 4  # of which all subsets are tried
+FEW_HOSTS = 8  # of which some may be left out
+MOST_FLEETS = 64  # of all ways to leave some out
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that divide one copy of the state between them, and others that are just like them.
+
+    `classes` has the devices of each class, one tuple for each of the like pools, by id.
+    """
+
+    classes: tuple[tuple[str, tuple[tuple[Device, ...], ...]], ...]
+
+    @property
+    def alike(self) -> int:
+        """How many such pools there are."""
+        return len(self.classes[0][1])
+
+    @property
+    def size(self) -> int:
+        """Devices in one of them."""
+        return sum(len(devices[0]) for _, devices in self.classes)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Chosen devices of a profile, and the links between them: what all settings of a search share.
+
+    `everyone` are all devices in rank order; those take part that are in `classes`, which has them
+    by id, the classes by name. `on_host` counts them.
+    """
+
+    profile: Profile
+    everyone: tuple[Device, ...]
+    classes: Mapping[str, tuple[Device, ...]]
+    on_host: OnHosts
+    _modes: dict[tuple[str, tuple[Mode, ...]], tuple[Mode, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(cls, profile: Profile, devices: tuple[Device, ...]) -> Fleet:
+        """All of these devices, which are in rank order."""
+        found: dict[str, list[Device]] = {}
+        for device in sorted(devices, key=lambda d: d.id):
+            found.setdefault(device.device_class, []).append(device)
+        classes = {name: tuple(found[name]) for name in sorted(found)}
+        return cls(profile, devices, classes, on_hosts((d.host, d.device_class) for d in devices))
+
+    def only(self, classes: frozenset[str], hosts: frozenset[str]) -> Fleet:
+        """Those of some classes on some hosts."""
+        kept = {name: self.classes[name] for name in self.classes if name in classes}
+        if len(hosts) < len(self.on_host):
+            some = {n: tuple(d for d in ds if d.host in hosts) for n, ds in kept.items()}
+            kept = {name: devices for name, devices in some.items() if devices}
+        counts = {
+            host: {name: n for name, n in counts.items() if name in classes}
+            for host, counts in self.on_host.items()
+            if host in hosts
+        }
+        there = {host: some for host, some in counts.items() if some}
+        return Fleet(self.profile, self.everyone, kept, there, self._modes)
+
+    def measured_modes(self, name: str, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
+        """Those of `modes` that were measured of class `name`."""
+        if (name, modes) not in self._modes:
+            some = tuple(mode for mode in modes if can(self.profile, name, mode))
+            self._modes[name, modes] = some
+        return self._modes[name, modes]
+
+    @cached_property
+    def size(self) -> int:
+        """How many devices take part."""
+        return sum(map(len, self.classes.values()))
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Those that take part, in rank order."""
+        if self.size == len(self.everyone):
+            return self.everyone
+        return tuple(d for d in self.everyone if d.device_class in self.on_host.get(d.host, ()))
+
+    @cached_property
+    def per_host(self) -> tuple[int, ...]:
+        """How many devices each host has."""
+        return tuple(sum(counts.values()) for counts in self.on_host.values())
+
+    @cached_property
+    def wire(self) -> Wire:
+        return Remembered(wire_for(self.profile, self.on_host))
+
+    @cached_property
+    def whole(self) -> tuple[Pool, ...]:
+        """All devices as one pool."""
+        return (Pool(tuple((name, (ds,)) for name, ds in self.classes.items())),)
+
+    @cached_property
+    def by_host(self) -> tuple[Pool, ...]:
+        """A pool for each host, the kinds by the names of their classes; hosts with as many devices
+        of each class are alike."""
+        on_host: dict[str, dict[str, list[Device]]] = {host: {} for host in sorted(self.on_host)}
+        for name, devices in self.classes.items():
+            for device in devices:
+                on_host[device.host].setdefault(name, []).append(device)
+        kinds: dict[tuple[tuple[str, int], ...], list[dict[str, list[Device]]]] = {}
+        for classes in on_host.values():
+            kinds.setdefault(tuple((n, len(ds)) for n, ds in classes.items()), []).append(classes)
+        return tuple(
+            Pool(tuple((name, tuple(tuple(host[name]) for host in hosts)) for name, _ in kind))
+            for kind, hosts in sorted(kinds.items())
+        )
+
+
+def fleets(profile: Profile, devices: tuple[Device, ...]) -> Iterator[Fleet]:
+    """All devices; where links are stated, and so are known for any devices, also with classes and
+    hosts left out."""
+    everything = Fleet.of(profile, devices)
+    yield everything
+    if profile.cluster.network is not None and not profile.network:
+        yield from islice(_smaller(everything), MOST_FLEETS)
+
+
+def _smaller(everything: Fleet) -> Iterator[Fleet]:
+    """Without some classes; then without some hosts too, few hosts first: one alone needs no links
+    between hosts."""
+    names = tuple(everything.classes)
+    kept_classes = [frozenset(some) for size in _sizes(names) for some in combinations(names, size)]
+    kept_hosts = [frozenset(everything.on_host)]
+    if len(kept_hosts[0]) <= FEW_HOSTS:
+        fewer = _fewer_hosts(everything.on_host)
+        kept_hosts += sorted(fewer, key=lambda some: (len(some), sorted(some)))
+    seen = {(frozenset(names), kept_hosts[0])}
+    for hosts, classes in product(kept_hosts, kept_classes):
+        some = everything.only(classes, hosts)
+        who = (frozenset(some.classes), frozenset(some.on_host))
+        if some.size and who not in seen:
+            seen.add(who)
+            yield some
+
+
+def _sizes(names: Sequence[str]) -> Iterable[int]:
+    """How many classes are kept: any number of few, else all, all but one, and one."""
+    every = range(len(names), 0, -1)
+    return every if len(names) <= FEW_CLASSES else (len(names), len(names) - 1, 1)
+
+
+def _fewer_hosts(on_host: OnHosts) -> Iterator[frozenset[str]]:
+    """Some of the hosts; of those that are alike the first ones."""
+    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for host in sorted(on_host):
+        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
+    for counts in product(*(range(len(hosts) + 1) for hosts in kinds.values())):
+        if 0 < sum(counts) < len(on_host):
+            yield frozenset(h for n, hosts in zip(counts, kinds.values()) for h in hosts[:n])
