@@ -102,7 +102,7 @@ def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option
         for m in range(1, setting.largest_micro_batch(name, b) + 1)
     ]
     options: list[Option] = []
-    for (b, m), mode in product(cuts, setting.modes_of(name)):
+    for (b, m), mode in product(cuts, setting.modes[name]):
         micro = MicroBatches.of([b], [m])
         held = Activations(model, micro, mode)
         room = float(setting.memory.demands(held).capacity(free)[0])

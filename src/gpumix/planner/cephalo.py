@@ -101,7 +101,7 @@ class _Task:
         equal, unequal = (
             setting_of(profile, devices, cap=cap, modes=modes) for cap in (1.0, float("inf"))
         )
-        of_class = {name: equal.modes_of(name)[0] for name in equal.classes if equal.modes_of(name)}
+        of_class = {name: equal.modes[name][0] for name in equal.classes if equal.modes[name]}
         if lacking := set(equal.classes) - set(of_class):
             raise InputError(
                 f"the profile does not say what class '{min(lacking)}' takes to keep its inputs "

@@ -50,7 +50,7 @@ class Fleet:
     everyone: tuple[Device, ...]
     classes: Mapping[str, tuple[Device, ...]]
     on_host: OnHosts
-    _modes: dict[tuple[str, tuple[Mode, ...]], tuple[Mode, ...]] = field(
+    _measured: dict[tuple[Mode, ...], dict[str, tuple[Mode, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -75,14 +75,16 @@ class Fleet:
             if host in hosts
         }
         there = {host: some for host, some in counts.items() if some}
-        return Fleet(self.profile, self.everyone, kept, there, self._modes)
+        return Fleet(self.profile, self.everyone, kept, there, self._measured)
 
-    def measured_modes(self, name: str, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-        """Those of `modes` that were measured of class `name`."""
-        if (name, modes) not in self._modes:
-            some = tuple(mode for mode in modes if can(self.profile, name, mode))
-            self._modes[name, modes] = some
-        return self._modes[name, modes]
+    def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
+        """Those of `modes` that were measured of each class."""
+        if modes not in self._measured:
+            self._measured[modes] = {
+                c.device_class: tuple(m for m in modes if can(self.profile, c.device_class, m))
+                for c in self.profile.classes
+            }
+        return self._measured[modes]
 
     @cached_property
     def size(self) -> int:

@@ -72,7 +72,7 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
     Classes and hosts may be left out where links are stated: the others may be linked better.
 
     Args:
-        paces: of these classes and this batch; searches of the same classes may share them.
+        paces: of these classes, this batch and space; other searches of them may share them.
 
     Raises:
         InputError: the request names devices that the profile does not know.
@@ -93,7 +93,7 @@ def least_step_s(
     than `below_s`.
 
     Args:
-        paces: of these classes and this batch; searches of the same classes may share them.
+        paces: of these classes, this batch and space; other searches of them may share them.
 
     Raises:
         InputError: the request names devices that the profile does not know.
@@ -168,7 +168,7 @@ class _Search:
     def least_s(self) -> float:
         """No choice of this setting takes less; infinite if a class can do nothing in it."""
         setting = self.setting
-        if any(not setting.modes_of(name) for name in setting.classes):
+        if any(not setting.modes[name] for name in setting.classes):
             return float("inf")
         return self._fixed_s + self.paces.least_seconds(setting)
 
@@ -278,7 +278,7 @@ def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
     speeds: dict[str, float] = {}
     for search in searches:
         for name in search.setting.classes:
-            if search.setting.modes_of(name):
+            if search.setting.modes[name]:
                 per_sample = search.paces.seconds_per_sample(search.setting, name)
                 speed = 1.0 / per_sample if per_sample > 0 else float("inf")
                 speeds[name] = max(speeds.get(name, 0.0), speed)

@@ -1,8 +1,8 @@
 """What a device of a class can do: every number of samples with every micro-batch and mode.
 
 An option is (samples, micro-batch, mode) with its forward and backward seconds and its *capacity*,
-the largest state share it leaves room for. Options that another one beats in all of these are
-dropped.
+the largest state share it leaves room for. Of many options those are dropped that another one beats
+in all of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from gpumix.spec.profile import Profile
 
 FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
 
-FEW_SIZES = 64  # of a micro-batch that are looked at to see what finds room at all
+FEW_SIZES = 96  # of a micro-batch that are looked at to see what finds room at all
+
+WORTH_THINNING = 4096  # options; to look through fewer takes less time than to drop any
 
 ROWS_AT_ONCE = 16  # grids differ by so many rows
 
@@ -214,7 +216,7 @@ class _Table:
 def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassOptions:
     """The options of class `name` on a grid; those that take longer than `within_s` for both passes
     are left out."""
-    modes = setting.modes_of(name)
+    modes = setting.modes[name]
     tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
@@ -222,7 +224,9 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
     capacity = np.concatenate([t.capacity for t in tables], axis=1)
     distinct = np.tile(grid.distinct, (1, len(modes)))
     valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
-    keep = valid & ~_dominated(valid, capacity, forward, backward, work)
+    keep = valid
+    if valid.size > WORTH_THINNING:
+        keep = valid & ~_dominated(valid, capacity, forward, backward, work)
     every = np.tile(grid.samples, (1, len(modes)))
     rows, starts = np.unique(every[keep], return_index=True)
     return ClassOptions(
@@ -254,12 +258,11 @@ class _Pace:
     """What bounds the time of a device of one class, whatever its links and its share are.
 
     `per_sample_s` is the least that a sample takes in any micro-batch of up to `largest` samples;
-    larger ones find no room. `idles` tells whether it finds room without samples.
+    larger ones find no room.
     """
 
     largest: int
     per_sample_s: float
-    idles: bool
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,7 @@ class _Least:
 
 class Paces:
     """What bounds the time of every setting, and the grids that settings share. Kept, for every
-    setting of a search asks again, and so does every search of the same classes and batch."""
+    setting of a search asks again, and so do searches of the same classes, batch and space."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
         self.batch = batch
@@ -292,8 +295,8 @@ class Paces:
         self._free = free_links(profile.model)
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, Mode], tuple[IntArray, Activations]] = {}
-        self._paces: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Pace] = {}
-        self._least: dict[tuple[str, ZeroStage, tuple[Mode, ...]], _Least] = {}
+        self._paces: dict[tuple[str, ZeroStage], _Pace] = {}
+        self._least: dict[tuple[str, ZeroStage], _Least] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
         """The least seconds of a sample on a device of class `name`, in any micro-batch."""
@@ -306,12 +309,12 @@ class Paces:
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
         """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
         even take part."""
-        pace = self._pace(setting, name)
-        if not pace.idles or sum(setting.moved_s) > within_s * (1.0 + TOLERANCE):
+        per_sample_s = self.seconds_per_sample(setting, name)
+        if sum(setting.moved_s) > within_s * (1.0 + TOLERANCE):
             return -1
-        if pace.per_sample_s * self.batch <= within_s:
+        if per_sample_s * self.batch <= within_s:
             return self.batch
-        return int(within_s / pace.per_sample_s * (1.0 + TOLERANCE))
+        return int(within_s / per_sample_s * (1.0 + TOLERANCE))
 
     def enough(self, setting: Setting, within_s: float) -> bool:
         """Whether all devices together may be able to do the batch in `within_s`."""
@@ -325,7 +328,7 @@ class Paces:
             fewer = self._least_of(setting, name).most_samples(within_s, setting.moved_s)
             if fewer is not None:
                 reached -= len(devices) * (most[name] - fewer)
-            if reached < self.batch:
+            if reached < self.batch or fewer == -1:
                 return False
         return True
 
@@ -338,16 +341,11 @@ class Paces:
         return max(sum(setting.moved_s), self.batch / speed)
 
     def _pace(self, setting: Setting, name: str) -> _Pace:
-        modes = setting.modes_of(name)
-        key = (name, setting.zero_stage, modes)
+        key = (name, setting.zero_stage)
         if key not in self._paces:
-            limits = {mode: self._largest(setting, name, mode) for mode in modes}
-            per_sample = [
-                self._per_sample_s(setting, name, mode, max(1, limit))
-                for mode, limit in limits.items()
-            ]
-            largest = max(limits.values())
-            self._paces[key] = _Pace(max(1, largest), min(per_sample), idles=largest >= 0)
+            limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
+            per_sample = (self._per_sample_s(setting, name, m, n) for m, n in limits.items())
+            self._paces[key] = _Pace(max(limits.values()), min(per_sample))
         return self._paces[key]
 
     def _per_sample_s(self, setting: Setting, name: str, mode: Mode, largest: int) -> float:
@@ -357,17 +355,16 @@ class Paces:
         return float(np.min(np.add(*passes) / sizes))
 
     def _least_of(self, setting: Setting, name: str) -> _Least:
-        modes = setting.modes_of(name)
-        key = (name, setting.zero_stage, modes)
+        key = (name, setting.zero_stage)
         if key not in self._least:
-            self._least[key] = self._measure(setting, name, modes)
+            self._least[key] = self._measure(setting, name)
         return self._least[key]
 
-    def _measure(self, setting: Setting, name: str, modes: tuple[Mode, ...]) -> _Least:
+    def _measure(self, setting: Setting, name: str) -> _Least:
         rows, largest = min(self.batch, FEW_ROWS), self.largest_micro_batch(setting, name)
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
-        for mode in modes:
+        for mode in setting.modes[name]:
             passes = pass_seconds(setting.profile, name, self._free, grid.micro, _plain(mode))
             every = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(mode))
@@ -376,18 +373,19 @@ class Paces:
 
     def _largest(self, setting: Setting, name: str, mode: Mode) -> int:
         """A larger micro-batch finds no room in this mode, whatever else is run: all others take
-        more than one that is run alone, and the more samples it has the more it takes. -1 where
-        there is no room even without samples."""
+        more than one that is run alone, and the more samples it has the more it takes. Not looked
+        for where there are few sizes anyway."""
         limit = setting.largest_micro_batch(name, self.batch)
+        if limit <= FEW_SIZES:
+            return limit
         if (limit, mode) not in self._alone:
             sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
-            sizes = np.concatenate(([0], sizes))
             held = Activations(setting.profile.model, MicroBatches.of(sizes, sizes), mode)
             self._alone[limit, mode] = sizes, held
         sizes, held = self._alone[limit, mode]
         fits = np.flatnonzero(self._fits(setting, name, held))
         above = int(fits[-1]) + 1 if len(fits) else 0
-        return int(sizes[above]) - 1 if above < len(sizes) else limit
+        return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit
 
     def _fits(self, setting: Setting, name: str, held: Activations) -> npt.NDArray[np.bool_]:
         """What finds room on a device of class `name` that stores no state."""

@@ -26,7 +26,7 @@ def may_fit(setting: Setting, batch: int) -> bool:
         return True
     first = np.unique(np.append(np.geomspace(1, batch, STEPS).astype(np.int64), 0))
     ones = MicroBatches.of(first, 1)
-    modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
+    modes = {mode for name in setting.classes for mode in setting.modes[name]}
     held = {mode: Activations(setting.profile.model, ones, mode) for mode in modes}
     last = np.append(first[1:] - 1, batch)
     options = {name: _roomiest(setting, name, last, held) for name in setting.classes}
@@ -45,12 +45,12 @@ def _roomiest(
     setting: Setting, name: str, samples: IntArray, held: Mapping[Mode, Activations]
 ) -> ClassOptions:
     """The most room that a class has in any mode, as options that take no time."""
-    rooms = [setting.room(name, held[mode]) for mode in setting.modes_of(name)]
+    rooms = [setting.room(name, held[mode]) for mode in setting.modes[name]]
     nothing = np.zeros(len(samples))
     return ClassOptions(
         name=name,
         optimizer_s=0.0,
-        modes=setting.modes,
+        modes=setting.modes[name],
         samples=samples,
         micro_batch=np.minimum(samples, 1),
         mode=np.zeros(len(samples), np.int64),

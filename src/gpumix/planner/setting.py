@@ -34,7 +34,8 @@ class Setting:
     """A fleet with a ZeRO stage, pools, and collectives.
 
     `cap` is the largest share that a device may store, times the devices of its pool: 1 where all
-    store as much and native collectives serve, infinite where each owner sends its own.
+    store as much and native collectives serve, infinite where each owner sends its own. `modes` has
+    what was measured of each class.
     """
 
     fleet: Fleet
@@ -44,7 +45,7 @@ class Setting:
     cap: float
     links: Links
     memory: MemoryModel
-    modes: tuple[Mode, ...] = (PLAIN,)
+    modes: Mapping[str, tuple[Mode, ...]]
 
     @property
     def profile(self) -> Profile:
@@ -89,10 +90,6 @@ class Setting:
             return capacity
         return np.where(held.on_host <= host_bytes, capacity, -1.0)
 
-    def modes_of(self, name: str) -> tuple[Mode, ...]:
-        """What was measured of class `name`."""
-        return self.fleet.measured_modes(name, self.modes)
-
 
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
     """All settings of a space, those first that need the least memory."""
@@ -125,7 +122,7 @@ def _forms(
         choices += [
             (cap, Collectives(gather="padded", reduce="padded", padding=cap)) for cap in PADDINGS
         ]
-    modes = tuple(space.modes(zero_stage))
+    modes = fleet.measured(tuple(space.modes(zero_stage)))
     for cap, collectives in choices:
         yield _setting(
             fleet,
@@ -149,10 +146,12 @@ def setting_of(
     fleet = Fleet.of(profile, devices)
     collectives = collectives or forms_for(profile)
     layout = Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap))
-    return _setting(fleet, layout, cap, modes)
+    return _setting(fleet, layout, cap, fleet.measured(modes))
 
 
-def _setting(fleet: Fleet, layout: Layout, cap: float, modes: tuple[Mode, ...]) -> Setting:
+def _setting(
+    fleet: Fleet, layout: Layout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
+) -> Setting:
     links = links_for(fleet.profile, fleet.wire, layout)
     return Setting(
         fleet=fleet,

@@ -83,10 +83,11 @@ class _Shortage:
     def _unmeasured(self) -> list[str]:
         """Classes of which no mode was measured that is allowed."""
         settings = [needs.setting for needs in self.needs]
-        return [name for name in self.counts if not any(s.modes_of(name) for s in settings)]
+        return [name for name in self.counts if not any(s.modes[name] for s in settings)]
 
     def _nothing_measured(self) -> NoFeasiblePlanError:
-        modes = {mode.describe() for needs in self.needs for mode in needs.setting.modes}
+        stages = self.space.zero_stages
+        modes = {mode.describe() for stage in stages for mode in self.space.modes(stage)}
         missing = self._technique()
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
@@ -202,7 +203,7 @@ class _Needs:
             self._sizes = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
         self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
-        modes = {mode for name in setting.classes for mode in setting.modes_of(name)}
+        modes = {mode for name in setting.classes for mode in setting.modes[name]}
         held = {mode: Activations(setting.profile.model, micro, mode) for mode in modes}
         self._tables = {
             mode: _Table(setting.memory.demands(held[mode]), held[mode].on_host) for mode in modes
@@ -229,7 +230,7 @@ class _Needs:
         host_bytes = profile.of_class(name).host_bytes
         allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
         best: FloatArray = np.full(len(self._samples), -1.0)
-        for mode in self.setting.modes_of(name):
+        for mode in self.setting.modes[name]:
             table = self._tables[mode]
             by_size = table.demands.capacity(free)
             if host_bytes is not None:

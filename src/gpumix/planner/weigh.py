@@ -85,5 +85,5 @@ def even_settings_at(
     modes = tuple(space.modes(zero_stage))
     setting = setting_of(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)
     for mode in modes:
-        if all(mode in setting.modes_of(name) for name in setting.classes):
+        if all(mode in setting.modes[name] for name in setting.classes):
             yield setting, mode
