@@ -27,7 +27,10 @@ def _verb(function: Callable[..., Any], text: str) -> str:
     arguments, options = [], []
     for parameter, info in _parameters(function):
         (arguments if isinstance(info, ArgumentInfo) else options).append((parameter, info))
-    wanted = [str(info.metavar) for _, info in arguments]
+    wanted = [
+        f"{info.metavar}" if p.default is inspect.Parameter.empty else f"[{info.metavar}]"
+        for p, info in arguments
+    ]
     wanted += [_names(p, info)[0] for p, info in options if p.default is inspect.Parameter.empty]
     usage = " ".join(["gpumix", name, *wanted, "[OPTIONS]"])
     text, *examples = text.split("Example: ")
@@ -41,7 +44,7 @@ def _verb(function: Callable[..., Any], text: str) -> str:
 
 def _parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any]]:
     """Each parameter, its annotation resolved, and what typer was told about it."""
-    hints = get_type_hints(inspect.unwrap(function), include_extras=True)
+    hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         annotation, *extras = get_args(hints[name])
         assert get_origin(hints[name]) is Annotated, f"{name} has no help"

@@ -10,11 +10,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 from gpumix.spec.errors import GpumixError, Interrupted, MachineError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 P = ParamSpec("P")
 
@@ -58,6 +61,20 @@ def _in_words(error: BaseException) -> GpumixError:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("ended at once, without saving anything more")
     return in_words(error, "")
+
+
+def answer(
+    value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
+) -> None:
+    """Print a result: its value as JSON on stdout, or what is shown to people, after the note."""
+    from gpumix.train.tables import stderr
+
+    if as_json:
+        print_json(value())
+        return
+    if note:
+        stderr().print(note, style="yellow")
+    stderr().print(shown())
 
 
 def print_json(value: Any) -> None:

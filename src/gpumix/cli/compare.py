@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
-from gpumix.cli.source import (
-    AnyJob,
-    Asked,
-    Batch,
-    ClusterText,
-    Length,
-    ModelText,
-    NetworkText,
-    ProfileFile,
-    Techniques,
-)
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.source import Asked, planning
 
 
 def register(app: typer.Typer) -> None:
@@ -27,39 +17,16 @@ def register(app: typer.Typer) -> None:
 
 
 @verb
-def compare(
-    job: AnyJob = None,
-    profile: ProfileFile = None,
-    cluster: ClusterText = None,
-    network: NetworkText = None,
-    model: ModelText = None,
-    sequence_length: Length = None,
-    global_batch: Batch = None,
-    techniques: Techniques = "engine",
-    overrides: Overrides = [],  # noqa: B006
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@planning
+def compare(asked: Asked, as_json: Json = False, debug: Debug = False) -> None:
     from gpumix.cli.tables import comparison_table
     from gpumix.planner.compare import compare as compared
-    from gpumix.train.tables import stderr
 
-    source = Asked(
-        job,
-        overrides,
-        profile=profile,
-        cluster=cluster,
-        network=network,
-        model=model,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        techniques=techniques,
-        as_json=as_json,
-    ).source()
+    source = asked.source()
     found = compared(source.profile, source.request)
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-        return
-    if source.note:
-        stderr().print(source.note, style="yellow")
-    stderr().print(comparison_table(found))
+    answer(
+        lambda: found.model_dump(mode="json"),
+        lambda: comparison_table(found),
+        as_json,
+        source.note,
+    )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.cli.common import Debug, Json, Overrides, answer, verb
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 @verb
 def devices(
     job: Annotated[
-        Path | None, typer.Argument(metavar="[JOB]", help="Take the cluster of this job.")
+        Path | None, typer.Argument(metavar="JOB", help="Take the cluster of this job.")
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option("--cluster", help="Take this cluster file.")
@@ -32,7 +32,7 @@ def devices(
     from gpumix.hardware.discover import discover
     from gpumix.spec.errors import InputError
     from gpumix.spec.read import read_cluster, read_job
-    from gpumix.train.tables import devices_table, stderr
+    from gpumix.train.tables import devices_table
 
     if job is not None and cluster is not None:
         raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
@@ -45,7 +45,4 @@ def devices(
         named = read_job(job, overrides).cluster
         wanted = None if named == "auto" else named
     found = wanted or discover()
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        stderr().print(devices_table(found))
+    answer(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)

@@ -7,19 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
-from gpumix.cli.source import (
-    AnyJob,
-    Asked,
-    Batch,
-    ClusterText,
-    Length,
-    ModelText,
-    NetworkText,
-    ProfileFile,
-    Techniques,
-    profile_beside,
-)
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.source import Asked, planning, profile_beside
 
 
 def register(app: typer.Typer) -> None:
@@ -31,9 +20,9 @@ def register(app: typer.Typer) -> None:
 
 
 @verb
+@planning
 def plan(
-    job: AnyJob = None,
-    profile: ProfileFile = None,
+    asked: Asked,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -41,40 +30,22 @@ def plan(
             help="optimal, even, proportional, poplar, cephalo or best-subset; default: the job's.",
         ),
     ] = None,
-    cluster: ClusterText = None,
-    network: NetworkText = None,
-    model: ModelText = None,
-    sequence_length: Length = None,
-    global_batch: Batch = None,
-    techniques: Techniques = "engine",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="Write the plan here, and beside it what it was made from."
         ),
     ] = None,
-    overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     from gpumix.planner.explain import check_strategy
     from gpumix.planner.explain import plan as make_plan
-    from gpumix.train.tables import plan_table, stderr
+    from gpumix.train.tables import plan_table
 
     if strategy is not None:
         check_strategy(strategy)
-    source = Asked(
-        job,
-        overrides,
-        profile=profile,
-        cluster=cluster,
-        network=network,
-        model=model,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        techniques=techniques,
-        as_json=as_json,
-    ).source()
+    source = asked.source()
     made = make_plan(
         source.profile,
         source.request.global_batch,
@@ -84,9 +55,4 @@ def plan(
     if output is not None:
         made.save(output)
         source.profile.save(profile_beside(output))
-    if as_json:
-        print_json(made.model_dump(mode="json"))
-        return
-    if source.note:
-        stderr().print(source.note, style="yellow")
-    stderr().print(plan_table(made))
+    answer(lambda: made.model_dump(mode="json"), lambda: plan_table(made), as_json, source.note)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.cli.common import Debug, Json, Overrides, answer, verb
 from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, profile_beside
 from gpumix.spec.errors import InputError
 
@@ -55,10 +55,11 @@ def simulate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from rich.console import Group
+
     from gpumix.simulate.events import simulate as replay_of
     from gpumix.simulate.trace import trace_of
     from gpumix.spec.plan import Plan
-    from gpumix.train.tables import stderr
 
     planned = Plan.load(plan)
     asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
@@ -74,14 +75,12 @@ def simulate(
     replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)
-    if as_json:
-        print_json(_as_dict(replay, planned, times))
-        return
-    console = stderr()
-    if note:
-        console.print(note, style="yellow")
-    for part in _shown(replay, planned, times):
-        console.print(part)
+    answer(
+        lambda: _as_dict(replay, planned, times),
+        lambda: Group(*_shown(replay, planned, times)),
+        as_json,
+        note,
+    )
 
 
 def _beside(plan: Path) -> Path | None:

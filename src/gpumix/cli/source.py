@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from gpumix.cli.common import Overrides
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,10 +28,6 @@ if TYPE_CHECKING:
     from gpumix.spec.profile import ModelProfile, Profile
     from gpumix.spec.space import Space
 
-AnyJob = Annotated[
-    Path | None, typer.Argument(metavar="[JOB]", help="The job, a YAML file.", show_default=False)
-]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Plan from this profile.")]
 ClusterText = Annotated[
     str | None,
     typer.Option(
@@ -41,23 +40,13 @@ NetworkText = Annotated[
     str | None,
     typer.Option("--network", help="Link between hosts: 25GbE, ib-hdr, '12 GB/s', ..."),
 ]
+BetweenText = Annotated[
+    str | None, typer.Option("--between", help="With --cluster: the link that its hosts have.")
+]
 ModelText = Annotated[
     str | None,
     typer.Option(
         "--model", help="Without a job: a size such as 7B (Llama-shaped), or a config.json."
-    ),
-]
-Length = Annotated[
-    int | None, typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample.")
-]
-Batch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, help="Without a job: samples per step.")
-]
-Techniques = Annotated[
-    Literal["engine", "all"],
-    typer.Option(
-        "--techniques",
-        help="What plans may use: what the engine runs, or all that the planner knows.",
     ),
 ]
 
@@ -212,6 +201,64 @@ class Asked:
                 f"{self.link_option} has no effect without --cluster",
                 fix="`gpumix whatif JOB.yaml --network ...` tells what other links are worth",
             )
+
+
+def planning(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options that say what is planned; they reach it together, as `asked`.
+
+    A verb that has a `--network` of its own calls the link of the cluster `--between`.
+    """
+    own = dict(signature(command, eval_str=True).parameters)
+    del own["asked"]
+    shared = dict(signature(_options, eval_str=True).parameters)
+    link = "network"
+    if link in own:
+        link = "between"
+        shared[link] = shared.pop("network").replace(name=link, annotation=BetweenText)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in shared}
+        network = options.pop(link)
+        asked = Asked(**options, network=network, as_json=given["as_json"], link_option=f"--{link}")
+        command(asked=asked, **given)
+
+    last = {name: own.pop(name) for name in ("as_json", "debug")}
+    every = {"job": shared["job"]} | own | shared | last
+    run.__signature__ = Signature(list(every.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in every.items()}
+    return run
+
+
+def _options(
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB", help="The job, a YAML file.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Plan from this profile.")
+    ] = None,
+    cluster: ClusterText = None,
+    network: NetworkText = None,
+    model: ModelText = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample."),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", min=1, help="Without a job: samples per step."),
+    ] = None,
+    techniques: Annotated[
+        Literal["engine", "all"],
+        typer.Option(
+            "--techniques",
+            help="What plans may use: what the engine runs, or all that the planner knows.",
+        ),
+    ] = "engine",
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """The options that `planning` gives."""
 
 
 def profile_beside(plan: Path) -> Path:

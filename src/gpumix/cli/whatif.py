@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
-from gpumix.cli.source import (
-    AnyJob,
-    Asked,
-    Batch,
-    ClusterText,
-    Length,
-    ModelText,
-    ProfileFile,
-    Techniques,
-)
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.source import Asked, planning
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,8 +22,9 @@ def register(app: typer.Typer) -> None:
 
 
 @verb
+@planning
 def whatif(
-    job: AnyJob = None,
+    asked: Asked,
     add: Annotated[
         list[str], typer.Option("--add", help="More cards: 2xa6000; may be repeated.")
     ] = [],  # noqa: B006
@@ -46,45 +38,22 @@ def whatif(
         list[str],
         typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
     ] = [],  # noqa: B006
-    profile: ProfileFile = None,
-    cluster: ClusterText = None,
-    between: Annotated[
-        str | None, typer.Option("--between", help="With --cluster: the link that its hosts have.")
-    ] = None,
-    model: ModelText = None,
-    sequence_length: Length = None,
-    global_batch: Batch = None,
-    techniques: Techniques = "engine",
-    overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     from gpumix.cli.tables import outlook_table
     from gpumix.planner.change import outlooks
-    from gpumix.train.tables import stderr
 
-    source = Asked(
-        job,
-        overrides,
-        profile=profile,
-        cluster=cluster,
-        network=between,
-        link_option="--between",
-        model=model,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        techniques=techniques,
-        as_json=as_json,
-    ).source()
+    source = asked.source()
     variants = _variants(source.profile, add, remove, network)
     names = {c.name for _, variant in variants for c in variant.cluster.classes}
     found = outlooks(variants, source.request, _prices(price, names))
-    if as_json:
-        print_json([outlook.model_dump(mode="json") for outlook in found])
-        return
-    if source.note:
-        stderr().print(source.note, style="yellow")
-    stderr().print(outlook_table(found))
+    answer(
+        lambda: [outlook.model_dump(mode="json") for outlook in found],
+        lambda: outlook_table(found),
+        as_json,
+        source.note,
+    )
 
 
 def _variants(
