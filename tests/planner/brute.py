@@ -56,13 +56,13 @@ def best_step(profile: Profile, batch: int, space: Space = EVERYTHING) -> float 
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
     for setting in settings(Fleet.of(profile, devices), space):
-        best = _best_of(setting, batch)
+        best = best_of(setting, batch)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)
     return min(steps, default=None)
 
 
-def _best_of(setting: Setting, batch: int) -> float:
+def best_of(setting: Setting, batch: int) -> float:
     """The least sum of the three maxima over all ways to give every device one option."""
     best = inf
     hosts = sorted({d.host for d in setting.devices}) if setting.sharding == "host" else [""]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import combinations
 
+import numpy as np
 import pytest
 from brute import best_step, linked_profiles, small_profiles, step_of
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
 
 from gpumix.planner import optimal as module
-from gpumix.planner.base import PlanRequest
+from gpumix.planner import options
+from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import ROOT, UnitTimes
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -57,7 +60,45 @@ def test_a_rough_answer_first_changes_nothing(profile, batch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FEW_CELLS", 1)
         patch.setattr(module, "FEW_SIZES", 2)
+        patch.setattr(options, "FEW_SIZES", 2)
+        patch.setattr(options, "WORTH_THINNING", 0)
         assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
+
+
+@settings(max_examples=10)
+@given(st.lists(st.lists(st.floats(0.1, 3.0), min_size=7, max_size=7), min_size=2, max_size=3))
+def test_a_batch_of_a_thousand_is_split_as_trying_all_splits_does(rises):
+    """Without network and with memory enough only the times of whole devices count."""
+    batch, sizes = 1000, [1, 2, 4, 8, 16, 32, 64]
+    times = [np.cumsum(steps) for steps in rises]
+    cards = [
+        Card(f"c{n}", 1, 2**40, both_passes(curve(*t, sizes=sizes), curve(*(2 * t), sizes=sizes)),
+             largest=64)
+        for n, t in enumerate(times)
+    ]  # fmt: skip
+    plan = optimal(profile(cards), PlanRequest(global_batch=batch))
+    alone = [4 * 3 * least_seconds(t, sizes, batch) for t in times]
+    together = alone[0]
+    for more in alone[1:]:  # the least maximum over all ways to share n samples
+        together = np.asarray(
+            [np.maximum(together[: n + 1], more[n::-1]).min() for n in range(batch + 1)]
+        )
+    assert predicted(plan).step_s == about(together[batch])
+
+
+def both_passes(forward, backward):
+    free = line(0.0)
+    return {
+        "block": UnitTimes(forward=forward, backward=backward),
+        ROOT: UnitTimes(forward=free, backward=free),
+    }
+
+
+def least_seconds(times, sizes, batch):
+    """Of 0, 1, ... samples in the best micro-batches of one size, the last one smaller."""
+    of = np.concatenate(([0.0], np.interp(np.arange(1, 65), sizes, times)))
+    ways = [[n // m * of[m] + of[n % m] for m in range(1, 65)] for n in range(batch + 1)]
+    return np.min(ways, axis=1)
 
 
 def test_a_fast_card_gets_more_samples_and_an_equal_share():

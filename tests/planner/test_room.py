@@ -1,0 +1,42 @@
+"""What is said to find no room finds none, whatever is tried; and most of it is said."""
+
+from math import inf
+
+import pytest
+from brute import best_of, linked_profiles, small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from profiles import Card, block, line, profile, steady
+
+from gpumix.planner import room
+from gpumix.planner.base import PlanRequest, ranked_devices
+from gpumix.planner.fleet import Fleet
+from gpumix.planner.room import may_fit
+from gpumix.planner.setting import setting_of
+from gpumix.planner.setting import settings as settings_of
+from gpumix.spec.space import EVERYTHING
+
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@MANY
+@given(
+    st.one_of(small_profiles(), linked_profiles()), st.integers(2, 10), st.sampled_from([2, 128])
+)
+def test_nothing_fits_where_it_is_said(profile, batch, steps):
+    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "STEPS", steps)
+        for setting in settings_of(Fleet.of(profile, devices), EVERYTHING):
+            if all(setting.modes[name] for name in setting.classes):
+                assert may_fit(setting, batch) or best_of(setting, batch) == inf
+
+
+@pytest.mark.parametrize(("batch", "fits"), [(1, True), (90, True), (110, False)])
+def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
+    """Each device keeps 1,000 bytes for each sample of four calls, and has room for 50 of them."""
+    kinds = [block(trainable=0, kept=line(1_000))]
+    cards = [Card("c", 2, 204_082, steady(1.0))]  # 2 % are for the framework's own kernels
+    whole = profile(cards, kinds=kinds)
+    setting = setting_of(whole, ranked_devices(whole, PlanRequest(global_batch=batch)))
+    assert may_fit(setting, batch) == fits
