@@ -81,7 +81,7 @@ class MicroBatches:
     size: IntArray
     full: IntArray
     rest: IntArray
-    _known: dict[tuple[str, Curve], FloatArray] = field(
+    _known: dict[tuple[str, int], tuple[Curve, FloatArray]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -139,6 +139,7 @@ class MicroBatches:
         return int(self.size.max(initial=0))
 
     def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
-        if (what, curve) not in self._known:
-            self._known[what, curve] = make()
-        return self._known[what, curve]
+        key = (what, id(curve))  # a curve is hashed from all its points; kept, it keeps its id
+        if key not in self._known:
+            self._known[key] = curve, make()
+        return self._known[key][1]

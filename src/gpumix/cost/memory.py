@@ -235,7 +235,7 @@ class MemoryModel:
     def _received_bytes(self, phase: Phase, own: Mapping[str, int]) -> int:
         """The buffers in which all ranks' parts of the own interval arrive, to be summed there;
         `own` is the length of that interval by kind."""
-        if self.zero_stage == 0:
+        if self.zero_stage == 0 or not self.links.all_to_all:
             return 0
         arriving = [own[name] for name in phase.reduced if name in self.links.all_to_all]
         return self.ranks * sum(arriving) * GRADIENT_BYTES

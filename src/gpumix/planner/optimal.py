@@ -38,7 +38,7 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class: so many are tabulated at once
-FEW_SIZES = 24  # beyond, so many micro-batch sizes, evenly spread in their logarithm, come first
+FEW_SIZES = 24  # beyond, so many micro-batch sizes come first
 SMALL_SIZES = 96  # that are all tried where there is little room
 
 NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
@@ -203,11 +203,10 @@ class _Search:
         every = np.arange(1, largest + 1)
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
-        few = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
         least = self.paces.least_seconds(self.setting)
         near = [least * factor for factor in NEAR if 0 < least * factor < within_s]
         for limit in (*near, within_s):
-            sizes = every if self._cells(limit) <= FEW_CELLS else few
+            sizes = every if self._cells(limit) <= FEW_CELLS else _few(largest)
             found = self._among(sizes, limit)
             if found is None:
                 if limit == (*near, within_s)[0] and not may_fit(self.setting, self.batch):
@@ -223,7 +222,7 @@ class _Search:
             return self._among(every, within_s)
         if self.setting.memory.ones_are_least(self.batch):
             return None
-        found = self._among(np.union1d(every[:SMALL_SIZES], few), within_s)
+        found = self._among(np.union1d(every[:SMALL_SIZES], _few(largest)), within_s)
         return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
     @cached_property
@@ -271,6 +270,11 @@ class _Search:
 
 
 Found = tuple[tuple[PoolOptions, ...], Choice]
+
+
+def _few(largest: int) -> IntArray:
+    """Micro-batch sizes up to `largest`, evenly spread in their logarithm."""
+    return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
 
 
 def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
