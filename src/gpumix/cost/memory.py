@@ -207,22 +207,24 @@ class MemoryModel:
     def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
         """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
         state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
-        moments = []
-        for phase in held.phases:
-            causes = {"state": state} | self._of_any_choice(phase) | held.by_cause(phase)
-            received = [self._received_bytes(phase, dict(o.elements)) for o in owned]
-            causes["gradients"] = causes["gradients"] + np.asarray(received, np.float64)
-            moments.append(causes)
-        highest = np.argmax([np.asarray(sum(causes.values())) for causes in moments], axis=0)
+        elements = [dict(o.elements) for o in owned]
+        received = np.asarray(
+            [[self._received_bytes(phase, own) for own in elements] for phase in held.phases],
+            np.float64,
+        )
+        alike, _, _ = self._in_phases
+        highest = np.argmax(held.column(alike) + held.in_phases + received, axis=0)
         peaks: list[dict[str, int]] = [{}] * len(owned)
-        for phase in set(highest.tolist()):
-            places = np.flatnonzero(highest == phase)
+        for number in set(highest.tolist()):
+            phase, places = held.phases[number], np.flatnonzero(highest == number)
+            causes = {"state": state} | self._of_any_choice(phase) | held.by_cause(phase)
+            causes["gradients"] = causes["gradients"] + received[number]
             by_cause = {
                 cause: np.broadcast_to(size, state.shape)[places].astype(np.int64).tolist()
-                for cause, size in moments[phase].items()
+                for cause, size in causes.items()
             }
-            for number, place in enumerate(places):
-                peaks[place] = {cause: sizes[number] for cause, sizes in by_cause.items()}
+            for k, place in enumerate(places):
+                peaks[place] = {cause: sizes[k] for cause, sizes in by_cause.items()}
         return peaks
 
     def _owned_bytes(self, owned: Owned) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor
 
 import numpy as np
@@ -71,6 +72,16 @@ class ClassOptions:
     capacity: FloatArray
     rows: IntArray
     starts: IntArray
+
+    @cached_property
+    def least_forward_s(self) -> FloatArray:
+        """The least forward seconds for each of `rows`."""
+        return np.asarray(np.minimum.reduceat(self.forward_s, self.starts))
+
+    @cached_property
+    def least_backward_s(self) -> FloatArray:
+        """The least backward seconds for each of `rows`."""
+        return np.asarray(np.minimum.reduceat(self.backward_s, self.starts))
 
     def allowed(self, limits: Limits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
         """Which options of `span` keep to the limits of the two passes."""

@@ -16,13 +16,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from gpumix.cost.curves import FloatArray
 from gpumix.planner.knapsack import Undecided, select_in_pools, staircase
-from gpumix.planner.options import TOLERANCE, Limits, PoolOptions
+from gpumix.planner.options import TOLERANCE, ClassOptions, Limits, PoolOptions
 
 IMPROVEMENT = 1e-10
 
@@ -89,12 +88,10 @@ class _Search:
     def run(self) -> Choice | None:
         if not self._ask(Limits()):
             return None
-        low_f = self._least(
-            self.forward, self._within(self.forward, "forward_s"), lambda t: Limits(forward_s=t)
-        )
-        low_b = self._least(
-            self.backward, self._within(self.backward, "backward_s"), lambda t: Limits(backward_s=t)
-        )
+        reach_f = self._within(self.forward, lambda o: o.least_forward_s)
+        reach_b = self._within(self.backward, lambda o: o.least_backward_s)
+        low_f = self._least(self.forward, reach_f, lambda t: Limits(forward_s=t))
+        low_b = self._least(self.backward, reach_b, lambda t: Limits(backward_s=t))
         update = self._least_update()
         boxes = [self._box(low_f, len(self.forward) - 1, low_b, len(self.backward) - 1)]
         while boxes:
@@ -135,10 +132,24 @@ class _Search:
             )
             for row, chosen in zip(stairs, selection)
         )
+        if self._at_least(samples) >= self.best.limits.total_s:
+            return True
         choice = self._attained(samples, rooms, limits)
         if choice.limits.total_s < self.best.limits.total_s:
             self.best = choice
         return True
+
+    def _at_least(self, samples: Samples) -> float:
+        """No less do the passes of these samples take, in any micro-batches and modes."""
+        forward = backward = 0.0
+        for pool, row in zip(self.pools, samples):
+            for member, runs in zip(pool.members, row):
+                options = member.options
+                for count, _ in runs:
+                    place = options.rows.searchsorted(count)
+                    forward = max(forward, float(options.least_forward_s[place]))
+                    backward = max(backward, float(options.least_backward_s[place]))
+        return forward + backward
 
     def _attained(
         self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: Limits
@@ -200,14 +211,13 @@ class _Search:
             for pool in self.pools
         )
 
-    def _within(self, values: FloatArray, name: Literal["forward_s", "backward_s"]) -> int:
+    def _within(self, values: FloatArray, least: Callable[[ClassOptions], FloatArray]) -> int:
         """The place of the least of `values` within which the devices can do the batch, if they
         find room."""
         reached = np.zeros(len(values))
         for pool in self.pools:
             for member in pool.members:
-                options = member.options
-                seconds = np.minimum.reduceat(getattr(options, name), options.starts)
+                options, seconds = member.options, least(member.options)
                 order = np.argsort(seconds, kind="stable")
                 most = np.maximum.accumulate(options.rows[order])
                 done = np.searchsorted(seconds[order], values * (1.0 + TOLERANCE), side="right")

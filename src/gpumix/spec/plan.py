@@ -252,4 +252,6 @@ def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 def cut_sizes(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Elements of a flat buffer that each worker owns; they add up to `numel`."""
+    if numel == 0:
+        return (0,) * len(shares)
     return tuple(b - a for a, b in pairwise(cut(numel, shares)))
