@@ -47,7 +47,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
     return _Step(profile, plan).prediction()
 
 
-def step_seconds(profile: Profile, plan: Plan) -> float:
+def plan_seconds(profile: Profile, plan: Plan) -> float:
     """The step time of `predict` alone.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from gpumix.cost.predict import step_seconds
+from gpumix.cost.predict import plan_seconds
 from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.cephalo import cephalo
@@ -189,7 +189,7 @@ def _slow_link(profile: Profile, plan: Plan) -> str:
     if len({w.host for w in plan.workers}) == 1:
         return _named(profile, plan, "inside")
     without = {
-        where: step_seconds(freed, plan) for where, freed in _with_free_links(profile).items()
+        where: plan_seconds(freed, plan) for where, freed in _with_free_links(profile).items()
     }
     if not without:
         return "between all devices, as measured"
