@@ -9,7 +9,7 @@ import pytest
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 from rich.console import Console
 
-from gpumix.planner.explain import plan
+from gpumix.planner.explain import against, plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network as Links
 from gpumix.spec.plan import Plan
@@ -235,3 +235,17 @@ def test_json_has_all_of_it():
         "alternatives",
     }
     assert data["prediction"]["bound_s"] == pytest.approx(data["prediction"]["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("step_s", "said"),
+    [
+        (0.5, "faster than the chosen plan: its step takes 50% of the time"),
+        (1.0, "as fast as the chosen plan"),
+        (1.0001, "less than 0.1% slower"),
+        (1.05, "5.0% slower"),
+        (2.0, "2.00 times the step time"),
+    ],
+)
+def test_how_steps_compare_in_words(step_s, said):
+    assert against(step_s, 1.0) == said

@@ -131,6 +131,8 @@ def against(step_s: float, own_s: float) -> str:
     if step_s <= own_s * (1 + ALIKE):
         return "as fast as the chosen plan"
     times = step_s / own_s if own_s > 0 else float("inf")
+    if times < 1.0005:
+        return "less than 0.1% slower"
     return f"{times - 1:.1%} slower" if times < 1.1 else f"{times:.2f} times the step time"
 
 
