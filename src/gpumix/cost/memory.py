@@ -212,7 +212,7 @@ class MemoryModel:
             [[self._received_bytes(phase, own) for own in elements] for phase in held.phases],
             np.float64,
         )
-        alike, _, _ = self._in_phases
+        alike = [float(sum(self._of_any_choice(phase).values())) for phase in held.phases]
         highest = np.argmax(held.column(alike) + held.in_phases + received, axis=0)
         peaks: list[dict[str, int]] = [{}] * len(owned)
         for number in set(highest.tolist()):

@@ -121,9 +121,12 @@ def _shares(
         return (np.full(c.shape, 1.0 / whole) for c in counts)
     room = np.concatenate([m.room_of(c, limits) for m, c in zip(pool.members, counts)], axis=1)
     speed = np.repeat([m.options.update_speed for m in pool.members], width)
-    kinds, which = np.unique(room, axis=0, return_inverse=True)
-    filled = np.stack([_filled(most, speed, pool, width) for most in kinds])
-    return iter(np.split(filled[which.ravel()], np.cumsum(width)[:-1], axis=1))
+    filled: dict[bytes, FloatArray] = {}
+    for most in room:  # of pools that are alike, and mostly the same
+        if most.tobytes() not in filled:
+            filled[most.tobytes()] = _filled(most, speed, pool, width)
+    shares = np.stack([filled[most.tobytes()] for most in room])
+    return iter(np.split(shares, np.cumsum(width)[:-1], axis=1))
 
 
 def _filled(

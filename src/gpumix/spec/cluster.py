@@ -86,7 +86,10 @@ class Cluster(Value):
 
     def class_named(self, name: str) -> DeviceClass:
         """The class called `name`; raises KeyError if there is none."""
-        return {c.name: c for c in self.classes}[name]
+        for device_class in self.classes:
+            if device_class.name == name:
+                return device_class
+        raise KeyError(name)
 
     def device(self, device_id: str) -> Device:
         """The device with this id; raises KeyError if there is none."""

@@ -231,7 +231,10 @@ class Profile(Document):
 
     def of_class(self, name: str) -> ClassProfile:
         """The profile of one device class; raises KeyError if there is none."""
-        return {c.device_class: c for c in self.classes}[name]
+        for of_class in self.classes:
+            if of_class.device_class == name:
+                return of_class
+        raise KeyError(name)
 
 
 class ClassMeasurement(Document):
