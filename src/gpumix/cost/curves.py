@@ -7,7 +7,7 @@ at every choice of a device class at once and the prediction of one plan uses th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -51,10 +51,14 @@ def seconds_of(curve: Curve, size: float) -> float:
     return values[left] + part * (values[right] - values[left])
 
 
+def undisturbed(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Times of growing work, none above a later one."""
+    return tuple(accumulate(reversed(seconds), min))[::-1]
+
+
 @lru_cache(maxsize=1024)  # a search asks for the same few curves, thousands of times
 def _lowered(curve: Curve) -> tuple[float, ...]:
-    """The values of a curve of times, none above a later one."""
-    return tuple(accumulate(reversed(curve.values), min))[::-1]
+    return undisturbed(curve.values)
 
 
 def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import nn
 
+from gpumix.cost.curves import undisturbed
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
@@ -138,20 +138,14 @@ def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> N
 def _times(found: Sweep) -> dict[str, UnitTimes]:
     return {
         kind: UnitTimes(
-            forward=_curve(found, _undisturbed([p.forward_s[kind] for p in found.points])),
-            backward=_curve(found, _undisturbed([p.backward_s[kind] for p in found.points])),
+            forward=_curve(found, undisturbed([p.forward_s[kind] for p in found.points])),
+            backward=_curve(found, undisturbed([p.backward_s[kind] for p in found.points])),
             gradient=None
             if kind == ROOT
-            else _curve(found, _undisturbed([p.gradient_s[kind] for p in found.points])),
+            else _curve(found, undisturbed([p.gradient_s[kind] for p in found.points])),
         )
         for kind in found.points[0].forward_s
     }
-
-
-def _undisturbed(seconds: Sequence[float]) -> list[float]:
-    """What disturbs a measurement makes it longer, and less work never takes longer than more: a
-    time above that of a larger micro-batch is lowered to it."""
-    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def _model_profile(
