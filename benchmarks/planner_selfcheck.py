@@ -20,13 +20,14 @@ from common import print_figures
 from emulated.trials import measured, profiled, random_plans
 
 MODEL = "gpt2"
+BATCH, TOKENS = 32, 32  # many short samples: of few, many plans would be as fast
 SEED = 5
 SLOWEST = 3.0
 
 
 def main() -> None:
     arguments = _arguments()
-    with profiled(MODEL) as (pipeline, profile):
+    with profiled(MODEL, global_batch=BATCH, sequence_length=TOKENS) as (pipeline, profile):
         optimal = pipeline.plan(profile)
         drawn = random_plans(profile, optimal, arguments.plans, seed=SEED, slowest=SLOWEST)
         found = []

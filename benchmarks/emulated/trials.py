@@ -69,10 +69,13 @@ class Outcome:
 
 
 @contextmanager
-def profiled(model: str) -> Iterator[tuple[Pipeline, Profile]]:
+def profiled(
+    model: str, *, global_batch: int = 16, sequence_length: int = 64
+) -> Iterator[tuple[Pipeline, Profile]]:
     """A job with this model, and its fresh profile."""
     with tempfile.TemporaryDirectory() as folder:
-        pipeline = Pipeline.of_file(_job(Path(folder), MODELS[model]), [], debug=True)
+        path = _job(Path(folder), MODELS[model], global_batch, sequence_length)
+        pipeline = Pipeline.of_file(path, [], debug=True)
         yield pipeline, pipeline.profile(fresh=True)
 
 
@@ -110,12 +113,12 @@ def measured(label: str, pipeline: Pipeline, plan: Plan, steps: int) -> Outcome:
     )
 
 
-def _job(folder: Path, config: dict[str, Any]) -> Path:
+def _job(folder: Path, config: dict[str, Any], global_batch: int, sequence_length: int) -> Path:
     job = {
         "model": {"config": config},
         "data": {"text": [str(TEXT)], "pattern": "*.py"},
-        "sequence_length": 64,
-        "global_batch": 16,
+        "sequence_length": sequence_length,
+        "global_batch": global_batch,
         "steps": 1000,
         "cluster": CLUSTER,
         "output": str(folder / "run"),
