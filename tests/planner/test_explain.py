@@ -230,6 +230,7 @@ def test_json_has_all_of_it():
     assert set(data["reasons"]) == {
         "mixing",
         "hosts_left_out",
+        "devices_left_out",
         "binds",
         "worth",
         "alternatives",

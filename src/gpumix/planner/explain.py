@@ -84,6 +84,7 @@ def plan(
     reasons = Reasons(
         mixing=_mixing(profile, chosen, single),
         hosts_left_out=_hosts_left_out(profile, chosen),
+        devices_left_out=_devices_left_out(profile, chosen),
         binds=binding(profile, chosen),
         worth=Worths(profile, request, best, paces).all(),
         alternatives=(*others, *single),
@@ -167,6 +168,13 @@ def _hosts_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
     used = {w.device_class for w in plan.workers}
     with_used = {d.host for d in profile.cluster.devices if d.device_class in used}
     return tuple(sorted(with_used - {w.host for w in plan.workers}))
+
+
+def _devices_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """Devices that get nothing, although others of their class do, and others on their host."""
+    classes, hosts = {w.device_class for w in plan.workers}, {w.host for w in plan.workers}
+    there = {d.id for d in profile.cluster.devices if d.device_class in classes and d.host in hosts}
+    return tuple(sorted(there - {w.device for w in plan.workers}))
 
 
 def binding(profile: Profile, plan: Plan) -> Binding:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, islice, product
+from itertools import combinations, combinations_with_replacement, product
+from math import comb, prod
 
 from gpumix.cost.time import can
 from gpumix.cost.wire import OnHosts, Remembered, Wire, on_hosts, wire_for
@@ -63,18 +64,16 @@ class Fleet:
         classes = {name: tuple(found[name]) for name in sorted(found)}
         return cls(profile, devices, classes, on_hosts((d.host, d.device_class) for d in devices))
 
-    def only(self, classes: frozenset[str], hosts: frozenset[str]) -> Fleet:
-        """Those of some classes on some hosts."""
-        kept = {name: self.classes[name] for name in self.classes if name in classes}
-        if len(hosts) < len(self.on_host):
-            some = {n: tuple(d for d in ds if d.host in hosts) for n, ds in kept.items()}
-            kept = {name: devices for name, devices in some.items() if devices}
-        counts = {
-            host: {name: n for name, n in counts.items() if name in classes}
-            for host, counts in self.on_host.items()
-            if host in hosts
-        }
-        there = {host: some for host, some in counts.items() if some}
+    def only(self, on_host: OnHosts) -> Fleet:
+        """So many devices of some classes on some hosts, the first by id."""
+        kept: dict[str, tuple[Device, ...]] = {}
+        for name, devices in self.classes.items():
+            left = {host: counts[name] for host, counts in on_host.items() if counts.get(name)}
+            if sum(left.values()) == len(devices):
+                kept[name] = devices
+            elif left:
+                kept[name] = tuple(_first(devices, left))
+        there = {host: counts for host, counts in on_host.items() if counts}
         return Fleet(self.profile, self.everyone, kept, there, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
@@ -96,7 +95,8 @@ class Fleet:
         """Those that take part, in rank order."""
         if self.size == len(self.everyone):
             return self.everyone
-        return tuple(d for d in self.everyone if d.device_class in self.on_host.get(d.host, ()))
+        there = {device.id for devices in self.classes.values() for device in devices}
+        return tuple(device for device in self.everyone if device.id in there)
 
     @cached_property
     def per_host(self) -> tuple[int, ...]:
@@ -129,31 +129,84 @@ class Fleet:
         )
 
 
+def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Device]:
+    """The first so many of each host."""
+    left = dict(wanted)
+    for device in devices:
+        if left.get(device.host, 0) > 0:
+            left[device.host] -= 1
+            yield device
+
+
 def fleets(profile: Profile, devices: tuple[Device, ...]) -> Iterator[Fleet]:
-    """All devices; where links are stated, and so are known for any devices, also with classes and
-    hosts left out."""
+    """All devices; where links are stated, and so are known for any devices, also fewer: all ways
+    if there are not too many, else without classes and hosts."""
     everything = Fleet.of(profile, devices)
     yield everything
-    if profile.cluster.network is not None and not profile.network:
-        yield from islice(_smaller(everything), MOST_FLEETS)
+    if profile.cluster.network is None or profile.network:
+        return
+    every = everything.on_host
+    fewer = _any_fewer(every) if _ways(every) <= MOST_FLEETS else _without_classes_and_hosts(every)
+    seen = {_key(every)}
+    for some in fewer:
+        on_host = {host: some[host] for host in every if some.get(host)}
+        if on_host and _key(on_host) not in seen:
+            seen.add(_key(on_host))
+            yield everything.only(on_host)
+            if len(seen) > MOST_FLEETS:
+                return
 
 
-def _smaller(everything: Fleet) -> Iterator[Fleet]:
+def _key(on_host: OnHosts) -> frozenset[tuple[str, tuple[tuple[str, int], ...]]]:
+    return frozenset((host, tuple(sorted(counts.items()))) for host, counts in on_host.items())
+
+
+def _alike(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
+    """Hosts by the devices that they have."""
+    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for host in sorted(on_host):
+        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
+    return kinds
+
+
+def _ways(on_host: OnHosts) -> int:
+    """In how many ways devices may be left out; hosts that are alike count once."""
+    ways = 1
+    for kind, hosts in _alike(on_host).items():
+        of_one = prod(count + 1 for _, count in kind)
+        ways *= comb(of_one + len(hosts) - 1, len(hosts))
+    return ways
+
+
+def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
+    """All ways to leave devices out, those with many devices first."""
+    of_kinds = []
+    for kind, hosts in _alike(on_host).items():
+        of_one = [
+            {name: n for (name, _), n in zip(kind, counts) if n}
+            for counts in product(*(range(count, -1, -1) for _, count in kind))
+        ]
+        ways = combinations_with_replacement(of_one, len(hosts))
+        of_kinds.append([dict(zip(hosts, way)) for way in ways])
+    every = [{h: c for way in ways for h, c in way.items()} for ways in product(*of_kinds)]
+    return sorted(every, key=lambda way: -sum(sum(counts.values()) for counts in way.values()))
+
+
+def _without_classes_and_hosts(on_host: OnHosts) -> Iterator[OnHosts]:
     """Without some classes; then without some hosts too, few hosts first: one alone needs no links
     between hosts."""
-    names = tuple(everything.classes)
+    names = sorted({name for counts in on_host.values() for name in counts})
     kept_classes = [frozenset(some) for size in _sizes(names) for some in combinations(names, size)]
-    kept_hosts = [frozenset(everything.on_host)]
-    if len(kept_hosts[0]) <= FEW_HOSTS:
-        fewer = _fewer_hosts(everything.on_host)
+    kept_hosts = [frozenset(on_host)]
+    if len(on_host) <= FEW_HOSTS:
+        fewer = _fewer_hosts(on_host)
         kept_hosts += sorted(fewer, key=lambda some: (len(some), sorted(some)))
-    seen = {(frozenset(names), kept_hosts[0])}
     for hosts, classes in product(kept_hosts, kept_classes):
-        some = everything.only(classes, hosts)
-        who = (frozenset(some.classes), frozenset(some.on_host))
-        if some.size and who not in seen:
-            seen.add(who)
-            yield some
+        yield {
+            host: {name: n for name, n in counts.items() if name in classes}
+            for host, counts in on_host.items()
+            if host in hosts
+        }
 
 
 def _sizes(names: Sequence[str]) -> Iterable[int]:
@@ -164,9 +217,7 @@ def _sizes(names: Sequence[str]) -> Iterable[int]:
 
 def _fewer_hosts(on_host: OnHosts) -> Iterator[frozenset[str]]:
     """Some of the hosts; of those that are alike the first ones."""
-    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for host in sorted(on_host):
-        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
+    kinds = _alike(on_host)
     for counts in product(*(range(len(hosts) + 1) for hosts in kinds.values())):
         if 0 < sum(counts) < len(on_host):
             yield frozenset(h for n, hosts in zip(counts, kinds.values()) for h in hosts[:n])

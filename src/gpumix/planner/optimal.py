@@ -69,7 +69,8 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
     """The plan with the shortest step of all that the request's space allows.
 
     Of plans that are equally fast the one wins that needs the least memory: the highest ZeRO stage.
-    Classes and hosts may be left out where links are stated: the others may be linked better.
+    Where links are stated devices may be left out, in large clusters whole classes and hosts: the
+    others may be linked better.
 
     Args:
         paces: of these classes, this batch and space; other searches of them may share them.

@@ -54,6 +54,9 @@ class Reasons(Value):
     hosts_left_out: tuple[str, ...] = Field(
         default=(), description="the links to them would cost more than their devices give"
     )
+    devices_left_out: tuple[str, ...] = Field(
+        default=(), description="single ones: others of their class, and on their host, take part"
+    )
     binds: Binding
     worth: tuple[Worth, ...] = ()
     alternatives: tuple[Alternative, ...] = ()

@@ -115,10 +115,12 @@ def why(plan: Plan) -> list[str]:
         return []
     expected, reasons = plan.prediction, plan.reasons
     lines = [] if reasons.mixing is None else [mixing(reasons.mixing)]
-    if hosts := reasons.hosts_left_out:
-        named = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({', '.join(hosts[:4])}"
-        named += "" if len(hosts) == 1 else f"{', ...' if len(hosts) > 4 else ''})"
+    if reasons.hosts_left_out:
+        named = _few("hosts", reasons.hosts_left_out)
         lines.append(f"{named} left out: the links between hosts would cost more than they give")
+    if reasons.devices_left_out:
+        named = _few("devices", reasons.devices_left_out)
+        lines.append(f"{named} left out: longer rings would cost more than they give")
     lines.append(
         f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
         f"{_gap(expected)}"
@@ -129,6 +131,13 @@ def why(plan: Plan) -> list[str]:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
         lines.append(f"against {other.strategy}: {took}; {other.why}")
     return lines
+
+
+def _few(what: str, names: Sequence[str]) -> str:
+    """One by its name; several by their number, and the names of the first."""
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
 
 
 def mixing(found: Mixing) -> str:
