@@ -197,7 +197,7 @@ def test_whether_mixing_pays_is_said_first():
     made = plan(two_classes(), 8)
     first, second, third, *_ = why(made)
     assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
-    assert second.endswith("; no plan takes less")
+    assert second.endswith("; no plan for the devices that take part takes less")
     assert third == "what binds: compute of fast, slow"
     assert shown(made).startswith("mixing pays")
 

@@ -15,8 +15,8 @@ from gpumix.spec.plan import Mode
 from gpumix.spec.profile import Profile
 
 FEW_CLASSES = 4  # of which all subsets are tried
-FEW_HOSTS = 8  # of which some may be left out
-MOST_FLEETS = 64  # of all ways to leave some out
+FEW_HOSTS = 8  # of a kind: one more or less may matter
+MOST_FLEETS = 64  # ways to leave devices out: up to so many all are tried
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Fleet:
                 kept[name] = devices
             elif left:
                 kept[name] = tuple(_first(devices, left))
-        there = {host: counts for host, counts in on_host.items() if counts}
-        return Fleet(self.profile, self.everyone, kept, there, self._measured)
+        return Fleet(self.profile, self.everyone, kept, on_host, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
         """Those of `modes` that were measured of each class."""
@@ -138,27 +137,15 @@ def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Dev
             yield device
 
 
-def fleets(profile: Profile, devices: tuple[Device, ...]) -> Iterator[Fleet]:
-    """All devices; where links are stated, and so are known for any devices, also fewer: all ways
-    if there are not too many, else without classes and hosts."""
-    everything = Fleet.of(profile, devices)
-    yield everything
-    if profile.cluster.network is None or profile.network:
-        return
-    every = everything.on_host
-    fewer = _any_fewer(every) if _ways(every) <= MOST_FLEETS else _without_classes_and_hosts(every)
-    seen = {_key(every)}
-    for some in fewer:
-        on_host = {host: some[host] for host in every if some.get(host)}
-        if on_host and _key(on_host) not in seen:
-            seen.add(_key(on_host))
-            yield everything.only(on_host)
-            if len(seen) > MOST_FLEETS:
-                return
-
-
-def _key(on_host: OnHosts) -> frozenset[tuple[str, tuple[tuple[str, int], ...]]]:
-    return frozenset((host, tuple(sorted(counts.items()))) for host, counts in on_host.items())
+def fewer(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
+    """Fleets with some devices left out, and whether these are all that there are. None where links
+    were measured, for they are known of all devices only."""
+    on_host = fleet.on_host
+    if fleet.profile.cluster.network is None or fleet.profile.network:
+        return iter(()), True
+    every = _ways(on_host) <= MOST_FLEETS
+    some = _any_fewer(on_host) if every else _much_fewer(on_host)
+    return (fleet.only(counts) for counts in some if counts and counts != on_host), every
 
 
 def _alike(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
@@ -188,36 +175,38 @@ def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
         ]
         ways = combinations_with_replacement(of_one, len(hosts))
         of_kinds.append([dict(zip(hosts, way)) for way in ways])
-    every = [{h: c for way in ways for h, c in way.items()} for ways in product(*of_kinds)]
+    every = [{h: c for way in ways for h, c in way.items() if c} for ways in product(*of_kinds)]
     return sorted(every, key=lambda way: -sum(sum(counts.values()) for counts in way.values()))
 
 
-def _without_classes_and_hosts(on_host: OnHosts) -> Iterator[OnHosts]:
-    """Without some classes; then without some hosts too, few hosts first: one alone needs no links
-    between hosts."""
+def _much_fewer(on_host: OnHosts) -> Iterator[OnHosts]:
+    """Without some classes; then 1, 2, 4, ... hosts of a kind alone, for one needs no links between
+    hosts; then without half of the hosts of a kind, of few without one."""
     names = sorted({name for counts in on_host.values() for name in counts})
-    kept_classes = [frozenset(some) for size in _sizes(names) for some in combinations(names, size)]
-    kept_hosts = [frozenset(on_host)]
-    if len(on_host) <= FEW_HOSTS:
-        fewer = _fewer_hosts(on_host)
-        kept_hosts += sorted(fewer, key=lambda some: (len(some), sorted(some)))
-    for hosts, classes in product(kept_hosts, kept_classes):
-        yield {
-            host: {name: n for name, n in counts.items() if name in classes}
-            for host, counts in on_host.items()
-            if host in hosts
-        }
+    for size in _sizes(names):
+        for some in combinations(names, size):
+            yield _of_classes(on_host, frozenset(some))
+    kinds = list(_alike(on_host).values())
+    for hosts in kinds:
+        for exponent in range(len(hosts).bit_length()):
+            yield {host: on_host[host] for host in hosts[: 2**exponent]}
+    for hosts in kinds:
+        half = len(hosts) // 2
+        for gone in {1, half} if len(hosts) <= FEW_HOSTS else {half}:
+            left = on_host.keys() - set(hosts[len(hosts) - gone :])
+            yield {host: on_host[host] for host in on_host if host in left}
+
+
+def _of_classes(on_host: OnHosts, classes: frozenset[str]) -> OnHosts:
+    """The devices of these classes."""
+    counts = {
+        host: {name: n for name, n in of_host.items() if name in classes}
+        for host, of_host in on_host.items()
+    }
+    return {host: of_host for host, of_host in counts.items() if of_host}
 
 
 def _sizes(names: Sequence[str]) -> Iterable[int]:
-    """How many classes are kept: any number of few, else all, all but one, and one."""
-    every = range(len(names), 0, -1)
-    return every if len(names) <= FEW_CLASSES else (len(names), len(names) - 1, 1)
-
-
-def _fewer_hosts(on_host: OnHosts) -> Iterator[frozenset[str]]:
-    """Some of the hosts; of those that are alike the first ones."""
-    kinds = _alike(on_host)
-    for counts in product(*(range(len(hosts) + 1) for hosts in kinds.values())):
-        if 0 < sum(counts) < len(on_host):
-            yield frozenset(h for n, hosts in zip(counts, kinds.values()) for h in hosts[:n])
+    """How many classes are kept: any number of few, else all but one, and one."""
+    every = range(len(names) - 1, 0, -1)
+    return every if len(names) <= FEW_CLASSES else (len(names) - 1, 1)

@@ -10,7 +10,7 @@ rounding of a cut to whole elements, but for the gap that it states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from gpumix.cost.curves import IntArray
 from gpumix.cost.time import exposed_seconds, optimizer_seconds
 from gpumix.planner.balance import parts
 from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
-from gpumix.planner.fleet import Fleet, fleets
+from gpumix.planner.fleet import Fleet, fewer
 from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
@@ -81,7 +81,7 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
     best = _Best(paces or Paces(profile, batch), float("inf"))
-    best.of(fleets(profile, devices), request.space)
+    best.of(Fleet.of(profile, devices), request.space)
     if best.solution is None:
         raise no_room(profile, devices, request.space, batch)
     return _plan(best.solution, batch, best.bound_s)
@@ -100,7 +100,7 @@ def least_step_s(
         InputError: the request names devices that the profile does not know.
     """
     best = _Best(paces, below_s)
-    best.of(fleets(profile, ranked_devices(profile, request)), request.space)
+    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
     return None if best.solution is None else best.solution.step_s
 
 
@@ -111,28 +111,36 @@ class _Best:
         self.solution: Solution | None = None
         self.bound_s = float("inf")
         self._place = 0  # of the solution among all settings
+        self._places = 0  # settings so far
+        self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
         self._paces = paces
         self._below_s = below_s  # what takes longer is of no interest
 
-    def of(self, fleets: Iterable[Fleet], space: Space) -> None:
-        """Try all settings of each fleet, those first that promise most, until no other can be
-        faster; the first fleet has all classes."""
-        speeds: dict[str, float] = {}  # samples a second of a device, whatever links there are
-        place = 0
-        for fleet in fleets:
-            if speeds and self._too_slow(fleet, speeds):
-                continue
-            searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
-            speeds = speeds or _speeds(searches)
-            self._try(searches, place)
-            place += len(searches)
+    def of(self, everything: Fleet, space: Space) -> None:
+        """Try all settings of all devices; then of fewer ones, of which those that are faster are
+        where to go on from."""
+        self._try(everything, space)
+        base, complete = everything, False
+        while not complete:
+            before = self.solution
+            some, complete = fewer(base)
+            for fleet in some:
+                if not self._too_slow(fleet):
+                    self._try(fleet, space)
+            if self.solution is None or self.solution is before:
+                return
+            base = self.solution.setting.fleet
 
-    def _too_slow(self, fleet: Fleet, speeds: Mapping[str, float]) -> bool:
+    def _too_slow(self, fleet: Fleet) -> bool:
         """Whether these devices cannot compute the batch in time."""
-        speed = sum(len(devices) * speeds[name] for name, devices in fleet.classes.items())
+        speed = sum(len(devices) * self._speeds[name] for name, devices in fleet.classes.items())
         return speed > 0 and self._paces.batch / speed > self._step_s
 
-    def _try(self, searches: Sequence[_Search], first: int) -> None:
+    def _try(self, fleet: Fleet, space: Space) -> None:
+        """All settings of one fleet, those first that promise most, until no other is faster."""
+        searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
+        self._speeds = self._speeds or _speeds(searches)
+        first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             below_s = self._step_s

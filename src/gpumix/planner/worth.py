@@ -86,10 +86,12 @@ class Worths:
 
 
 def _more(devices: tuple[Device, ...], name: str, count: int) -> Iterator[Device]:
-    """One more beside those that there are, or more hosts like the first that has any."""
+    """One more beside those that there are, or more hosts like the first that has any; where all
+    devices stand on one host, the new ones do too."""
     on_host = Counter(d.host for d in devices if d.device_class == name)
     host, size = min(on_host.items())
-    new = [host] if count == 1 else [f"new-host-{k}" for k in range(ceil(count / size))]
-    for host in new:
-        for ordinal in range(1 if count == 1 else size):
+    there = count == 1 or len({d.host for d in devices}) == 1
+    new = [(host, count)] if there else [(f"new-host-{k}", size) for k in range(ceil(count / size))]
+    for host, number in new:
+        for ordinal in range(number):
             yield Device(id=f"new {host} {ordinal}", device_class=name, host=host, ordinal=ordinal)

@@ -146,7 +146,7 @@ def mixing(found: Mixing) -> str:
     if found.pays:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
         if found.speedup is None:
-            return f"mixing pays: no class could train this alone{more}"
+            return f"mixing pays: no class alone could train this batch{more}"
         return (
             f"mixing pays: {found.speedup:.2f} times as fast as only {found.best_class}, the best "
             f"single class{more}"
@@ -177,8 +177,9 @@ def _gap(expected: Prediction) -> str:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
     if gap < 1e-6:
-        return "; no plan takes less"
-    return f"; no plan takes less than {show_seconds(expected.bound_s)} ({gap:.2%} less)"
+        return "; no plan for the devices that take part takes less"
+    bound = show_seconds(expected.bound_s)
+    return f"; no plan for the devices that take part takes less than {bound} ({gap:.2%} less)"
 
 
 def _how(plan: Plan) -> str:
