@@ -83,6 +83,14 @@ def test_the_table_says_that_it_is_an_estimate_and_what_of():
     assert gpumix("plan", "--cluster", CARDS, *SMALL).stdout == ""
 
 
+def test_cards_that_are_slow_in_a_precision_are_named():
+    cluster = ("--cluster", "2x v100-16gb-pcie, 1x rtx3090", *SMALL)
+    assert "v100-16gb-pcie: slow in bf16; see --precision fp16" in gpumix("plan", *cluster).stderr
+    half = gpumix("plan", *cluster, "--precision", "fp16").stderr
+    assert "fp16, AdamW" in half
+    assert "slow in" not in half
+
+
 def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
     plan = planned(job, "--cluster", CARDS)
     assert (plan.sequence_length, plan.global_batch, plan.compute_dtype) == (128, 8, "fp32")
@@ -138,6 +146,11 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "t4", "--model", "900T"), "no model of 900000 G parameters"),
         (("--cluster", "t4", "--model", "0B"), "no model of 0 G parameters"),
         (("--cluster", "t4", "--strategy", "best"), "no strategy 'best'"),
+        (("--cluster", "t4, mi300x"), "t4 and mi300x cannot train together"),
+        (
+            ("--cluster", "t4", "--model", "1B", "--sequence-length", "1000000000000"),
+            "one sample of this model would take",
+        ),
     ],
 )
 def test_a_wrong_question_is_one_error(arguments, said):
@@ -182,7 +195,8 @@ def test_each_change_and_all_together(from_profile):
     changes = ("--add", "2x quick", "--add", "t4", "--remove", "tardy", "--network", "pcie4")
     found = outlooks(*from_profile, *changes)
     assert [o["change"] for o in found] == [
-        "now", "add 2x quick", "add t4", "remove tardy", "network pcie4", "all together",
+        "now", "add 2x quick", "add t4", "remove tardy",
+        "network pcie4 inside the host", "all together",
     ]  # fmt: skip
     assert [o["devices"] for o in found] == [
         {"quick": 2, "tardy": 1},
@@ -227,6 +241,13 @@ def test_prices_in_json(from_profile):
     assert then["price_per_billion_tokens"] == pytest.approx(4.75 / 3600 * seconds)
 
 
+def test_new_cards_are_said_to_stand_on_a_host_where_there_are_several():
+    asked = ("--cluster", "2x rtx3090; 2x rtx3090", "--between", "100GbE", *SMALL)
+    _, like, other = outlooks(*asked, "--add", "rtx3090", "--add", "p40")[:3]
+    assert like["change"] == "add rtx3090 on host-0"
+    assert other["change"] == "add p40 on new-host"
+
+
 def test_of_an_estimate(job):
     asked = ("--cluster", "2x rtx3090; 2x p40", "--between", "10GbE", "--network", "100GbE")
     for question in ((*asked, *SMALL), (job, *asked)):
@@ -247,6 +268,10 @@ def test_of_an_estimate(job):
         (("--remove", "0x quick"), "'0x quick' is not a number of cards"),
         (("--remove", "9x quick"), "only 2 devices of class 'quick'"),
         (("--remove", "quick", "--remove", "tardy"), "no device is left"),
+        (
+            ("--remove", "quick", "--remove", "1x quick"),
+            "remove 1x quick is not possible after the other changes: there is no class",
+        ),
         (("--network", "0 GB/s"), "--network: a link must move more than 0"),
         (("--network", "fast"), "--network: 'fast' is not a link"),
         (("--between", "25GbE", "--add", "t4"), "--between has no effect without --cluster"),

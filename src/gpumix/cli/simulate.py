@@ -68,6 +68,7 @@ def simulate(
             asked,
             sequence_length=planned.sequence_length,
             global_batch=planned.global_batch,
+            precision=planned.compute_dtype,
         )
     if profile is None and job is None and cluster is None:
         profile = _beside(plan)

@@ -19,6 +19,7 @@ import typer
 
 from gpumix.cli.common import Overrides
 from gpumix.spec.errors import InputError
+from gpumix.spec.units import LARGEST_BATCH
 
 if TYPE_CHECKING:
     from gpumix.planner.base import PlanRequest
@@ -33,7 +34,7 @@ ClusterText = Annotated[
     typer.Option(
         "--cluster",
         help='Estimate for cards that need not be here: "4x rtx3090, 2x p40"; hosts are separated '
-        'by semicolons, or repeated: "2 hosts of 8x a100-80gb-sxm".',
+        'by semicolons; "2 hosts of 8x a100-80gb-sxm" are two alike.',
     ),
 ]
 NetworkText = Annotated[
@@ -79,6 +80,7 @@ class Asked:
     model: str | None = None
     sequence_length: int | None = None
     global_batch: int | None = None
+    precision: ComputeDtype | None = None
     techniques: Literal["engine", "all"] = "engine"
     as_json: bool = False
     measures: bool = True
@@ -127,23 +129,27 @@ class Asked:
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
+        from gpumix.hardware.describe import slow_in
         from gpumix.hardware.estimate import ADAMW_STATE_BYTES
 
         model = self.model or MODEL
         length = self.sequence_length or SEQUENCE_LENGTH
         batch = self.global_batch or GLOBAL_BATCH
+        precision = self.precision or PRECISION
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
-            profile = self._estimate(config, length, PRECISION, ADAMW_STATE_BYTES)
+            profile = self._estimate(config, length, precision, ADAMW_STATE_BYTES)
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
-            made = llama_shaped(float(size[1]) * scale).model(length, PRECISION, model)
-            profile = self._profile(made, length, PRECISION, ADAMW_STATE_BYTES)
+            made = llama_shaped(float(size[1]) * scale).model(length, precision, model)
+            profile = self._profile(made, length, precision, ADAMW_STATE_BYTES)
         note = (
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
-            f"sample, {batch} samples a step, {PRECISION}, AdamW"
+            f"sample, {batch} samples a step, {precision}, AdamW"
         )
+        if slow := slow_in(profile.cluster, precision):
+            note += f"\n{', '.join(slow)}: slow in {precision}; see --precision fp16"
         return Source(profile, self._request(batch), "optimal", note)
 
     def _estimate(
@@ -178,6 +184,7 @@ class Asked:
             "--model": self.model,
             "--sequence-length": self.sequence_length,
             "--global-batch": self.global_batch,
+            "--precision": self.precision,
         }
         named = [name for name, value in given.items() if value is not None]
         if self.job is None and self.cluster is None:
@@ -247,7 +254,13 @@ def _options(
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option("--global-batch", min=1, help="Without a job: samples per step."),
+        typer.Option(
+            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step."
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option("--precision", help="Without a job: what is computed in; bf16 by default."),
     ] = None,
     techniques: Annotated[
         Literal["engine", "all"],

@@ -64,19 +64,38 @@ def _variants(
 
     changes = [(f"add {text}", added, text) for text in add]
     changes += [(f"remove {text}", removed, text) for text in remove]
-    changes += [(f"network {network}", relinked, network)] if network is not None else []
+    several = len({d.host for d in profile.cluster.devices}) > 1
+    place = "" if several else " inside the host"
+    changes += [(f"network {network}{place}", relinked, network)] if network is not None else []
     if not changes:
         raise InputError(
             "there is nothing to change", fix="give --add 2xa6000, --remove p40 or --network 25GbE"
         )
     variants = [("now", profile)]
-    variants += [(name, change(profile, text)) for name, change, text in changes]
+    for name, change, text in changes:
+        changed = change(profile, text)
+        variants.append((f"{name}{_where(profile, changed)}", changed))
     if len(changes) > 1:
         together = profile
-        for _, change, text in changes:
-            together = change(together, text)
+        for name, change, text in changes:
+            try:
+                together = change(together, text)
+            except InputError as error:
+                raise InputError(
+                    f"{name} is not possible after the other changes: {error.what}",
+                    why=error.why,
+                    fix="give fewer changes at once",
+                ) from error
         variants.append(("all together", together))
     return variants
+
+
+def _where(before: Profile, after: Profile) -> str:
+    """The host of new devices, where there are several."""
+    known = {d.id for d in before.cluster.devices}
+    new = sorted({d.host for d in after.cluster.devices if d.id not in known})
+    several = len({d.host for d in after.cluster.devices}) > 1
+    return f" on {', '.join(new)}" if new and several else ""
 
 
 def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:

@@ -15,6 +15,7 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.profile import ModelProfile, RootUnit, UnitKind
+from gpumix.spec.units import LARGEST, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
 GATED = (
@@ -290,6 +291,16 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def _line(per_sample: float, start: float = 0.0) -> Curve:
-    """Bytes that grow evenly with samples."""
-    sizes = (1.0, float(MOST_SAMPLES))
+    """Bytes that grow evenly with samples.
+
+    Raises:
+        InputError: one sample takes more than any device could ever have.
+    """
+    most = (LARGEST - start) / per_sample if per_sample > 0 else MOST_SAMPLES
+    if most < 1:
+        raise InputError(
+            f"one sample of this model would take {show_bytes(int(start + per_sample))}",
+            fix="shorten the sequence, or choose a smaller model",
+        )
+    sizes = (1.0, min(most, float(MOST_SAMPLES))) if most > 1 else (1.0,)
     return Curve(sizes=sizes, values=tuple(start + per_sample * n for n in sizes))

@@ -7,7 +7,7 @@ one. Hosts need a link that is stated; inside a host the cards' own links serve.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -89,6 +89,7 @@ def cluster(
         )
     between = None if network is None else _link(network, option)
     known = {c.card.name: c.card for host in hosts for c in host}
+    check_vendors(known.values())
     if sum(c.count for host in hosts for c in host) > MOST_DEVICES:
         raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
     return Cluster(
@@ -96,6 +97,27 @@ def cluster(
         devices=tuple(_devices(hosts)),
         network=network_of(list(known.values()), between),
     )
+
+
+def check_vendors(known: Iterable[Card]) -> None:
+    """Refuse cards whose collectives do not understand each other.
+
+    Raises:
+        InputError: there are cards of both vendors.
+    """
+    by_vendor = {card.vendor: card.name for card in known}
+    if len(by_vendor) > 1:
+        raise InputError(
+            f"{by_vendor['nvidia']} and {by_vendor['amd']} cannot train together",
+            why="NCCL of NVIDIA and RCCL of AMD form no common group",
+            fix="plan for the cards of each vendor alone",
+        )
+
+
+def slow_in(cluster: Cluster, dtype: ComputeDtype) -> list[str]:
+    """Classes of the catalogue that compute fp16 faster than this."""
+    cards = [find(c.name) for c in cluster.classes]
+    return [c.name for c in cards if flops_per_s(c, "fp16") > flops_per_s(c, dtype)]
 
 
 def device_class(card: Card, dtype: ComputeDtype) -> DeviceClass:

@@ -12,7 +12,7 @@ from math import exp, log
 
 from gpumix.cost.curves import seconds_at
 from gpumix.hardware.catalogue import Card, find
-from gpumix.hardware.describe import counted, device_class, links_inside
+from gpumix.hardware.describe import check_vendors, counted, device_class, links_inside
 from gpumix.hardware.estimate import estimate_class, rescaled
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
@@ -121,6 +121,8 @@ def _with_class(profile: Profile, new: Card) -> Profile:
             "real cards cannot join emulated devices",
             fix="add devices of the classes that there are, or plan for --cluster",
         )
+    others = (_card(c) for c in profile.cluster.classes)
+    check_vendors([new, *(card for card in others if card is not None)])
     model, dtype = profile.model, profile.compute_dtype
     made = device_class(new, dtype)
     estimate = estimate_class(

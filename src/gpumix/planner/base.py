@@ -19,13 +19,16 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.units import LARGEST_BATCH
 
 
 class PlanRequest(Value):
     """What is to be planned: a global batch over `devices` (ids; all of the cluster if empty), with
     the techniques of `space`."""
 
-    global_batch: int = Field(gt=0, description="samples per step over all devices")
+    global_batch: int = Field(
+        gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
+    )
     devices: tuple[str, ...] = ()
     space: Space = ENGINE
 

@@ -17,6 +17,7 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.reasons import Worth
 from gpumix.spec.space import Space
 
+FEW_CLASSES = 3
 ONE_IN = 64  # devices: what a single one adds to more than these is lost in the search's own gap
 
 
@@ -24,8 +25,8 @@ ONE_IN = 64  # devices: what a single one adds to more than these is lost in the
 class Worths:
     """What classes are worth to a cluster, the optimal plan of which is `best`.
 
-    Of many devices, plans with the ZeRO stage and the sharding of the best are looked at first; all
-    others only where none of them fits.
+    Of many devices or classes, plans with the ZeRO stage and the sharding of the best are looked at
+    first; all others only where none of them fits.
     """
 
     profile: Profile
@@ -49,7 +50,8 @@ class Worths:
     def _near(self) -> Space:
         """The space of plans that are looked at first."""
         space, best = self.request.space, self.best
-        if len(self._devices) <= ONE_IN:
+        classes = {d.device_class for d in self._devices}
+        if len(self._devices) <= ONE_IN and len(classes) <= FEW_CLASSES:
             return space
         like = {"zero_stages": (best.zero_stage,), "shardings": (best.sharding,)}
         return space.model_copy(update=like)

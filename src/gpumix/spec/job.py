@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import ComputeDtype
-from gpumix.spec.units import Seconds
+from gpumix.spec.units import LARGEST_BATCH, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
@@ -184,7 +184,9 @@ class Job(Value):
         default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
     )
     sequence_length: int = Field(gt=1, description="tokens in a sample")
-    global_batch: int = Field(gt=0, description="samples per step over all devices")
+    global_batch: int = Field(
+        gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
+    )
     steps: int = Field(gt=0, description="steps of the whole run, those before a resume included")
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
     schedule: ScheduleSpec = Field(

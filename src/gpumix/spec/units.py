@@ -39,6 +39,7 @@ def _parse_bytes(value: object) -> object:
 
 # Nothing has more than this, and up to it floats tell all whole numbers apart.
 LARGEST = 2**53
+LARGEST_BATCH = 2**20  # samples of a step
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=LARGEST)]

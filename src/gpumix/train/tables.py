@@ -114,7 +114,7 @@ def why(plan: Plan) -> list[str]:
     if plan.reasons is None or plan.prediction is None:
         return []
     expected, reasons = plan.prediction, plan.reasons
-    lines = [] if reasons.mixing is None else [mixing(reasons.mixing)]
+    lines = [] if reasons.mixing is None else [mixing(reasons.mixing, plan.strategy)]
     if reasons.hosts_left_out:
         named = _few("hosts", reasons.hosts_left_out)
         lines.append(f"{named} left out: the links between hosts would cost more than they give")
@@ -140,8 +140,8 @@ def _few(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
 
 
-def mixing(found: Mixing) -> str:
-    """Whether mixing pays, in one line."""
+def mixing(found: Mixing, strategy: str = "optimal") -> str:
+    """Whether mixing pays, in one line, as this strategy mixes."""
     left_out = ", ".join(found.left_out)
     if found.pays:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
@@ -157,6 +157,11 @@ def mixing(found: Mixing) -> str:
             "than they give"
         )
     assert found.speedup is not None
+    if strategy != "optimal":
+        return (
+            f"mixing does not pay as '{strategy}' does it: only {found.best_class} takes "
+            f"{found.speedup:.0%} of the time; see `--strategy optimal`"
+        )
     return (
         f"mixing does not pay: only {found.best_class} takes {found.speedup:.0%} of the time; give "
         "the job a cluster of that class"
