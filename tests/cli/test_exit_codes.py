@@ -114,6 +114,7 @@ def test_a_profile_of_other_work_is_told(planned, change):
     ("change", "said"),
     [
         ("cluster=[{class: big, accelerator: cpu, memory: 64 MiB}]", "of another cluster"),
+        ("model.arguments={wide: 1}", "of another model than the job's"),
         ("optimizer={name: sgd}", "of bytes of optimizer state an element 8, the job has 0"),
     ],
 )

@@ -47,7 +47,8 @@ BetweenText = Annotated[
 ModelText = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Without a job: a size such as 7B (Llama-shaped), or a config.json."
+        "--model",
+        help="Without a job: a size such as 7B (Llama-shaped), or a config.json; 1B by default.",
     ),
 ]
 
@@ -118,7 +119,7 @@ class Asked:
             return self._estimate(config, job.sequence_length, job.precision, state), ""
         if self.profile is not None:
             profile = Profile.load(self.profile)
-            _check_profile(profile, job, self.profile)
+            _check_profile(profile, job, self.profile, path.absolute().parent)
             return profile, ""
         found = cached(path, job)
         if found is None and not self.measures:
@@ -250,12 +251,12 @@ def _options(
     model: ModelText = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample."),
+        typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample; 2048."),
     ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(
-            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step."
+            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step; 128."
         ),
     ] = None,
     precision: Annotated[
@@ -291,15 +292,21 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            "cannot read the model's configuration", where=str(path), why=str(error)
+            "cannot read the model's configuration",
+            where=str(path),
+            why=str(error),
+            fix="give a config.json; without a job a size does too, such as 7B",
         ) from error
     if not isinstance(config, dict):
         raise InputError("this is no configuration of a model", where=str(path))
     return config
 
 
-def _check_profile(profile: Profile, job: Job, path: Path) -> None:
-    """What is planned must be what is trained; the model itself is compared when it is built."""
+def _check_profile(profile: Profile, job: Job, path: Path, folder: Path) -> None:
+    """What is planned must be what is trained; a model that no job named is compared when it is
+    built."""
+    from gpumix.profiler.cache import model_hash
+
     fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
     for what, found, wanted in (
         ("sequence_length", profile.sequence_length, job.sequence_length),
@@ -316,6 +323,8 @@ def _check_profile(profile: Profile, job: Job, path: Path) -> None:
                 where=str(path),
                 fix=fix,
             )
+    if profile.job_model not in ("", model_hash(job, folder)):
+        raise InputError("the profile is of another model than the job's", where=str(path), fix=fix)
     if job.cluster not in ("auto", profile.cluster):
         raise InputError(
             "the profile is of another cluster than the job's", where=str(path), fix=fix

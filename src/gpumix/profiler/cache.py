@@ -50,6 +50,7 @@ class MeasurementCache:
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
         self._job = job
         self._cluster = cluster
+        self._folder = folder
         self._where = job.profile.cache or cache_folder() / "profiles"
         self._work = work_key(job, folder)
 
@@ -75,7 +76,12 @@ class MeasurementCache:
         found = {name: m for name, m in classes.items() if m is not None}
         if links is None or len(found) < len(classes):
             return None
-        return assemble(self._job.sequence_length, self._job.precision, self._cluster, found, links)
+        job = self._job
+        return self.named(assemble(job.sequence_length, job.precision, self._cluster, found, links))
+
+    def named(self, profile: Profile) -> Profile:
+        """The profile with the model that it is of."""
+        return profile.model_copy(update={"job_model": model_hash(self._job, self._folder)})
 
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Keep measurements, by class name; None keeps the links that are there."""
@@ -160,14 +166,11 @@ def _upper(widest: Curve, curves: list[Curve]) -> Curve:
 
 def work_key(job: Job, folder: Path) -> dict[str, object]:
     """What a measurement depends on besides the device."""
-    model = job.model.model_dump(mode="json", exclude={"weights"})
-    if isinstance(job.model.config, Path):
-        model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
     return {
         "gpumix": _own_code(),
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
-        "model": model,
+        "model": _model(job, folder),
         "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
         "tokenizer": str(job.tokenizer),
@@ -176,6 +179,18 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "precision": job.precision,
         "optimizer": (job.optimizer.name, job.optimizer.momentum > 0),
     }
+
+
+def model_hash(job: Job, folder: Path) -> str:
+    """What tells the models of two jobs apart, without building them."""
+    return _hash([_model(job, folder), code_of_factory(job.model.factory, folder)])
+
+
+def _model(job: Job, folder: Path) -> dict[str, object]:
+    model: dict[str, object] = job.model.model_dump(mode="json", exclude={"weights"})
+    if isinstance(job.model.config, Path):
+        model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
+    return model
 
 
 @functools.cache

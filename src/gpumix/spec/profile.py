@@ -192,6 +192,9 @@ class Profile(Document):
         "longer than the longer one: 0 is a perfect overlap, 1 is none",
     )
     seconds_spent: float = Field(default=0.0, ge=0)
+    job_model: str = Field(
+        default="", description="hash of what the job says of its model; empty without a job"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -34,16 +34,17 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             budget_s=job.profile.budget,
             units=job.model.units,
         )
+        cache = MeasurementCache(job, task.cluster, task.folder)
         profiler = ClusterProfiler(
             subject,
             task.cluster,
             ranks=context.ranks,
             devices=devices,
             runtime=context.runtime,
-            cache=MeasurementCache(job, task.cluster, task.folder),
+            cache=cache,
             fresh=fresh,
         )
-        return profiler.run(stderr().print)
+        return cache.named(profiler.run(stderr().print))
 
 
 def _model_to_measure(task: Task) -> nn.Module:
