@@ -113,7 +113,7 @@ def sweep(
         found.points.append(point)
         spoiled = f", after {point.overruns} overruns" if point.overruns else ""
         progress(
-            f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample{spoiled}"
+            f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample of one block{spoiled}"
         )
         now = time.perf_counter()
         if _saturated(found.points):
