@@ -112,9 +112,8 @@ def sweep(
             continue
         found.points.append(point)
         spoiled = f", after {point.overruns} overruns" if point.overruns else ""
-        progress(
-            f"micro-batch {size}: {point.seconds_per_sample() * 1e3:.2f} ms per sample of one block{spoiled}"
-        )
+        taken = f"{point.seconds_per_sample() * 1e3:.2f} ms per sample of one block"
+        progress(f"micro-batch {size}: {taken}{spoiled}")
         now = time.perf_counter()
         if _saturated(found.points):
             break
