@@ -7,7 +7,7 @@ at every choice of a device class at once and the prediction of one plan uses th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -109,12 +109,12 @@ class MicroBatches:
     def smallest_seconds(self, curve: Curve) -> FloatArray:
         """Seconds of the smallest micro-batch."""
         at = partial(seconds_at, curve)
-        return self._once("smallest", curve, lambda: next(self._each(at, self.smallest)))
+        return self._once("smallest", curve, lambda: self._looked_up(at)(self.smallest))
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
         """Seconds of the largest micro-batch."""
         at = partial(seconds_at, curve)
-        return self._once("longest", curve, lambda: next(self._each(at, self.size)))
+        return self._once("longest", curve, lambda: self._looked_up(at)(self.size))
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Bytes of all micro-batches together."""
@@ -123,19 +123,19 @@ class MicroBatches:
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Bytes of the largest micro-batch: they run one after the other."""
         at = partial(bytes_at, curve)
-        return self._once("largest", curve, lambda: next(self._each(at, self.size)))
+        return self._once("largest", curve, lambda: self._looked_up(at)(self.size))
 
     def over_all(self, value_at: ValuesAt) -> FloatArray:
         """Sum over micro-batches of the value at each size."""
-        of_size, of_rest = self._each(value_at, self.size, self.rest)
-        return self.full * of_size + of_rest
+        at = self._looked_up(value_at)
+        return self.full * at(self.size) + at(self.rest)
 
-    def _each(self, value_at: ValuesAt, *sizes: IntArray) -> Iterator[FloatArray]:
-        """The value at each of `sizes`; looked up where they are many of few."""
-        if self._most < self.size.size:
-            table = value_at(np.arange(self._most + 1))
-            return (table[some] for some in sizes)
-        return (value_at(some) for some in sizes)
+    def _looked_up(self, value_at: ValuesAt) -> ValuesAt:
+        """The same values, from a table where many are asked for of few sizes."""
+        if self._most >= self.size.size:
+            return value_at
+        table = value_at(np.arange(self._most + 1))
+        return lambda sizes: table[sizes]
 
     @cached_property
     def _most(self) -> int:

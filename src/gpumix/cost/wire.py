@@ -105,7 +105,7 @@ class Stated:
         Raises:
             InputError: no link is stated between some of them.
         """
-        kinds = Counter(tuple(sorted(counts.items())) for counts in on_host.values())
+        kinds = {kind: len(hosts) for kind, hosts in like_hosts(on_host).items()}
         inside = []
         for kind in kinds:
             count = sum(n for _, n in kind)
@@ -200,6 +200,14 @@ def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
     for (host, name), count in Counter(places).items():
         found.setdefault(host, {})[name] = count
     return found
+
+
+def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
+    """Hosts by the devices that they have."""
+    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for host in sorted(on_host):
+        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
+    return kinds
 
 
 def wire_for(profile: Profile, on_host: OnHosts) -> Wire:

@@ -9,7 +9,7 @@ from itertools import combinations, combinations_with_replacement, product
 from math import comb, prod
 
 from gpumix.cost.time import can
-from gpumix.cost.wire import OnHosts, Remembered, Wire, on_hosts, wire_for
+from gpumix.cost.wire import OnHosts, Remembered, Wire, like_hosts, on_hosts, wire_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Mode
 from gpumix.spec.profile import Profile
@@ -115,16 +115,13 @@ class Fleet:
     def by_host(self) -> tuple[Pool, ...]:
         """A pool for each host, the kinds by the names of their classes; hosts with as many devices
         of each class are alike."""
-        on_host: dict[str, dict[str, list[Device]]] = {host: {} for host in sorted(self.on_host)}
+        there: dict[tuple[str, str], list[Device]] = {}
         for name, devices in self.classes.items():
             for device in devices:
-                on_host[device.host].setdefault(name, []).append(device)
-        kinds: dict[tuple[tuple[str, int], ...], list[dict[str, list[Device]]]] = {}
-        for classes in on_host.values():
-            kinds.setdefault(tuple((n, len(ds)) for n, ds in classes.items()), []).append(classes)
+                there.setdefault((device.host, name), []).append(device)
         return tuple(
-            Pool(tuple((name, tuple(tuple(host[name]) for host in hosts)) for name, _ in kind))
-            for kind, hosts in sorted(kinds.items())
+            Pool(tuple((n, tuple(tuple(there[host, n]) for host in hosts)) for n, _ in kind))
+            for kind, hosts in sorted(like_hosts(self.on_host).items())
         )
 
 
@@ -148,18 +145,10 @@ def fewer(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
     return (fleet.only(counts) for counts in some if counts and counts != on_host), every
 
 
-def _alike(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
-    """Hosts by the devices that they have."""
-    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for host in sorted(on_host):
-        kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
-    return kinds
-
-
 def _ways(on_host: OnHosts) -> int:
     """In how many ways devices may be left out; hosts that are alike count once."""
     ways = 1
-    for kind, hosts in _alike(on_host).items():
+    for kind, hosts in like_hosts(on_host).items():
         of_one = prod(count + 1 for _, count in kind)
         ways *= comb(of_one + len(hosts) - 1, len(hosts))
     return ways
@@ -168,7 +157,7 @@ def _ways(on_host: OnHosts) -> int:
 def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
     """All ways to leave devices out, those with many devices first."""
     of_kinds = []
-    for kind, hosts in _alike(on_host).items():
+    for kind, hosts in like_hosts(on_host).items():
         of_one = [
             {name: n for (name, _), n in zip(kind, counts) if n}
             for counts in product(*(range(count, -1, -1) for _, count in kind))
@@ -186,7 +175,7 @@ def _much_fewer(on_host: OnHosts) -> Iterator[OnHosts]:
     for size in _sizes(names):
         for some in combinations(names, size):
             yield _of_classes(on_host, frozenset(some))
-    kinds = list(_alike(on_host).values())
+    kinds = list(like_hosts(on_host).values())
     for hosts in kinds:
         for exponent in range(len(hosts).bit_length()):
             yield {host: on_host[host] for host in hosts[: 2**exponent]}

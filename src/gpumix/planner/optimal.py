@@ -213,12 +213,13 @@ class _Search:
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
         least = self.paces.least_seconds(self.setting)
-        near = [least * factor for factor in NEAR if 0 < least * factor < within_s]
-        for limit in (*near, within_s):
+        limits = [least * factor for factor in NEAR if 0 < least * factor < within_s]
+        limits.append(within_s)
+        for limit in limits:
             sizes = every if self._cells(limit) <= FEW_CELLS else _few(largest)
             found = self._among(sizes, limit)
             if found is None:
-                if limit == (*near, within_s)[0] and not may_fit(self.setting, self.batch):
+                if limit == limits[0] and not may_fit(self.setting, self.batch):
                     return None
                 continue
             total = found[1].limits.total_s
