@@ -7,7 +7,8 @@ the values of the model's own initialiser and see the same batches.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +24,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
-from gpumix.spec.plan import Plan, Stage, Worker
-from gpumix.spec.profile import ROOT
+from gpumix.spec.plan import PLAIN, Mode, Plan, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, Architecture, Batch, mean_loss
 
@@ -40,11 +40,14 @@ SMALLEST_GRADIENT = 1e-3
 
 
 class Share(NamedTuple):
-    """One rank's part of a plan; `state` is relative to the other ranks'."""
+    """One rank's part of a plan; `state` is relative to the ranks that divide it with this one."""
 
     samples: int
     micro_batch: int
     state: int
+    mode: Mode = PLAIN
+    kept: int = 0
+    host: str = "localhost"
 
 
 @dataclass
@@ -75,6 +78,7 @@ def plan_for(
     calls: Sequence[str] = (),
     units: Sequence[str] = (),
     length: int = 1,
+    stage: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Plan:
     """A plan of one stage.
@@ -82,16 +86,22 @@ def plan_for(
     Args:
         calls: the order of the unit calls; by default as the units are registered.
         units: as for `prepare`.
+        stage: more fields of the stage.
+        settings: fields of the plan.
     """
     anatomy = dissect(model, units)
-    total = sum(share.state for share in shares)
+    by_host = settings.get("sharding") == "host"
     workers = tuple(
         Worker(
             device=f"d{rank}",
             device_class="cpu",
             samples=share.samples,
             micro_batch=share.micro_batch,
-            state_share=share.state / total,
+            state_share=share.state
+            / sum(s.state for s in shares if s.host == share.host or not by_host),
+            mode=share.mode,
+            kept_graphs=share.kept,
+            host=share.host,
         )
         for rank, share in enumerate(shares)
     )
@@ -101,7 +111,11 @@ def plan_for(
         sequence_length=length,
         global_batch=sum(share.samples for share in shares),
         stages=(
-            Stage(units=tuple(calls) or tuple(u.name for u in anatomy.units), workers=workers),
+            Stage(
+                units=tuple(calls) or tuple(u.name for u in anatomy.units),
+                workers=workers,
+                **(stage or {}),
+            ),
         ),
         **settings,
     )
@@ -197,16 +211,28 @@ def _train_rank(
 
 
 def expected_counts(engine: Engine) -> dict[str, int]:
-    """The collectives of one step, whatever the micro-batches: every run of calls of one unit is
-    gathered forward and backward, the root once; every group that is trained is reduced once."""
-    groups = [(g.label, g.trainable) for g in engine.groups()]
-    runs = [unit for unit, _ in groupby(engine.plan.stages[0].units)]
-    gathers = 2 * sum(label == run for run in runs for label, _ in groups)
-    return {
-        "gather": gathers + sum(label == ROOT for label, _ in groups),
-        "reduce": sum(trainable for _, trainable in groups),
-        "exchange": 1,
-    }
+    """The collectives of a later step, whatever the micro-batches.
+
+    At stage 3 every run of calls of one bucket is gathered forward and backward, but for the last
+    one, which stays between the passes; the root's buckets once. At stages 1 and 2 what is trained
+    is gathered once. Every group that is trained is reduced once, and once more over hosts.
+    """
+    parts, stage = engine._parts, engine.plan.zero_stage
+    trained = sum(len(bucket.trainable) for bucket in parts.buckets)
+    counts = Counter({"exchange": 1})
+    if stage == 0:
+        counts["all_reduce"] = trained
+        return dict(counts)
+    counts["gather"] = counts["reduce"] = trained
+    if stage == 3:
+        called = [parts.units[name].bucket for name in parts.calls]
+        runs = [bucket for bucket, _ in groupby(called)]
+        twice = sum(len(bucket.groups) for bucket in [*runs, *runs[:-1]])
+        roots = (parts.before, parts.throughout, parts.after)
+        counts["gather"] = twice + sum(len(bucket.groups) for bucket in roots)
+    if engine.plan.sharding == "host" and parts.division.copies is not None:
+        counts[parts.division.copies.operation] += trained
+    return dict(counts)
 
 
 Pieces = list[tuple[str, tuple[int, ...], int, Array]]

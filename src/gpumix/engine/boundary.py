@@ -21,8 +21,8 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.glue import hand
+from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
-from gpumix.engine.shards import ShardedUnit
 
 Forward = Callable[..., Any]
 Outputs = tuple[list[Any], TreeSpec]
@@ -55,7 +55,7 @@ class Cut:
         self._inputs, structure = tree_flatten((call.args, call.kwargs))
         self._captured = Captured(call.context)
         self._gradients = call.state.gradients
-        self._run = _Run(
+        self._run = Run(
             unit.name,
             forward or unit.forward,
             call.state,
@@ -64,41 +64,13 @@ class Cut:
             seed,
             structure,
         )
-        self._versions = [t._version for t in self._inputs if isinstance(t, torch.Tensor)]
-        self._refuse_caches()
-        self._refuse_hidden(self._inputs, "is given", lambda t: t.requires_grad)
+        self._versions = versions(self._inputs)
+        refuse_inputs(unit.name, self._inputs)
         # Of a differentiable call, from its forward to its backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
         self._ran: Recomputed[Outputs] | Kept[Outputs] | None = None
-
-    def _refuse_caches(self) -> None:
-        for value in self._inputs:
-            if hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache"):
-                raise ModelError(
-                    f"unit '{self.unit.name}' is given a {type(value).__name__}",
-                    why="a cache remembers the first run of a unit, which is run again in backward",
-                    fix="set `use_cache=False` in the model's configuration",
-                )
-
-    def _refuse_hidden(
-        self, values: list[Any], verb: str, matters: Callable[[torch.Tensor], bool]
-    ) -> None:
-        """Tensors inside of objects that are no pytree cross the cut unseen, and so would not get
-        their gradients."""
-        for value in values:
-            inside = getattr(value, "__dict__", {}).values()
-            if not isinstance(value, torch.Tensor | torch.nn.Module) and any(
-                isinstance(t, torch.Tensor) and matters(t) for t in inside
-            ):
-                kind = type(value).__name__
-                raise ModelError(
-                    f"unit '{self.unit.name}' {verb} tensors inside of a {kind}",
-                    why="gradients cross the boundary in tensors, tuples, lists and dicts only",
-                    fix=f"make it one of those, or register it: "
-                    f"torch.utils._pytree.register_dataclass({kind})",
-                )
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -126,11 +98,11 @@ class Cut:
         given = [hand(t, t) if _wants_gradient(t) else t for t in inputs]
         buffers = BufferCopies(self.unit.with_buffers)
         run = partial(self._run, given)
-        again = partial(_rerun, self._run, inputs, buffers)
+        again = partial(self._run.again, inputs, buffers)
         self._ran = Recomputed(self.unit.name, run, again) if self._recompute else Kept(run)
         outputs, structure = self._ran.forward()
         buffers.keep_changed()
-        self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
+        refuse_outputs(self.unit.name, outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -169,12 +141,7 @@ class Cut:
         return result
 
     def _refuse_writes(self, what: str) -> None:
-        if self._versions != [t._version for t in self._inputs if isinstance(t, torch.Tensor)]:
-            raise ModelError(
-                what,
-                why="the input is needed unchanged to run the unit again in backward",
-                fix="make the operation out of place in the model's code",
-            )
+        refuse_writes(self._inputs, self._versions, what)
 
     def _detached(self) -> list[Any]:
         """The inputs cut off from the model's graph; those that want a gradient may get one."""
@@ -187,7 +154,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """How a unit is run, each time alike.
 
     A graph holds it for its recompute, so it must not hold the cut, which holds the graph: a circle
@@ -205,12 +172,22 @@ class _Run:
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """All that the unit gives, by its result or otherwise, and its structure."""
         self.seed()
-        given = [self._cast(value) for value in inputs]
+        given = [cast(value, self.dtype) for value in inputs]
         with self.state.applied():
             args, kwargs = tree_unflatten(given, self.structure)
             outputs = tree_flatten(self.captured.run(lambda: self.forward(*args, **kwargs)))
         self._refuse_changes(given, (args, kwargs))
         return outputs
+
+    def again(self, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
+        """Run the unit again, as if for the first time: its inputs fresh (a hook that it sets on
+        one must not be there twice), its buffers as they were."""
+        fresh = [
+            t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+            for t in inputs
+        ]
+        with buffers.in_place():
+            return self(fresh)
 
     def _refuse_changes(self, given: list[Any], arguments: Any) -> None:
         """The unit got copies of lists and dicts: what it puts there the model would not see."""
@@ -222,20 +199,62 @@ class _Run:
                 fix="return what is new from the unit",
             )
 
-    def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self.dtype) if floating else value
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in `dtype`; anything else as it is."""
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
 
 
-def _rerun(run: _Run, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
-    """Run a unit again, as if for the first time: its inputs fresh (a hook that it sets on one must
-    not be there twice), its buffers as they were."""
-    fresh = [
-        t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-        for t in inputs
-    ]
-    with buffers.in_place():
-        return run(fresh)
+def versions(values: Sequence[Any]) -> list[int]:
+    """How often each of the tensors among `values` was written into."""
+    return [t._version for t in values if isinstance(t, torch.Tensor)]
+
+
+def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
+    """Raise a ModelError that says `what` if inputs were written into since `before`."""
+    if versions(inputs) != before:
+        raise ModelError(
+            what,
+            why="the input is needed unchanged to run the unit again in backward",
+            fix="make the operation out of place in the model's code",
+        )
+
+
+def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
+    """Raise a ModelError if a unit is given what its boundary cannot take."""
+    for value in inputs:
+        if hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache"):
+            raise ModelError(
+                f"unit '{unit}' is given a {type(value).__name__}",
+                why="a cache remembers the first run of a unit, which is run again in backward",
+                fix="set `use_cache=False` in the model's configuration",
+            )
+    _refuse_hidden(unit, inputs, "is given", lambda t: t.requires_grad)
+
+
+def refuse_outputs(unit: str, outputs: Sequence[Any]) -> None:
+    """Raise a ModelError if a unit returns what its boundary cannot take."""
+    _refuse_hidden(unit, outputs, "returns", torch.Tensor.is_floating_point)
+
+
+def _refuse_hidden(
+    unit: str, values: Sequence[Any], verb: str, matters: Callable[[torch.Tensor], bool]
+) -> None:
+    """Tensors inside of objects that are no pytree cross the boundary unseen, and so would not get
+    their gradients."""
+    for value in values:
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            continue
+        inside = getattr(value, "__dict__", {}).values()
+        if any(isinstance(t, torch.Tensor) and matters(t) for t in inside):
+            kind = type(value).__name__
+            raise ModelError(
+                f"unit '{unit}' {verb} tensors inside of a {kind}",
+                why="gradients cross the boundary in tensors, tuples, lists and dicts only",
+                fix=f"make it one of those, or register it: "
+                f"torch.utils._pytree.register_dataclass({kind})",
+            )
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:

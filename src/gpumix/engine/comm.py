@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
@@ -112,6 +113,18 @@ def reported(label: str) -> Iterator[None]:
         raise CommunicationError(f"the {label} failed", why=lines[0]) from error
 
 
+@dataclass(frozen=True)
+class Borrowed:
+    """A tensor in memory of a pool, until it is given back."""
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    pool: list[torch.Tensor]
+
+    def give_back(self) -> None:
+        self.pool.append(self.memory)
+
+
 class Communicator:
     """The collectives of one group of ranks.
 
@@ -120,6 +133,7 @@ class Communicator:
         rank, world: this rank's number in the group, and the group's size.
         forms: which form each collective takes where shares are unequal.
         device: where the tensors are that are communicated.
+        of: the group that this one is a part of: they count together.
     """
 
     def __init__(
@@ -130,6 +144,7 @@ class Communicator:
         world: int,
         forms: Collectives | None = None,
         device: torch.device | str = "cpu",
+        of: Communicator | None = None,
     ) -> None:
         if world > 1 and group is None:
             raise ValueError("several ranks need a process group")
@@ -137,11 +152,13 @@ class Communicator:
         self.rank = rank
         self.world = world
         self.forms = forms or Collectives()
-        self.counts: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if of is None else of.counts
+        self.bytes: Counter[str] = Counter() if of is None else of.bytes
         self.device = indexed(device)
-        self.clock = WaitClock(self.device)
+        self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
         self.record: Record = SILENT  # of the step under way, where it is traced
+        # Memory for what arrives before it is where it belongs, kept for the next collective.
+        self._pool: list[torch.Tensor] = []
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
@@ -200,7 +217,8 @@ class Communicator:
     def _start_padded_gather(
         self, full: torch.Tensor, parts: list[torch.Tensor], label: str
     ) -> Pending:
-        rows = full.new_empty(self.world, self._padded_length(parts))
+        room = self.borrow(full, self.world, self._padded_length(parts))
+        rows = room.tensor
         mine = rows[self.rank].clone() if self.on_gloo else rows[self.rank]  # NCCL gathers in place
         mine[: len(parts[self.rank])] = parts[self.rank]
         work = _all_gather_single(rows.view(-1), mine, self.group)
@@ -209,7 +227,7 @@ class Communicator:
             for owner, part in enumerate(parts):
                 if owner != self.rank:
                     part.copy_(rows[owner, : len(part)])
-            rows.untyped_storage().resize_(0)
+            room.give_back()
 
         return Pending([work], label, self.clock, finish)
 
@@ -250,9 +268,9 @@ class Communicator:
         if form == "native" and self.on_gloo:
             form = "all_to_all"
         if form == "all_to_all":
-            received = full.new_empty(mine.numel() * self.world)
+            room = self.borrow(full, self.world, mine.numel())
             work = dist.all_to_all_single(
-                received,
+                room.tensor.view(-1),
                 full,
                 output_split_sizes=[mine.numel()] * self.world,
                 input_split_sizes=[p.numel() for p in parts],
@@ -261,9 +279,8 @@ class Communicator:
             )
 
             def finish() -> None:
-                deliver(received.view(self.world, mine.numel()))
-                # At once: the backend's thread may hold the tensor for a moment longer.
-                received.untyped_storage().resize_(0)
+                deliver(room.tensor)
+                room.give_back()
 
             return Pending([work], label, self.clock, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
@@ -282,25 +299,99 @@ class Communicator:
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
-        rows = full.new_empty(self.world, self._padded_length(parts))
+        length = self._padded_length(parts)
+        room = self.borrow(full, self.world + 1, length)
+        rows, mine = room.tensor[:-1], room.tensor[-1]
         for owner, part in enumerate(parts):
             rows[owner, : len(part)] = part
-        mine = rows.new_empty(rows.shape[1])
         work = _reduce_scatter_single(mine, rows.view(-1), self.group)
 
         def finish() -> None:
-            rows.untyped_storage().resize_(0)
             deliver(mine[None, : len(parts[self.rank])])
+            room.give_back()
 
         return Pending([work], label, self.clock, finish)
 
+    def borrow(self, like: torch.Tensor, rows: int, length: int) -> Borrowed:
+        """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool."""
+        needed = rows * length * like.element_size()
+        fitting = [memory for memory in self._pool if memory.numel() >= needed]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._pool.pop(next(n for n, held in enumerate(self._pool) if held is memory))
+        else:
+            if self._pool:  # too small; the larger one serves in its place
+                self._pool.pop()
+            memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, self._pool)
+
+    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
+        """Begin to sum `value` over ranks, in place."""
+        self._count("all_reduce", value)
+        if self.world == 1:
+            return Pending((), label, self.clock)
+        with reported(label):
+            return Pending(
+                [dist.all_reduce(value, group=self.group, async_op=True)], label, self.clock
+            )
+
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """`value` summed over ranks, in place."""
-        self._count("all_reduce", value)
-        if self.world > 1:
-            with reported(label), self.clock:
-                dist.all_reduce(value, group=self.group)
+        self.start_all_reduce(value, label).wait()
         return value
+
+    def all_to_all(
+        self,
+        sent: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        """Send each rank its part of the 1-D `sent`, parts in the order of ranks; `deliver` is
+        called at the end of the wait with what they sent to this one."""
+        if (len(send_sizes), len(receive_sizes), sum(send_sizes)) != (
+            self.world,
+            self.world,
+            sent.numel(),
+        ):
+            raise AssertionError(f"{label}: {send_sizes} do not cut {sent.shape}")
+        self._count("all_to_all", sent)
+        received = sent.new_empty(sum(receive_sizes))
+        if self.world == 1:
+            return Pending((), label, self.clock, lambda: deliver(sent))
+        with reported(label):
+            work = dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=list(receive_sizes),
+                input_split_sizes=list(send_sizes),
+                group=self.group,
+                async_op=True,
+            )
+        return Pending([work], label, self.clock, lambda: deliver(received))
+
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
+        rank makes all of them."""
+        own, group = self, self.group
+        for ranks in groups:
+            made = None
+            if len(ranks) > 1 and group is not None:
+                made = dist.new_group(
+                    [dist.get_global_rank(group, rank) for rank in ranks],
+                    timeout=group._get_backend(self.device).options._timeout,
+                )
+            if self.rank in ranks:
+                own = Communicator(
+                    made,
+                    rank=ranks.index(self.rank),
+                    world=len(ranks),
+                    forms=self.forms,
+                    device=self.device,
+                    of=self,
+                )
+        return own
 
     def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
         """Every rank's `row` (1-D, same length everywhere): a [world, len(row)] tensor once waited

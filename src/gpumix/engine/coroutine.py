@@ -131,17 +131,42 @@ class Coroutine:
             self._greenlet.throw()
 
 
-def intercept(name: str, module: nn.Module) -> None:
-    """Make calls of `module` stop the coroutine that they happen in."""
+Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
-    def boundary(*args: Any, **kwargs: Any) -> Any:
-        current = greenlet.getcurrent()
-        if current.parent is None:
+
+class Calls:
+    """Where unit calls outside of a coroutine go: nowhere, but inside `answered`."""
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+
+    @contextlib.contextmanager
+    def answered(self, answer: Answer) -> Iterator[None]:
+        """Inside, `answer` gives the result of a unit call by its name and arguments."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._answer is None:
             raise ModelError(
                 f"unit '{name}' was called outside of the engine",
                 why="its parameters are sharded over ranks and only there during a step",
                 fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
             )
+        return self._answer(name, args, kwargs)
+
+
+def intercept(name: str, module: nn.Module, calls: Calls) -> None:
+    """Make calls of `module` stop the coroutine that they happen in; those outside of any go to
+    `calls`."""
+
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        current = greenlet.getcurrent()
+        if current.parent is None:
+            return calls.answer(name, args, kwargs)
         inside = ThreadState.capture()
         call = UnitCall(name, args, kwargs, inside, contextvars.copy_context())
         outputs = current.parent.switch(call)

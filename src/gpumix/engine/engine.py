@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine import buffers, layered, state
+from gpumix.engine import buffers, layered, sequential, state
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
-from gpumix.engine.layered import MicroBatch, Parts
+from gpumix.engine.coroutine import Calls
+from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.objective import Objective
+from gpumix.engine.parts import Parts
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
@@ -44,6 +47,7 @@ class Engine:
         model: nn.Module,
         plan: Plan,
         parts: Parts,
+        calls: Calls,
         *,
         comm: Communicator,
         objective: Objective,
@@ -58,6 +62,7 @@ class Engine:
         self.overflowed = False
         self.notice = 0.0
         self._parts = parts
+        self._calls = calls
         self._objective = objective
         self._dtype = TORCH_DTYPE[plan.compute_dtype]
         self._seed = seed
@@ -87,26 +92,68 @@ class Engine:
             InputError: the batch has another number of samples than the plan says.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
-        sizes = self._worker.micro_batches
         tokens = self.plan.global_batch * self.plan.sequence_length
         # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
         # the exact count is known when the heads are done, and divided by at the very end.
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
         with self._in_step():
-            batches = self._micro_batches(batch, sizes)
+            cut = self._cut(batch, self._worker.micro_batches)
             self._buffers_before = BufferCopies(self._keepers)
-            with untouched(self.device), torch.enable_grad(), _closing(batches):
-                layered.forward(self._parts, batches, keep=True)
-                results = layered.head(self._parts, batches, scale)
-                table, exchanged = self._exchange(results)
-                gradient_scale = functools.cache(lambda: _gradient_scale(table, exchanged, scale))
-                layered.backward(self._parts, batches, gradient_scale)
+            with untouched(self.device), torch.enable_grad():
+                if self._worker.mode.order == "sequential":
+                    table = self._step_sequentially(cut, scale)
+                else:
+                    table = self._step_in_layers(cut, scale)
+            self._parts.leave()
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
             if self.scaler.active:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
+
+    def _step_in_layers(self, cut: list[_Samples], scale: torch.Tensor) -> torch.Tensor:
+        batches = [
+            MicroBatch(
+                one.compute_loss,
+                calls=self._parts.calls,
+                randomness=one.randomness,
+                compute_dtype=self._dtype,
+                keeps=self._keeps(place, len(cut)),
+            )
+            for place, one in enumerate(cut)
+        ]
+        with _closing(batches):
+            layered.forward(self._parts, batches, keep=True)
+            results = layered.head(self._parts, batches, scale)
+            table, gradient_scale = self._exchange(results, scale)
+            layered.backward(self._parts, batches, gradient_scale)
+        return table
+
+    def _step_sequentially(self, cut: list[_Samples], scale: torch.Tensor) -> torch.Tensor:
+        batches = [
+            sequential.InlineBatch(
+                one.compute_loss, one.randomness, self._dtype, self._keeps(place, len(cut))
+            )
+            for place, one in enumerate(cut)
+        ]
+        tables: list[torch.Tensor] = []
+
+        def exchange(results: list[Loss]) -> sequential.GradientScale:
+            table, gradient_scale = self._exchange(results, scale)
+            tables.append(table)
+            return gradient_scale
+
+        sequential.run(self._parts, self._calls, batches, scale, exchange)
+        return tables[0]
+
+    def _keeps(self, place: int, batches: int) -> Callable[[int], bool]:
+        """Whether the micro-batch at `place` of `batches` keeps the graph of a call: the pairs of
+        call and micro-batch that come last in the forward pass do, as many as the plan says."""
+        if not self._worker.mode.recompute:
+            return lambda number: True
+        first = len(self._parts.calls) * batches - self._worker.kept_graphs
+        return lambda number: number * batches + place >= first
 
     def take_back_step(self) -> None:
         """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
@@ -128,13 +175,22 @@ class Engine:
         try:
             with self._in_step():
                 self.agree_on_buffers()
-                batches = self._micro_batches(batch, sizes)
+                batches = [
+                    MicroBatch(
+                        one.compute_loss,
+                        calls=self._parts.calls,
+                        randomness=one.randomness,
+                        compute_dtype=self._dtype,
+                        keeps=lambda number: False,
+                    )
+                    for one in self._cut(batch, sizes)
+                ]
                 with untouched(self.device), torch.no_grad(), _closing(batches):
                     layered.forward(self._parts, batches, keep=False)
                     results = layered.head(self._parts, batches, None)
-                    self._parts.root.release()
-                    table, exchanged = self._exchange(results)
-                    exchanged.wait()
+                    self._parts.leave()
+                    table, gradient_scale = self._exchange(results, torch.ones(()))
+                    gradient_scale()
         finally:
             for module in training:
                 module.training = True
@@ -145,6 +201,8 @@ class Engine:
         parameters = [p for p in self.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
+        if not self._parts.division.first:  # the first of its copies counts for all of them
+            square.zero_()
         norm = self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -166,9 +224,9 @@ class Engine:
     # -- state -------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[FlatGroup]:
-        """The flat groups of all units, root first, then units in order."""
-        for unit in self._parts.all:
-            yield from unit.groups
+        """The flat groups of all buckets, the root's first, then those of units in order."""
+        for bucket in self._parts.buckets:
+            yield from bucket.groups
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's part of every parameter, in the order of `groups`."""
@@ -237,11 +295,12 @@ class Engine:
                 lines = str(error).splitlines() or [""]
                 self._failed = f"{type(error).__name__}: {lines[0]}"
             else:
-                for unit in self._parts.all:
-                    unit.abandon()
+                for bucket in self._parts.buckets:
+                    bucket.abandon()
             raise
 
-    def _micro_batches(self, batch: Any, sizes: tuple[int, ...]) -> list[MicroBatch]:
+    def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[_Samples]:
+        """The micro-batches of a batch."""
         if _samples(batch) != sum(sizes):
             raise InputError(
                 f"rank {self.comm.rank} was given {_samples(batch)} samples, its part of the plan "
@@ -254,14 +313,7 @@ class Engine:
             rows = slice(begin, begin + size)
             part = tree_map(lambda t, rows=rows: t[rows] if torch.is_tensor(t) else t, batch)
             randomness = Randomness(self._seed, self.steps, self._position + begin, self.device)
-            made.append(
-                MicroBatch(
-                    functools.partial(self._objective, self.model, part),
-                    calls=self._parts.calls,
-                    randomness=randomness,
-                    compute_dtype=self._dtype,
-                )
-            )
+            made.append(_Samples(functools.partial(self._objective, self.model, part), randomness))
             begin += size
         return made
 
@@ -271,13 +323,18 @@ class Engine:
         dtype = self._dtype if value.is_floating_point() else value.dtype
         return value.to(self.device, dtype, non_blocking=True)
 
-    def _exchange(self, results: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Any]:
+    def _exchange(
+        self, results: list[Loss], scale: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Tell all ranks the losses and counts. Gives the table of them, which is there once what
+        it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
         row = torch.zeros(3, dtype=torch.float64, device=self.device)
         row[2] = self.notice
         for loss, count in results:
             row[0] += loss
             row[1] += count
-        return self.comm.exchange(row, "exchange of losses")
+        table, exchanged = self.comm.exchange(row, "exchange of losses")
+        return table, functools.cache(lambda: _gradient_scale(table, exchanged, scale))
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
@@ -288,6 +345,14 @@ class Engine:
         if self.overflowed:
             for parameter in self.parameters():
                 parameter.grad = None
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A micro-batch's loss, to be computed, and its random numbers."""
+
+    compute_loss: Callable[[], Loss]
+    randomness: Randomness
 
 
 def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:

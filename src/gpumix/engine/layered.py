@@ -1,166 +1,47 @@
-"""The layered schedule: unit k of every micro-batch, then unit k + 1 of any.
+"""The layered order: unit k of every micro-batch, then unit k + 1 of any.
 
-Each unit is gathered once per pass and its gradient reduced once per step, however many
+Each bucket is gathered once per pass and its gradient reduced once per step, however many
 micro-batches a rank runs. So ranks with different numbers and sizes of micro-batches, also with
-none, issue exactly the same collectives: 2 all-gathers and 1 reduction per unit (the root, which is
-in use throughout, is gathered once).
+none, issue exactly the same collectives. What each collective hides behind: the gather of the next
+bucket behind computing this one, and so the reduction of the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
-from gpumix.engine.boundary import Cut
-from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
-from gpumix.engine.glue import Glue
-from gpumix.engine.randomness import Randomness
-from gpumix.engine.record import Record
-from gpumix.engine.shards import ShardedUnit
+from gpumix.engine.buckets import Reductions
+from gpumix.engine.micro_batch import MicroBatch
+from gpumix.engine.parts import Parts
 from gpumix.spec.profile import ROOT
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A sharded model: its units by name, the root unit, and the order of the unit calls."""
-
-    units: dict[str, ShardedUnit]
-    root: ShardedUnit
-    calls: tuple[str, ...]
-
-    @property
-    def all(self) -> tuple[ShardedUnit, ...]:
-        return (self.root, *self.units.values())
-
-    @property
-    def record(self) -> Record:
-        """Who is told of what is done."""
-        return self.root.comm.record
-
-    def call(self, number: int) -> ShardedUnit:
-        return self.units[self.calls[number]]
-
-
-class MicroBatch:
-    """One micro-batch on its way through the model.
-
-    Args:
-        compute_loss: runs the model and returns (summed loss, count).
-        calls: names of the units in the order in which the model must call them.
-    """
-
-    def __init__(
-        self,
-        compute_loss: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        calls: Sequence[str],
-        randomness: Randomness,
-        compute_dtype: torch.dtype,
-    ) -> None:
-        self._coroutine = Coroutine(compute_loss)
-        self._calls = calls
-        self._randomness = randomness
-        self._dtype = compute_dtype
-        self._glue = Glue()
-        self._cuts: list[Cut | None] = []
-        self._at: UnitCall | Finished | None = None
-        self._outputs: Any = None
-
-    def start(self) -> None:
-        """Run the code before the first unit."""
-        self._resume(0)
-
-    def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
-        """Run unit call `number`; `keep` what its backward needs."""
-        call = self._at
-        if not isinstance(call, UnitCall) or call.unit != unit.name:
-            raise self._out_of_order(number, unit.name)
-        cut = Cut(
-            call,
-            unit,
-            compute_dtype=self._dtype,
-            seed=partial(self._randomness.start, 2 * number + 1),
-        )
-        self._at = None
-        self._outputs = cut.forward()
-        if keep:
-            self._cuts.append(cut if cut.differentiable else None)
-            self._glue.used(number, cut.inputs)
-
-    def resume(self, number: int) -> None:
-        """Go on after unit call `number` to the next unit call, or to the end."""
-        outputs, self._outputs = self._outputs, None
-        self._resume(2 * number + 2, outputs)
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss, count) of a micro-batch that has come to its end."""
-        if not isinstance(self._at, Finished):
-            raise self._out_of_order(len(self._calls), "")
-        loss, count = self._at.value
-        self._at = None
-        return loss, count
-
-    def backward_loss(self, loss: torch.Tensor) -> None:
-        """Backward from the loss to the last unit's outputs."""
-        if not loss.requires_grad:
-            raise ModelError(
-                "the loss does not depend on any parameter that is trained",
-                fix="compute it with gradients: no `torch.no_grad()` or `.detach()` on the way, "
-                "and `requires_grad` where you want to train",
-            )
-        self._glue.backward_loss(loss)
-
-    def backward(self, number: int) -> None:
-        """Backward through unit call `number` and the code before it."""
-        cut, self._cuts[number] = self._cuts[number], None
-        if cut is not None:
-            inputs = cut.inputs
-            self._glue.backward(number, inputs, cut.backward())
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def _resume(self, stretch: int, value: Any = None) -> None:
-        self._randomness.start(stretch)
-        self._at = self._coroutine.resume(value)
-
-    def _out_of_order(self, number: int, expected: str) -> ModelError:
-        called = self._at.unit if isinstance(self._at, UnitCall) else "none"
-        wanted = f"unit '{expected}' was to be called" if expected else "the loss was to come"
-        return ModelError(
-            f"the model calls its units in another order than the plan: {wanted} as call "
-            f"{number + 1} of {len(self._calls)}, the model called '{called}'",
-            why="the order of unit calls must be the same on every rank and in every step",
-            fix="profile and plan again for this model and its current settings",
-        )
 
 
 def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
     """All micro-batches through all units; each then waits before the head."""
     record = parts.record
-    parts.root.start_gather()
-    parts.call(0).start_gather()
-    parts.root.gathered()
+    for bucket in (parts.before, parts.throughout, parts.bucket(0)):
+        bucket.start_gather()
+    parts.before.gathered()
+    parts.throughout.gathered()
     record.computes("forward", ROOT)
     for batch in batches:
         batch.start()
-    last = len(parts.calls) - 1
+    parts.before.release()
+    last = parts.last_call
     for number in range(last + 1):
         unit = parts.call(number)
-        unit.gathered()
+        unit.bucket.gathered()
         record.computes("forward", unit.name)
-        if number < last:
-            parts.call(number + 1).start_gather()
+        following = parts.after if number == last else parts.bucket(number + 1)
+        following.start_gather()
         for batch in batches:
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
-        if number == last or parts.call(number + 1) is not unit:
-            unit.release()
+        if number < last and following is not unit.bucket:
+            unit.bucket.release()
 
 
 def head(
@@ -174,56 +55,55 @@ def head(
     Returns:
         (summed loss, count) of each micro-batch, without graph.
     """
-    last = len(parts.calls) - 1
+    parts.after.gathered()
     parts.record.computes("head", ROOT)
     if scale is not None:
-        parts.call(last).start_gather()
-        parts.root.begin_gradient()
+        for bucket in (parts.throughout, parts.before, parts.after):
+            bucket.begin_gradient()
     results = []
     for batch in batches:
-        batch.resume(last)
+        batch.resume(parts.last_call)
         loss, count = batch.finish()
         if scale is not None:
             batch.backward_loss(loss * scale)
         results.append((loss.detach(), count))
         del loss
+    parts.after.release()
     return results
 
 
 def backward(
     parts: Parts, batches: Sequence[MicroBatch], gradient_scale: Callable[[], torch.Tensor]
 ) -> None:
-    """All micro-batches backward through all units; reduces each unit's gradient once.
+    """All micro-batches backward through all units; reduces each bucket's gradient once.
 
     Args:
         gradient_scale: what the summed gradients are multiplied with; asked when the first
             reduction is done.
     """
-    first_call = {name: parts.calls.index(name) for name in parts.units}
-    begun: set[str] = set()
     record = parts.record
-    reducing: ShardedUnit | None = None
-    for number in reversed(range(len(parts.calls))):
+    reductions = Reductions(gradient_scale, at_once=parts.division.replicated)
+    reductions.start(parts.after)
+    reduced_after = parts.reduced_after
+    begun: set[int] = set()
+    for number in reversed(range(parts.last_call + 1)):
         unit = parts.call(number)
-        unit.gathered()
+        bucket = unit.bucket
+        bucket.gathered()
         record.computes("backward", unit.name)
-        if number:
-            parts.call(number - 1).start_gather()
-        if unit.name not in begun:
-            begun.add(unit.name)
-            unit.begin_gradient()
+        following = parts.bucket(number - 1) if number else None
+        if following is not None:
+            following.start_gather()
+        if id(bucket) not in begun:
+            begun.add(id(bucket))
+            bucket.begin_gradient()
         for batch in batches:
             batch.backward(number)
-        if number == 0 or parts.call(number - 1) is not unit:
-            unit.release()
-        if number == first_call[unit.name]:
-            unit.start_reduce(gradient_scale)
-            if reducing is not None:
-                reducing.reduced()
-            reducing = unit
-    parts.root.start_reduce(gradient_scale)
-    if reducing is not None:
-        reducing.reduced()
-    parts.root.reduced()
-    parts.root.release()
+        if following is not bucket:
+            bucket.release()
+        if number in reduced_after:
+            reductions.start(bucket)
+    for bucket in (parts.throughout, parts.before):
+        reductions.start(bucket)
+    reductions.finish()
     record.overhead()

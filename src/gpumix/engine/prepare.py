@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.coroutine import intercept
+from gpumix.engine.coroutine import Calls, intercept
+from gpumix.engine.division import Division
 from gpumix.engine.engine import Engine
-from gpumix.engine.layered import Parts
 from gpumix.engine.objective import Objective, objective_of
+from gpumix.engine.parts import shard
 from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.shards import ShardedUnit, shard
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT
 from gpumix.spec.space import ENGINE
 
 # Where modules keep what they register; recurrent ones look there for weights that were replaced.
@@ -61,31 +60,22 @@ def prepare(
     _check(plan, anatomy, comm)
     _refuse_other_holders(model)
     switch_off_caches(model)
-    parts = _shard_all(model, anatomy, plan, comm, weights)
+    parts = shard(
+        anatomy,
+        plan.stages[0],
+        Division.of(plan, comm),
+        device=comm.device,
+        compute_dtype=TORCH_DTYPE[plan.compute_dtype],
+        source=source_of(model, weights),
+    )
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
+    calls = Calls()
     for name, unit in parts.units.items():
-        intercept(name, unit.module)
-    return Engine(model, plan, parts, comm=comm, objective=loss or objective_of(model), seed=seed)
-
-
-def _shard_all(
-    model: nn.Module, anatomy: Anatomy, plan: Plan, comm: Communicator, weights: Path | None
-) -> Parts:
-    source = source_of(model, weights)
-    sharded: dict[str, ShardedUnit] = {}
-    for unit in anatomy.all:
-        sharded[unit.name] = shard(
-            unit,
-            shares=plan.stages[0].shares,
-            comm=comm,
-            device=comm.device,
-            compute_dtype=TORCH_DTYPE[plan.compute_dtype],
-            source=source,
-        )
-    root = sharded.pop(ROOT)
-    return Parts(sharded, root, plan.stages[0].units)
+        intercept(name, unit.module, calls)
+    objective = loss or objective_of(model)
+    return Engine(model, plan, parts, calls, comm=comm, objective=objective, seed=seed)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -56,6 +56,10 @@ class Recomputed(Generic[T]):
             self._phase = _Phase.BETWEEN
             self._found.clear()
 
+    def expect_backward(self) -> None:
+        """From here on backward through the graph finds what it needs."""
+        self._phase = _Phase.BACKWARD
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, backward through the graph finds what it needs."""

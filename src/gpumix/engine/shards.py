@@ -1,12 +1,13 @@
-"""Ragged flat shards: one unit's parameters in one buffer that ranks own in unequal parts.
+"""Ragged flat shards: parameters in one buffer that ranks own in unequal parts.
 
 The gathered buffer *is* the unit: its parameters are views into it, and their gradients are views
-into one gradient buffer, so nothing is copied in or out. Buffers keep their tensor objects for
-life; what comes and goes is their storage.
+into one gradient buffer, so nothing is copied in or out. Buffers lie in memory that is given out
+once, before the first step; at ZeRO stage 3 several units take turns in the same memory.
 
-Who owns what, and when it dies: `master` and `master_gradient` (this rank's interval, the whole
-run); `full` (from gather to release); `gradient` (from the first backward of a step until its
-reduction is done).
+Who owns what, and when it is valid: `master` (this rank's interval in fp32, the whole run; a view
+of `full` where that is resident and in fp32); `full` (from gather to release, or the whole run);
+`gradient` (from the first backward of a step until its reduction is done); `master_gradient` (this
+rank's interval of the sum; at stages 0 and 1 a view of `gradient`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from torch import nn
 
 from gpumix.engine.away import Away
-from gpumix.engine.comm import Communicator, Pending
-from gpumix.engine.units import Slot, Unit
-from gpumix.spec.plan import cut
+from gpumix.engine.comm import Pending
+from gpumix.engine.division import Division
+from gpumix.engine.units import Slot
 
 # Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
@@ -44,57 +45,97 @@ class Piece:
 ROUND_NUMEL = 64  # of which a multiple keeps the next parameter aligned, in every dtype
 
 
+class Alike:
+    """Parameters that lie in one flat buffer: alike in dtype and in being trained or not.
+
+    Args:
+        slots: the parameters.
+        compute_dtype: of the buffer; frozen parameters that are not floats keep theirs.
+    """
+
+    def __init__(self, slots: list[Slot], compute_dtype: torch.dtype) -> None:
+        first = slots[0].parameter
+        self.slots = slots
+        self.trainable = first.requires_grad
+        self.numels = [s.parameter.numel() for s in slots]
+        self.numel = sum(self.numels)
+        self.dtype = compute_dtype if first.is_floating_point() else first.dtype
+        self.master_dtype = torch.float32 if self.trainable else self.dtype
+
+    @classmethod
+    def among(cls, slots: list[Slot], compute_dtype: torch.dtype) -> list[Alike]:
+        """Group parameters; trained ones first."""
+        alike: dict[tuple[bool, torch.dtype | None], list[Slot]] = {}
+        # Odd sizes last: kernels want the others to begin at round addresses.
+        for slot in sorted(slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
+            p = slot.parameter
+            kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
+            alike.setdefault(kind, []).append(slot)
+        ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
+        return [cls(of_kind, compute_dtype) for _, of_kind in ordered]
+
+    @property
+    def full_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients are accumulated in fp32."""
+        return self.numel * 4 if self.trainable else 0
+
+
 class FlatGroup:
-    """The parameters of one unit that are alike in dtype and in being trained or not.
+    """One flat buffer, divided among ranks.
 
     Args:
         label: for error messages: the unit's name.
-        slots: the parameters; their places in the modules get views of the buffer instead.
-        compute_dtype: of the gathered buffer; frozen parameters that are not floats keep theirs.
-        shares: state share of each rank.
+        alike: the parameters; their places in the modules get views of the buffer instead.
+        full, gradient: 1-D memory for the gathered parameters and, if trained, their gradients.
     """
 
     def __init__(
         self,
         label: str,
-        slots: list[Slot],
+        alike: Alike,
+        division: Division,
         *,
-        shares: tuple[float, ...],
-        comm: Communicator,
-        device: torch.device,
-        compute_dtype: torch.dtype,
+        full: torch.Tensor,
+        gradient: torch.Tensor,
         source: Source,
     ) -> None:
         self.label = label
-        self.comm = comm
-        self.trainable = slots[0].parameter.requires_grad
-        numels = [s.parameter.numel() for s in slots]
-        self.numel = sum(numels)
-        self.offsets = cut(self.numel, shares)
-        self.start, self.end = self.offsets[comm.rank], self.offsets[comm.rank + 1]
-        floating = slots[0].parameter.is_floating_point()
-        dtype = compute_dtype if floating else slots[0].parameter.dtype
-        master_dtype = torch.float32 if self.trainable else dtype
-        self.master = torch.empty(self.end - self.start, dtype=master_dtype, device=device)
-        self.full = torch.empty(self.numel, dtype=dtype, device=device)
-        self._full_bytes = self.full.untyped_storage().nbytes()
-        self.pieces = list(self._fill(slots, numels, source))
-        self._install(slots, numels)
-        self.release()
+        self.trainable = alike.trainable
+        self.numel = alike.numel
+        self.full = full
+        self.gradient = gradient
+        self._division = division
+        self.offsets = division.offsets(self.numel)
+        self.start, self.end = division.interval(self.numel)
+        # Whether an update of the masters is none of `full` yet.
+        own_masters = division.replicated and alike.dtype == alike.master_dtype
+        self.diverges = alike.trainable and not own_masters
+        resident = full[self.start : self.end] if division.whole_parameters else None
+        if resident is not None and resident.dtype == alike.master_dtype:
+            self.master = resident
+        else:
+            size = self.end - self.start
+            self.master = torch.empty(size, dtype=alike.master_dtype, device=full.device)
+        self.pieces = list(self._fill(alike, source))
+        self._install(alike)
         if self.trainable:
-            self.master_gradient = torch.zeros_like(self.master)
+            whole = division.whole_gradients
+            own = gradient[self.start : self.end]
+            self.master_gradient = own if whole else torch.zeros_like(self.master)
             self._piece_gradients = self.master_gradient.split(
                 [piece.end - piece.start for piece in self.pieces]
             )
-            self.gradient = torch.empty(self.numel, device=device)
-            self._gradient_bytes = self.gradient.untyped_storage().nbytes()
-            self._point_gradients(numels)
-            self.free_gradient()
+            self._carried: torch.Tensor | None = None
+            self._point_gradients(alike.numels)
 
-    def _fill(self, slots: list[Slot], numels: list[int], source: Source) -> Iterator[Piece]:
+    def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
         begin = 0
-        for slot, numel in zip(slots, numels):
+        for slot, numel in zip(alike.slots, alike.numels):
             start = min(max(self.start - begin, 0), numel)
             end = min(max(self.end - begin, start), numel)
             offset = min(max(begin + start - self.start, 0), self.master.numel())
@@ -105,11 +146,11 @@ class FlatGroup:
             yield Piece(slot.name, slot.parameter.shape, start, end, local)
             begin += numel
 
-    def _install(self, slots: list[Slot], numels: list[int]) -> None:
+    def _install(self, alike: Alike) -> None:
         """Put views of the buffer in the places of the parameters."""
         self.views: list[nn.Parameter] = []
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
-        for slot, view in zip(slots, self.full.data.split(numels)):
+        for slot, view in zip(alike.slots, self.full.data.split(alike.numels)):
             # `.data` gives the view a version counter of its own: the next gather is no in-place
             # change of what autograd saved.
             shaped = nn.Parameter(
@@ -119,6 +160,7 @@ class FlatGroup:
             for module, attribute in slot.places:
                 self._places.append((module._parameters, attribute, shaped, away))
             self.views.append(shaped)
+        self.remove()
 
     def _point_gradients(self, numels: list[int]) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer."""
@@ -137,154 +179,87 @@ class FlatGroup:
 
     def gather(self) -> Pending:
         """Start to fill the buffer from all ranks' shards."""
-        self.allocate()
-        return self.comm.gather(
-            self.full, self.master, self.offsets, f"all-gather of unit '{self.label}'"
-        )
+        label = f"all-gather of unit '{self.label}'"
+        if self._division.replicated:
+            self.full.copy_(self.master)
+            return Pending((), label, self._division.comm.clock)
+        return self._division.comm.gather(self.full, self.master, self.offsets, label)
 
-    def allocate(self) -> None:
-        """Give the buffer its memory, and the modules their parameters."""
-        self.full.untyped_storage().resize_(self._full_bytes)
+    def install(self) -> None:
+        """Give the modules their parameters."""
         for parameters, attribute, view, _ in self._places:
             parameters[attribute] = view
 
-    def release(self) -> None:
-        """Free the buffer; until the next gather the modules hold what says so."""
+    def remove(self) -> None:
+        """Until the next gather the modules hold what says that the parameters are away."""
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
-        self.full.untyped_storage().resize_(0)
+
+    def gather_masters(self) -> torch.Tensor:
+        """The whole of the masters, in memory of its own. Collective."""
+        if self._division.replicated:
+            return self.master.clone()
+        buffer = self.master.new_empty(self.numel)
+        label = f"all-gather of the state of unit '{self.label}'"
+        self._division.comm.gather(buffer, self.master, self.offsets, label).wait()
+        return buffer
 
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
-        """Allocate the gradient buffer, zeroed."""
-        self.gradient.untyped_storage().resize_(self._gradient_bytes)
+        """Make the gradient buffer zero, but remember what earlier steps have left to be added."""
+        fresh = [piece.local.grad is None for piece in self.pieces]
+        if self._division.whole_gradients and not all(fresh):
+            self._zero(fresh)
+            self._carried = self.master_gradient.clone()
         self.gradient.zero_()
 
-    def reduce(self, scale: Callable[[], torch.Tensor]) -> Pending:
-        """Start to sum the gradient over ranks; afterwards this rank's part, times `scale`, is in
-        the pieces' `grad`: added to those that there are, as autograd does."""
+    def reduce(self, scale: Callable[[], torch.Tensor]) -> Iterator[Pending]:
+        """Sum the gradient over ranks; each collective begins when the next value is asked for.
+        At the end this rank's part, times `scale`, is in the pieces' `grad`: added to those that
+        there are, as autograd does."""
+        division, label = self._division, f"reduction of unit '{self.label}'"
+        if division.replicated:
+            yield division.comm.start_all_reduce(self.gradient, label)
+            self._deliver(self.gradient[None], scale)
+        elif division.copies is None:
+            yield division.comm.reduce(
+                self.gradient, self.offsets, label, lambda rows: self._deliver(rows, scale)
+            )
+        else:
+            room = division.comm.borrow(self.gradient, 1, self.end - self.start)
+            part = room.tensor[0]
+            yield division.comm.reduce(
+                self.gradient, self.offsets, label, lambda rows: _sum(rows, part)
+            )
+            yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
+            self._deliver(room.tensor, scale)
+            room.give_back()
 
-        def deliver(rows: torch.Tensor) -> None:
-            fresh = [piece.local.grad is None for piece in self.pieces]
-            if all(fresh):
-                torch.sum(rows, 0, out=self.master_gradient)
-                self.master_gradient.mul_(scale())
-            else:
-                for is_fresh, gradient in zip(fresh, self._piece_gradients):
-                    if is_fresh:
-                        gradient.zero_()
-                self.master_gradient.addcmul_(rows.sum(0), scale())
-            self.free_gradient()
-            for piece, gradient in zip(self.pieces, self._piece_gradients):
-                piece.local.grad = gradient
+    def _deliver(self, rows: torch.Tensor, scale: Callable[[], torch.Tensor]) -> None:
+        """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
+        fresh = [piece.local.grad is None for piece in self.pieces]
+        if self._carried is not None:
+            _sum(rows, self.master_gradient)
+            self.master_gradient.mul_(scale()).add_(self._carried)
+            self._carried = None
+        elif all(fresh) or self._division.whole_gradients:
+            _sum(rows, self.master_gradient)
+            self.master_gradient.mul_(scale())
+        else:
+            self._zero(fresh)
+            self.master_gradient.addcmul_(rows.sum(0), scale())
+        for piece, gradient in zip(self.pieces, self._piece_gradients):
+            piece.local.grad = gradient
 
-        return self.comm.reduce(
-            self.gradient, self.offsets, f"reduction of unit '{self.label}'", deliver
-        )
-
-    def free_gradient(self) -> None:
-        """Free the gradient buffer."""
-        self.gradient.untyped_storage().resize_(0)
-
-
-class ShardedUnit:
-    """A unit whose parameters live in ragged shards. Its `forward` is the module's own."""
-
-    def __init__(self, unit: Unit, groups: list[FlatGroup], comm: Communicator) -> None:
-        self.name = unit.name
-        self.kind = unit.kind
-        self.module = unit.module
-        self.forward = unit.module.forward
-        self.groups = groups
-        self.with_buffers = [module for module in unit.module.modules() if module._buffers]
-        # Also where the unit's parameters are the root's, because it shares them with other units.
-        self.trainable = any(p.requires_grad for p in unit.module.parameters())
-        self.comm = comm
-        self._gathering: list[Pending] | None = None
-        self._reducing: list[Pending] = []
-
-    def start_gather(self) -> None:
-        """Start to gather the parameters, unless that is under way or done."""
-        if self._gathering is None:
-            self._gathering = []
-            for group in self.groups:  # one by one: what has begun is known if the next one fails
-                self._gathering.append(group.gather())
-            self.comm.record.issued("gather", self.name, self._gathering)
-
-    def gathered(self) -> None:
-        """Wait until the parameters are here."""
-        self.start_gather()
-        self.comm.record.waits("gather", self.name)
-        for pending in self._gathering or ():
-            pending.wait()
-        self._gathering = []
-
-    def release(self) -> None:
-        """Free the parameters."""
-        for group in self.groups:
-            group.release()
-        self._gathering = None
-
-    def begin_gradient(self) -> None:
-        for group in self.groups:
-            if group.trainable:
-                group.begin_gradient()
-
-    def start_reduce(self, scale: Callable[[], torch.Tensor]) -> None:
-        """Start to sum the gradients over ranks."""
-        for group in self.groups:
-            if group.trainable:
-                self._reducing.append(group.reduce(scale))
-        self.comm.record.issued("reduce", self.name, self._reducing)
-
-    def reduced(self) -> None:
-        """Wait until this rank's part of the gradient is in its pieces."""
-        self.comm.record.waits("reduce", self.name)
-        for pending in self._reducing:
-            pending.wait()
-        self._reducing = []
-
-    def abandon(self) -> None:
-        """Leave nothing of a step that failed half-way: no parameters, no gradients."""
-        self._reducing = []
-        self.release()
-        for group in self.groups:
-            if group.trainable:
-                group.free_gradient()
-
-    @property
-    def pieces(self) -> list[Piece]:
-        return [piece for group in self.groups for piece in group.pieces]
+    def _zero(self, fresh: list[bool]) -> None:
+        for is_fresh, gradient in zip(fresh, self._piece_gradients):
+            if is_fresh:
+                gradient.zero_()
 
 
-def shard(
-    unit: Unit,
-    *,
-    shares: tuple[float, ...],
-    comm: Communicator,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    source: Source,
-) -> ShardedUnit:
-    """Replace a unit's parameters by views of flat buffers that are sharded by `shares`."""
-    alike: dict[tuple[bool, torch.dtype | None], list[Slot]] = {}
-    # Odd sizes last: kernels want the others to begin at round addresses.
-    for slot in sorted(unit.slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
-        p = slot.parameter
-        alike.setdefault((p.requires_grad, None if p.is_floating_point() else p.dtype), []).append(
-            slot
-        )
-    groups = [
-        FlatGroup(
-            unit.name,
-            slots,
-            shares=shares,
-            comm=comm,
-            device=device,
-            compute_dtype=compute_dtype,
-            source=source,
-        )
-        for _, slots in sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
-    ]
-    return ShardedUnit(unit, groups, comm)
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    if rows.shape[0] > 1:
+        torch.sum(rows, 0, out=out)
+    elif rows.data_ptr() != out.data_ptr():
+        out.copy_(rows[0])

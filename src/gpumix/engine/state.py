@@ -54,7 +54,7 @@ def full_state(
     groups = list(groups)
     values: dict[str, torch.Tensor] = {}
     for group in groups:
-        for piece, value in _gathered(group, comm):
+        for piece, value in _gathered(group):
             if keep:
                 values[piece.name] = value.to("cpu", copy=True)
     if not keep:
@@ -65,13 +65,10 @@ def full_state(
     return state
 
 
-def _gathered(group: FlatGroup, comm: Communicator) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _gathered(group: FlatGroup) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Every parameter of a group, whole: views of one temporary buffer of masters."""
-    buffer = torch.empty(group.numel, dtype=group.master.dtype, device=group.master.device)
-    label = f"all-gather of the state of unit '{group.label}'"
-    comm.gather(buffer, group.master, group.offsets, label).wait()
     numels = [piece.shape.numel() for piece in group.pieces]
-    for piece, flat in zip(group.pieces, buffer.split(numels)):
+    for piece, flat in zip(group.pieces, group.gather_masters().split(numels)):
         yield piece, flat.view(piece.shape)
 
 

@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.boundary import Cut
 from gpumix.engine.comm import Communicator
-from gpumix.engine.coroutine import Coroutine, Finished, UnitCall, intercept
+from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
+from gpumix.engine.division import Division
 from gpumix.engine.glue import Glue
 from gpumix.engine.objective import Objective
-from gpumix.engine.shards import FlatGroup, ShardedUnit, shard
+from gpumix.engine.parts import ShardedUnit, alone
+from gpumix.engine.shards import FlatGroup
 from gpumix.engine.units import Anatomy, Unit
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
@@ -50,10 +52,11 @@ class Specimens:
         self._objective = objective
         self.root = self._alive(anatomy.root)
         self.of_kind: dict[str, ShardedUnit] = {}
+        calls = Calls()
         for unit in anatomy.units:
             if unit.kind not in self.of_kind:
                 self.of_kind[unit.kind] = self._alive(unit)
-            intercept(unit.name, unit.module)
+            intercept(unit.name, unit.module, calls)
         self.kind_of = {unit.name: unit.kind for unit in anatomy.units}
         for owner in model.modules():
             for name, buffer in owner._buffers.items():
@@ -63,16 +66,14 @@ class Specimens:
     def _alive(self, unit: Unit) -> ShardedUnit:
         """A unit with gathered parameters and a gradient buffer, but no state: another rank of a
         made-up pair owns all of that."""
-        bystander = _Bystander(self.device)
-        alive = shard(
+        alive = alone(
             unit,
-            shares=(1.0, 0.0),
-            comm=bystander,
+            Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             device=self.device,
             compute_dtype=self.compute_dtype,
             source=_no_values,
         )
-        for group in alive.groups:
+        for group in alive.bucket.groups:
             _fill(group)
         return alive
 
@@ -163,7 +164,7 @@ def _no_seed() -> None:
 
 
 def _fill(group: FlatGroup) -> None:
-    group.allocate()
+    group.install()
     if group.full.is_floating_point():
         group.full.data.normal_(0.0, WEIGHT_STD)
     else:

@@ -85,6 +85,12 @@ class Worker(Value):
         ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
     )
     mode: Mode = PLAIN
+    kept_graphs: int = Field(
+        default=0,
+        ge=0,
+        description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
+        "mode recomputes: the last ones of the forward pass",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
@@ -110,6 +116,16 @@ class Stage(Value):
 
     units: tuple[str, ...] = Field(min_length=1)
     workers: tuple[Worker, ...] = Field(min_length=1)
+    joined: int = Field(
+        default=1, ge=1, description="units in a row that are gathered and reduced as one"
+    )
+    before: tuple[str, ...] = Field(
+        default=(),
+        description="parameters of the root that only the code before the units looks up",
+    )
+    after: tuple[str, ...] = Field(
+        default=(), description="parameters of the root that only head and loss use"
+    )
 
     @property
     def shares(self) -> tuple[float, ...]:

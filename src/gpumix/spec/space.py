@@ -47,11 +47,5 @@ class Space(Value):
 
 EVERYTHING = Space()
 
-ENGINE = Space(
-    zero_stages=(3,),
-    shardings=("all",),
-    recompute=(True,),
-    boundaries=("device",),
-    orders=("layered",),
-)
+ENGINE = Space(boundaries=("device",))
 """What the engine runs."""

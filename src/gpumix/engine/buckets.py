@@ -1,0 +1,140 @@
+"""Buckets: what is gathered and reduced as one. A unit, several small ones, or a part of the root.
+
+A bucket is a small state machine, told by the schedule what comes next. Reductions begin in the
+same order on every rank and end in that order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from gpumix.engine.comm import Pending
+from gpumix.engine.division import Division
+from gpumix.engine.shards import FlatGroup, Piece
+
+
+class Bucket:
+    """Flat groups that are gathered and reduced together.
+
+    Args:
+        name: in messages and recordings: the first of its units.
+    """
+
+    def __init__(self, name: str, groups: Sequence[FlatGroup], division: Division) -> None:
+        self.name = name
+        self.groups = list(groups)
+        self.record_of = division.comm
+        self._resident = division.whole_parameters
+        self._ever_gathered = False
+        self._gathering: list[Pending] | None = None
+        self._reduction: Iterator[list[Pending]] | None = None
+        self._reducing: list[Pending] = []
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for group in self.groups for piece in group.pieces]
+
+    @property
+    def trainable(self) -> list[FlatGroup]:
+        return [group for group in self.groups if group.trainable]
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters, unless that is under way or done."""
+        if self._gathering is not None:
+            return
+        self._gathering = []
+        for group in self.groups:  # one by one: what has begun is known if the next one fails
+            if not self._ever_gathered or not self._resident or group.diverges:
+                self._gathering.append(group.gather())
+            group.install()
+        self._ever_gathered = True
+        self.record_of.record.issued("gather", self.name, self._gathering)
+
+    def gathered(self) -> None:
+        """Wait until the parameters are here."""
+        self.start_gather()
+        if self._gathering:
+            self.record_of.record.waits("gather", self.name)
+            for pending in self._gathering:
+                pending.wait()
+            self._gathering = []
+
+    def release(self) -> None:
+        """The parameters are not needed until the next gather; resident ones stay."""
+        if not self._resident:
+            self.leave()
+
+    def leave(self) -> None:
+        """The parameters are not needed until the next step, which may find others in masters."""
+        for group in self.groups:
+            group.remove()
+        self._gathering = None
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def begin_gradient(self) -> None:
+        for group in self.trainable:
+            group.begin_gradient()
+
+    def start_reduce(self, scale: Callable[[], torch.Tensor]) -> None:
+        """Start to sum the gradients over ranks."""
+        self._reduction = _together([group.reduce(scale) for group in self.trainable])
+        self._reducing = next(self._reduction, [])
+        self.record_of.record.issued("reduce", self.name, self._reducing)
+
+    def advance(self) -> bool:
+        """Wait for the collective of the reduction that is under way, and start the next one; or,
+        if there is none, this rank's part of the gradient is in its pieces: then True."""
+        if self._reduction is None:
+            return True
+        self.record_of.record.waits("reduce", self.name)
+        for pending in self._reducing:
+            pending.wait()
+        following = next(self._reduction, None)
+        self._reducing = following or []
+        if following is None:
+            self._reduction = None
+        return following is None
+
+    def abandon(self) -> None:
+        """Leave nothing of a step that failed half-way."""
+        self._reducing, self._reduction = [], None
+        self.leave()
+
+
+def _together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
+    """The n-th collective of all of them at once."""
+    while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
+        yield started
+
+
+class Reductions:
+    """The reductions of one step, in the order in which buckets are done.
+
+    Args:
+        at_once: whether one may begin before the last one ended: where each has its own buffers.
+    """
+
+    def __init__(self, scale: Callable[[], torch.Tensor], *, at_once: bool) -> None:
+        self._scale = scale
+        self._at_once = at_once
+        self._under_way: deque[Bucket] = deque()
+
+    def start(self, bucket: Bucket) -> None:
+        if not self._at_once:
+            self._advance()
+        bucket.start_reduce(self._scale)
+        self._under_way.append(bucket)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._advance()
+
+    def _advance(self) -> None:
+        self._under_way = deque(bucket for bucket in self._under_way if not bucket.advance())

@@ -1,0 +1,160 @@
+"""Who keeps what of the state: a ZeRO stage, shares, and the ranks that divide and that repeat it.
+
+Stage 0 repeats everything on every rank. Stage 1 divides the optimizer's state and the fp32
+parameters beside a narrower copy, 2 the gradients too, 3 the parameters too. With hierarchical
+sharding the ranks of each host divide the whole between them, and every host repeats it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+
+from gpumix.engine.comm import Communicator, Pending
+from gpumix.spec.plan import Plan, Worker, ZeroStage, cut
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the flat buffers of a plan are divided, as one rank sees it.
+
+    Attributes:
+        shares: of the ranks of `comm`, in their order.
+        comm: the ranks that divide the state between them; all ranks at stage 0, where each has it.
+        copies: what joins the hosts, where each of them has all of the state.
+        first: whether this rank's part is the first of its copies, which stands for all of them.
+    """
+
+    zero_stage: ZeroStage
+    shares: tuple[float, ...]
+    comm: Communicator
+    copies: Copies | None = None
+    first: bool = True
+
+    @property
+    def whole_parameters(self) -> bool:
+        return self.zero_stage < 3
+
+    @property
+    def whole_gradients(self) -> bool:
+        return self.zero_stage < 2
+
+    @property
+    def replicated(self) -> bool:
+        """Nothing is divided."""
+        return self.zero_stage == 0
+
+    def offsets(self, numel: int) -> tuple[int, ...]:
+        """Where each rank's interval of a flat buffer begins, and the end."""
+        return cut(numel, self.shares)
+
+    def interval(self, numel: int) -> tuple[int, int]:
+        """What this rank owns of a flat buffer."""
+        if self.replicated:
+            return 0, numel
+        offsets = self.offsets(numel)
+        return offsets[self.comm.rank], offsets[self.comm.rank + 1]
+
+    @classmethod
+    def of(cls, plan: Plan, comm: Communicator) -> Division:
+        """Of `plan` on the ranks of `comm`. Collective: it makes process groups."""
+        workers = plan.workers
+        if plan.zero_stage == 0 or plan.sharding == "all":
+            first = plan.zero_stage > 0 or comm.rank == 0
+            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first)
+        hosts = ranks_by_host(workers)
+        own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
+        shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
+        inside = comm.subgroup(hosts)
+        copies = _copies(hosts, own, shares, comm)
+        return cls(plan.zero_stage, shares[own], inside, copies, first=own == 0)
+
+
+def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
+    """Ranks of each host, hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, worker in enumerate(workers):
+        hosts.setdefault(worker.host, []).append(rank)
+    return list(hosts.values())
+
+
+class Copies(ABC):
+    """Sums over the hosts what each of them has summed for itself.
+
+    Attributes:
+        operation: the collective that does it, as a communicator counts them.
+    """
+
+    operation: ClassVar[str]
+
+    @abstractmethod
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        """Begin to sum this rank's interval `part` of a buffer of `numel` elements, in place. All
+        copies get the same to the last bit."""
+
+
+@dataclass(frozen=True)
+class _Likes(Copies):
+    """All hosts cut alike: each rank meets its likes."""
+
+    operation = "all_reduce"
+    likes: Communicator
+
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        return self.likes.start_all_reduce(part, label)
+
+
+@dataclass(frozen=True)
+class _Overlaps(Copies):
+    """Ranks send each other what they have in common, and each sums in the order of the hosts."""
+
+    operation = "all_to_all"
+    hosts: list[list[int]]
+    shares: list[tuple[float, ...]]  # by host
+    own: int
+    comm: Communicator
+
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        common = self._common(numel)
+        sizes = [0] * self.comm.world
+        for rank, _, low, high in common:
+            sizes[rank] = high - low
+        sent = torch.cat([part[:0], *(part[low:high] for _, _, low, high in common)])
+
+        def finish(received: torch.Tensor) -> None:
+            rows = part.new_zeros(len(self.hosts), part.numel())
+            rows[self.own] = part
+            pieces = received.split([high - low for _, _, low, high in common])
+            for piece, (_, host, low, high) in zip(pieces, common):
+                rows[host, low:high] = piece
+            torch.sum(rows, 0, out=part)
+
+        return self.comm.all_to_all(sent, sizes, sizes, label, finish)
+
+    def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
+        """In the order of ranks: a rank of another host, the host, and the elements of this rank's
+        interval that it has too, counted from the interval's beginning."""
+        cuts = [cut(numel, shares) for shares in self.shares]
+        place = self.hosts[self.own].index(self.comm.rank)
+        begin, end = cuts[self.own][place : place + 2]
+        return sorted(
+            (rank, host, max(begin, low) - begin, min(end, high) - begin)
+            for host, ranks in enumerate(self.hosts)
+            for rank, (low, high) in zip(ranks, pairwise(cuts[host]))
+            if host != self.own and max(begin, low) < min(end, high)
+        )
+
+
+def _copies(
+    hosts: list[list[int]], own: int, shares: list[tuple[float, ...]], comm: Communicator
+) -> Copies | None:
+    if len(hosts) == 1:
+        return None
+    if all(of_host == shares[0] for of_host in shares):
+        return _Likes(comm.subgroup([list(ranks) for ranks in zip(*hosts)]))
+    return _Overlaps(hosts, shares, own, comm)

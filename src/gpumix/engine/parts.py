@@ -1,0 +1,214 @@
+"""A sharded model: its units, and the buckets that their parameters lie in.
+
+Which memory a bucket gets is decided here, once: at ZeRO stage 3 buckets that are never gathered at
+the same time take turns in one slot, and so do gradient buffers at stages 2 and 3 (`cost.slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+
+from gpumix.cost.slots import ALWAYS, BucketUses, Buffer, bucket_uses, end_uses, share_slots
+from gpumix.engine.buckets import Bucket
+from gpumix.engine.division import Division
+from gpumix.engine.record import Record
+from gpumix.engine.shards import Alike, FlatGroup, Source
+from gpumix.engine.units import Anatomy, Slot, Unit
+from gpumix.spec.plan import Stage
+from gpumix.spec.profile import ROOT
+
+IN_USE = BucketUses(gathered=ALWAYS, gradient=ALWAYS)  # throughout
+ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what it gives out
+
+
+class ShardedUnit:
+    """A unit to compute. Its `forward` is the module's own; its parameters lie in `bucket`."""
+
+    def __init__(self, unit: Unit, bucket: Bucket) -> None:
+        self.name = unit.name
+        self.kind = unit.kind
+        self.module = unit.module
+        self.forward: Callable[..., object] = unit.module.forward
+        self.bucket = bucket
+        self.with_buffers = [module for module in unit.module.modules() if module._buffers]
+        # Also where the unit's parameters are the root's, because it shares them with other units.
+        self.trainable = any(p.requires_grad for p in unit.module.parameters())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A sharded model.
+
+    The root unit's parameters are in three buckets: what is used `before` the first unit only, what
+    is used `after` the last one only, and what is in use `throughout`.
+    """
+
+    division: Division
+    units: dict[str, ShardedUnit]
+    calls: tuple[str, ...]
+    before: Bucket
+    throughout: Bucket
+    after: Bucket
+    of_units: tuple[Bucket, ...]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The root's, then those of the units."""
+        return (self.throughout, self.before, self.after, *self.of_units)
+
+    @property
+    def record(self) -> Record:
+        """Who is told of what is done."""
+        return self.division.comm.record
+
+    @property
+    def last_call(self) -> int:
+        return len(self.calls) - 1
+
+    def call(self, number: int) -> ShardedUnit:
+        return self.units[self.calls[number]]
+
+    def bucket(self, number: int) -> Bucket:
+        """The bucket of unit call `number`."""
+        return self.call(number).bucket
+
+    @cached_property
+    def reduced_after(self) -> dict[int, Bucket]:
+        """Which bucket is done when the backward of a call is: at the first of its own calls."""
+        first: dict[int, Bucket] = {}
+        for number in reversed(range(len(self.calls))):
+            first = {n: b for n, b in first.items() if b is not self.bucket(number)}
+            first[number] = self.bucket(number)
+        return first
+
+    def leave(self) -> None:
+        """The step is over: the optimizer may change all parameters."""
+        for bucket in self.buckets:
+            bucket.leave()
+
+
+def shard(
+    anatomy: Anatomy,
+    stage: Stage,
+    division: Division,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    source: Source,
+) -> Parts:
+    """Replace the parameters of a model by views of flat buffers that are divided by `division`.
+
+    Args:
+        stage: the order of the calls, how many units in a row make a bucket, and which parameters
+            of the root are used at its ends only.
+        source: gives the initial values.
+    """
+    own = {unit.name: list(unit.slots) for unit in anatomy.units}
+    names = tuple(dict.fromkeys(stage.units))
+    rows = [names[k : k + stage.joined] for k in range(0, len(names), stage.joined)]
+    number = {name: n for n, row in enumerate(rows) for name in row}
+    sequence = [n for n, _ in groupby(number[name] for name in stage.units)]
+    throughout = {slot.name: slot for slot in anatomy.root.slots}
+    before = [throughout.pop(name) for name in stage.before]
+    after = [throughout.pop(name) for name in stage.after]
+
+    def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
+        return _Request(name, Alike.among(slots, compute_dtype), *uses)
+
+    of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
+    requests = [
+        request(row[0], [slot for name in row for slot in own[name]], uses)
+        for row, uses in zip(rows, of_units)
+    ]
+    requests += [
+        request(f"{ROOT} before", before, ends[0]),
+        request(f"{ROOT} after", after, ends[1]),
+        request(ROOT, list(throughout.values())),
+    ]
+    *buckets, first, last, root = _place(requests, division, device, source)
+    units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
+    return Parts(division, units, stage.units, first, root, last, tuple(buckets))
+
+
+def alone(
+    unit: Unit,
+    division: Division,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    source: Source,
+) -> ShardedUnit:
+    """One unit in memory of its own; see `shard`."""
+    request = _Request(unit.name, Alike.among(list(unit.slots), compute_dtype))
+    return ShardedUnit(unit, *_place([request], division, device, source))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A bucket that wants memory."""
+
+    name: str
+    alike: list[Alike]
+    uses: BucketUses = IN_USE
+
+    def full(self, *, shared: bool) -> Buffer:
+        sizes = [alike.full_bytes for alike in self.alike]
+        return Buffer(sum(map(_aligned, sizes)), self.uses.gathered if shared else ALWAYS)
+
+    def gradient(self, *, shared: bool) -> Buffer:
+        sizes = [alike.gradient_bytes for alike in self.alike]
+        return Buffer(sum(map(_aligned, sizes)), self.uses.gradient if shared else ALWAYS)
+
+    def bucket(
+        self, division: Division, full: torch.Tensor, gradient: torch.Tensor, source: Source
+    ) -> Bucket:
+        """The bucket in the memory that it was given, in bytes."""
+        groups = []
+        for alike in self.alike:
+            groups.append(
+                FlatGroup(
+                    self.name,
+                    alike,
+                    division,
+                    full=full[: alike.full_bytes].view(alike.dtype),
+                    gradient=gradient[: alike.gradient_bytes].view(torch.float32),
+                    source=source,
+                )
+            )
+            full = full[_aligned(alike.full_bytes) :]
+            gradient = gradient[_aligned(alike.gradient_bytes) :]
+        return Bucket(self.name, groups, division)
+
+
+def _place(
+    requests: Sequence[_Request], division: Division, device: torch.device, source: Source
+) -> Iterator[Bucket]:
+    full = _Memory([r.full(shared=not division.whole_parameters) for r in requests], device)
+    gradients = _Memory([r.gradient(shared=not division.whole_gradients) for r in requests], device)
+    for number, one in enumerate(requests):
+        yield one.bucket(division, full.of(number), gradients.of(number), source)
+
+
+class _Memory:
+    """Slots for buffers; a slot's memory exists as soon as one of its buffers is asked for."""
+
+    def __init__(self, buffers: Sequence[Buffer], device: torch.device) -> None:
+        self._slots = share_slots(buffers)
+        self._device = device
+        self._held: dict[int, torch.Tensor] = {}
+
+    def of(self, number: int) -> torch.Tensor:
+        slot = self._slots.of_buffer[number]
+        if slot not in self._held:
+            size = self._slots.bytes[slot]
+            self._held[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._held[slot]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,71 @@
+"""Every ZeRO stage, order and division of the state trains like one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumix.spec.plan import Mode
+from models import ARCHITECTURES
+from reference import Share, train_alone, train_by_plan, worst_error
+
+STEPS = 3
+TOLERANCE = 2e-5
+LAYERED, KEEPING = Mode(), Mode(recompute=False)
+ONE_BY_ONE = Mode(order="sequential")
+INLINE = Mode(order="sequential", recompute=False)
+
+
+def assert_parity(name, shares, **settings):
+    trained = train_by_plan(name, shares, STEPS, **settings)
+    size = sum(share.samples for share in shares)
+    assert worst_error(trained, train_alone(ARCHITECTURES[name], size, STEPS)) < TOLERANCE
+    later = trained.counts[1:] if len(shares) == 1 else trained.counts
+    assert all(counts == trained.expected_counts for counts in later)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "plain-own-blocks"])
+def test_stages_with_uneven_everything(name, stage):
+    shares = [Share(3, 2, 1), Share(2, 1, 0, KEEPING), Share(0, 0, 2), Share(4, 3, 3, kept=3)]
+    assert_parity(name, shares, zero_stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_orders_meet(name, stage):
+    shares = [
+        Share(3, 2, 1, ONE_BY_ONE),
+        Share(2, 1, 0, INLINE),
+        Share(0, 0, 1, INLINE),
+        Share(4, 3, 2, LAYERED),
+    ]
+    assert_parity(name, shares, zero_stage=stage)
+
+
+@pytest.mark.parametrize("mode", [ONE_BY_ONE, INLINE, KEEPING])
+def test_one_rank(mode):
+    assert_parity("gpt2", [Share(5, 2, 1, mode)], zero_stage=0 if "seq" in mode.order else 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("states", [(1, 2, 1, 2), (1, 2, 3, 0)], ids=["alike", "unlike"])
+def test_state_divided_inside_hosts(stage, states):
+    shares = [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
+    assert_parity("gpt2", shares, zero_stage=stage, sharding="host")
+
+
+@pytest.mark.parametrize("joined", [2, 5])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_joined_units(stage, joined):
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    assert_parity("bart", shares, zero_stage=stage, stage={"joined": joined})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ends_of_the_root(stage):
+    ends = {
+        "before": ("model.embed_tokens.weight",),
+        "after": ("lm_head.weight", "model.norm.weight"),
+    }
+    shares = [Share(3, 2, 1), Share(2, 1, 2, LAYERED if stage else INLINE)]
+    assert_parity("llama", shares, zero_stage=stage, stage=ends)
