@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -79,6 +79,7 @@ def plan_for(
     units: Sequence[str] = (),
     length: int = 1,
     stage: Mapping[str, Any] | None = None,
+    on_host: Collection[int] = (),
     **settings: Any,
 ) -> Plan:
     """A plan of one stage.
@@ -87,6 +88,7 @@ def plan_for(
         calls: the order of the unit calls; by default as the units are registered.
         units: as for `prepare`.
         stage: more fields of the stage.
+        on_host: ranks that keep their state there.
         settings: fields of the plan.
     """
     anatomy = dissect(model, units)
@@ -102,6 +104,7 @@ def plan_for(
             mode=share.mode,
             kept_graphs=share.kept,
             host=share.host,
+            state_on="host" if rank in on_host else "device",
         )
         for rank, share in enumerate(shares)
     )

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
 
+from gpumix.engine.away import Away
 from gpumix.engine.engine import Engine
-from gpumix.engine.units import ROOT
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 
 GPT2 = ARCHITECTURES["gpt2"]
 
 
-def gathered(engine: Engine) -> set[str]:
-    return {g.label for g in engine.groups() if g.full.untyped_storage().nbytes()}
+def test_two_units_are_gathered_at_a_time_and_two_have_gradients():
+    engine = engine_alone(GPT2.factory, 4, 2)
+    units = [unit.bucket.groups[0] for unit in engine._parts.units.values()]
+    for buffers in ([g.full for g in units], [g.gradient for g in units]):
+        own = [buffer.untyped_storage().data_ptr() for buffer in buffers]
+        assert len(set(own)) == 2
+        assert all(a != b for a, b in pairwise(own))
 
 
-def with_gradient(engine: Engine) -> set[str]:
-    return {g.label for g in engine.groups() if g.gradient.untyped_storage().nbytes()}
+def present(engine: Engine) -> set[str]:
+    """Units whose modules hold parameters, rather than what says that they are away."""
+    return {
+        name
+        for name, unit in engine._parts.units.items()
+        if not any(isinstance(p, Away) for p in unit.module.parameters())
+    }
 
 
 @pytest.mark.parametrize("action", ["step", "evaluate"])
-def test_no_parameters_and_no_gradient_buffers_stay(action):
+def test_no_parameters_stay(action):
     engine = engine_alone(GPT2.factory, 4, 2)
-    assert not gathered(engine)
+    assert not present(engine)
     getattr(engine, action)(next(batches(GPT2, 4, 1)))
-    assert not gathered(engine)
-    assert not with_gradient(engine)
+    assert not present(engine)
 
 
 def test_a_unit_and_the_next_are_gathered_at_a_time():
@@ -40,23 +50,14 @@ def test_a_unit_and_the_next_are_gathered_at_a_time():
         inner = unit.forward
 
         def forward(*args, inner=inner, name=unit.name, **kwargs):
-            seen.append((name[-1], gathered(engine), with_gradient(engine)))
+            seen.append((name[-1], present(engine)))
             return inner(*args, **kwargs)
 
         unit.forward = forward
     engine.step(next(batches(GPT2, 4, 1)))
     h = [f"transformer.h.{i}" for i in range(3)]
-    forward = [
-        ("0", {ROOT, *h[:2]}, set()),
-        ("1", {ROOT, *h[1:]}, set()),
-        ("2", {ROOT, h[2]}, set()),
-    ]
-    # backward: one unit's gradient is reduced while the one before it is computed
-    backward = [
-        ("2", {ROOT, *h[1:]}, {ROOT, h[2]}),
-        ("1", {ROOT, *h[:2]}, {ROOT, *h[1:]}),
-        ("0", {ROOT, h[0]}, {ROOT, *h[:2]}),
-    ]
+    forward = [("0", {*h[:2]}), ("1", {*h[1:]}), ("2", {h[2]})]
+    backward = [("2", {*h[1:]}), ("1", {*h[:2]}), ("0", {h[0]})]
     assert seen == [moment for moment in forward + backward for _ in range(2)]
 
 

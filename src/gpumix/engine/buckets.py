@@ -118,11 +118,19 @@ class Reductions:
 
     Args:
         at_once: whether one may begin before the last one ended: where each has its own buffers.
+        done: called with each bucket whose gradient is in its pieces.
     """
 
-    def __init__(self, scale: Callable[[], torch.Tensor], *, at_once: bool) -> None:
+    def __init__(
+        self,
+        scale: Callable[[], torch.Tensor],
+        *,
+        at_once: bool,
+        done: Callable[[Bucket], None] | None = None,
+    ) -> None:
         self._scale = scale
         self._at_once = at_once
+        self._done = done
         self._under_way: deque[Bucket] = deque()
 
     def start(self, bucket: Bucket) -> None:
@@ -137,4 +145,10 @@ class Reductions:
             self._advance()
 
     def _advance(self) -> None:
-        self._under_way = deque(bucket for bucket in self._under_way if not bucket.advance())
+        left: deque[Bucket] = deque()
+        for bucket in self._under_way:
+            if not bucket.advance():
+                left.append(bucket)
+            elif self._done is not None:
+                self._done(bucket)
+        self._under_way = left

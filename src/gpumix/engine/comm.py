@@ -191,7 +191,7 @@ class Communicator:
         if shard.shape != mine.shape:
             raise AssertionError(f"{label}: shard {shard.shape} for interval {mine.shape}")
         self._count("gather", full)
-        mine.copy_(shard)
+        mine.copy_(shard, non_blocking=True)  # the shard may be in pinned memory of the host
         if self.world == 1:
             return Pending((), label, self.clock)
         with reported(label):

@@ -28,6 +28,7 @@ class Division:
         comm: the ranks that divide the state between them; all ranks at stage 0, where each has it.
         copies: what joins the hosts, where each of them has all of the state.
         first: whether this rank's part is the first of its copies, which stands for all of them.
+        on_host: whether this rank keeps its part of masters and optimizer state on the host.
     """
 
     zero_stage: ZeroStage
@@ -35,6 +36,7 @@ class Division:
     comm: Communicator
     copies: Copies | None = None
     first: bool = True
+    on_host: bool = False
 
     @property
     def whole_parameters(self) -> bool:
@@ -64,15 +66,16 @@ class Division:
     def of(cls, plan: Plan, comm: Communicator) -> Division:
         """Of `plan` on the ranks of `comm`. Collective: it makes process groups."""
         workers = plan.workers
+        on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":
             first = plan.zero_stage > 0 or comm.rank == 0
-            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first)
+            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first, on_host=on_host)
         hosts = ranks_by_host(workers)
         own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
         shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
         copies = _copies(hosts, own, shares, comm)
-        return cls(plan.zero_stage, shares[own], inside, copies, first=own == 0)
+        return cls(plan.zero_stage, shares[own], inside, copies, own == 0, on_host)
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:

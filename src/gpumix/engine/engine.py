@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine import buffers, layered, sequential, state
+from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.coroutine import Calls
@@ -30,6 +31,8 @@ from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
+from gpumix.engine.updates import Updates, updates_elements
+from gpumix.engine.updates import step as step_optimizer
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
 
@@ -72,15 +75,18 @@ class Engine:
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
+        self._updates: Updates | None = None
 
     # -- training ----------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any, optimizer: Optimizer | None = None) -> torch.Tensor:
         """Forward, backward and reduction of one global batch.
 
         Args:
             batch: this rank's share of it: a pytree of tensors whose first dimension is the plan's
                 number of samples for this rank, which may be 0.
+            optimizer: steps as gradients are done, while others are still computed, if it
+                `may_update_early`. Then it must not be stepped again.
 
         Returns:
             The loss of the global batch, the same on every rank: the sum of all losses over their
@@ -96,14 +102,19 @@ class Engine:
         # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
         # the exact count is known when the heads are done, and divided by at the very end.
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
+        updates = self._updates_of(optimizer)
         with self._in_step():
             cut = self._cut(batch, self._worker.micro_batches)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
                 if self._worker.mode.order == "sequential":
-                    table = self._step_sequentially(cut, scale)
+                    table = self._step_sequentially(cut, scale, updates)
                 else:
-                    table = self._step_in_layers(cut, scale)
+                    table = self._step_in_layers(cut, scale, updates)
+            if updates is not None:
+                updates.finish()
+            if self._parts.division.on_host and self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # gradients are there
             self._parts.leave()
             self._buffers_before.keep_changed()
             self.steps += 1
@@ -112,7 +123,40 @@ class Engine:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
 
-    def _step_in_layers(self, cut: list[_Samples], scale: torch.Tensor) -> torch.Tensor:
+    def may_update_early(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` can step for some parameters while others' gradients are computed:
+        it updates each element for itself, and no gradient can overflow."""
+        return updates_elements(optimizer) and not self.scaler.active
+
+    def update(self, optimizer: Optimizer) -> None:
+        """One step of `optimizer`; what it makes for state on the host is the host's too."""
+        step_optimizer(optimizer, on_host=self._parts.division.on_host)
+
+    def _updates_of(self, optimizer: Optimizer | None) -> Updates | None:
+        if optimizer is None:
+            return None
+        if not self.may_update_early(optimizer):
+            raise InputError(
+                f"{type(optimizer).__name__} cannot step before all gradients are done",
+                fix="call engine.step(batch), then engine.update(optimizer)",
+            )
+        if self._updates is None or self._updates.optimizer is not optimizer:
+            on_host = self._parts.division.on_host
+            self._updates = Updates(optimizer, self._parts.buckets, self.device, on_host=on_host)
+        return self._updates
+
+    def _reductions(
+        self, gradient_scale: Callable[[], torch.Tensor], updates: Updates | None
+    ) -> Reductions:
+        return Reductions(
+            gradient_scale,
+            at_once=self._parts.division.replicated,
+            done=None if updates is None else updates.update,
+        )
+
+    def _step_in_layers(
+        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+    ) -> torch.Tensor:
         batches = [
             MicroBatch(
                 one.compute_loss,
@@ -127,10 +171,12 @@ class Engine:
             layered.forward(self._parts, batches, keep=True)
             results = layered.head(self._parts, batches, scale)
             table, gradient_scale = self._exchange(results, scale)
-            layered.backward(self._parts, batches, gradient_scale)
+            layered.backward(self._parts, batches, self._reductions(gradient_scale, updates))
         return table
 
-    def _step_sequentially(self, cut: list[_Samples], scale: torch.Tensor) -> torch.Tensor:
+    def _step_sequentially(
+        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+    ) -> torch.Tensor:
         batches = [
             sequential.InlineBatch(
                 one.compute_loss, one.randomness, self._dtype, self._keeps(place, len(cut))
@@ -139,10 +185,10 @@ class Engine:
         ]
         tables: list[torch.Tensor] = []
 
-        def exchange(results: list[Loss]) -> sequential.GradientScale:
+        def exchange(results: list[Loss]) -> Reductions:
             table, gradient_scale = self._exchange(results, scale)
             tables.append(table)
-            return gradient_scale
+            return self._reductions(gradient_scale, updates)
 
         sequential.run(self._parts, self._calls, batches, scale, exchange)
         return tables[0]
@@ -196,14 +242,18 @@ class Engine:
                 module.training = True
         return table[:, 0].sum() / table[:, 1].sum()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of all gradients together, the same on every rank. One collective."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
         if not self._parts.division.first:  # the first of its copies counts for all of them
             square.zero_()
-        norm = self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
+        return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
+        norm = self.gradient_norm()
+        parameters = [p for p in self.parameters() if p.grad is not None]
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -214,7 +264,7 @@ class Engine:
     def finite(self) -> bool:
         """Whether all trained parameters are finite. Collective."""
         masters = [group.master for group in self.groups() if group.trainable]
-        bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float()
+        bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
 
     def notices_by_rank(self) -> list[float]:
@@ -339,7 +389,7 @@ class Engine:
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
         finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
-        bad = (~torch.stack(finite)).sum().float()
+        bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)
         if self.overflowed:

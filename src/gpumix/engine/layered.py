@@ -8,7 +8,7 @@ bucket behind computing this one, and so the reduction of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -72,17 +72,9 @@ def head(
     return results
 
 
-def backward(
-    parts: Parts, batches: Sequence[MicroBatch], gradient_scale: Callable[[], torch.Tensor]
-) -> None:
-    """All micro-batches backward through all units; reduces each bucket's gradient once.
-
-    Args:
-        gradient_scale: what the summed gradients are multiplied with; asked when the first
-            reduction is done.
-    """
+def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions) -> None:
+    """All micro-batches backward through all units; reduces each bucket's gradient once."""
     record = parts.record
-    reductions = Reductions(gradient_scale, at_once=parts.division.replicated)
     reductions.start(parts.after)
     reduced_after = parts.reduced_after
     begun: set[int] = set()

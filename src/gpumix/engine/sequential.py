@@ -37,8 +37,6 @@ from gpumix.engine.recompute import Recomputed
 from gpumix.engine.record import SILENT, Record
 from gpumix.spec.profile import ROOT
 
-GradientScale = Callable[[], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class InlineBatch:
@@ -60,7 +58,7 @@ def run(
     calls: Calls,
     batches: Sequence[InlineBatch],
     scale: torch.Tensor,
-    exchange: Callable[[list[Loss]], GradientScale],
+    exchange: Callable[[list[Loss]], Reductions],
 ) -> None:
     """Forward and backward of all micro-batches, the last one first: it may be smaller, and there
     is more to reduce than to gather.
@@ -68,8 +66,7 @@ def run(
     Args:
         calls: where the model's unit calls arrive.
         scale: what each loss is multiplied with before its backward.
-        exchange: starts to tell all ranks the losses and counts; gives what to ask for that which
-            summed gradients are multiplied with.
+        exchange: starts to tell all ranks the losses and counts; gives what reduces.
     """
     gathering = _Gathering(parts)
     results: list[Loss] = []
@@ -127,11 +124,11 @@ class _Gathering:
 class _Reducing:
     """The reductions of a step: each begins when it is its turn and its gradient is done."""
 
-    def __init__(self, parts: Parts, scale: GradientScale) -> None:
+    def __init__(self, parts: Parts, reductions: Reductions) -> None:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
         self._waiting = [parts.after, *units, parts.throughout, parts.before]
-        self._reductions = Reductions(scale, at_once=parts.division.replicated)
+        self._reductions = reductions
         self._missing: dict[int, int] = {}
         self._hooks: list[Any] = []
 

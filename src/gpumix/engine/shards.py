@@ -21,6 +21,7 @@ from torch import nn
 from gpumix.engine.away import Away
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
+from gpumix.engine.host import empty_on_host
 from gpumix.engine.units import Slot
 
 # Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
@@ -112,25 +113,31 @@ class FlatGroup:
         self.offsets = division.offsets(self.numel)
         self.start, self.end = division.interval(self.numel)
         # Whether an update of the masters is none of `full` yet.
-        own_masters = division.replicated and alike.dtype == alike.master_dtype
-        self.diverges = alike.trainable and not own_masters
-        resident = full[self.start : self.end] if division.whole_parameters else None
-        if resident is not None and resident.dtype == alike.master_dtype:
-            self.master = resident
+        self._on_host = division.on_host and alike.trainable
+        own_masters = alike.dtype == alike.master_dtype and not self._on_host
+        self.diverges = alike.trainable and not (division.replicated and own_masters)
+        if division.whole_parameters and own_masters:
+            self.master = full[self.start : self.end]
         else:
-            size = self.end - self.start
-            self.master = torch.empty(size, dtype=alike.master_dtype, device=full.device)
+            self.master = self._own(self.end - self.start, alike.master_dtype)
         self.pieces = list(self._fill(alike, source))
         self._install(alike)
         if self.trainable:
-            whole = division.whole_gradients
+            self._in_place = division.whole_gradients and not self._on_host
             own = gradient[self.start : self.end]
-            self.master_gradient = own if whole else torch.zeros_like(self.master)
+            size = self.end - self.start
+            self.master_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
             self._piece_gradients = self.master_gradient.split(
                 [piece.end - piece.start for piece in self.pieces]
             )
             self._carried: torch.Tensor | None = None
             self._point_gradients(alike.numels)
+
+    def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's interval alone, uninitialised."""
+        if self._on_host:
+            return empty_on_host(numel, dtype, self.full.device)
+        return torch.empty(numel, dtype=dtype, device=self.full.device)
 
     def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
@@ -199,7 +206,7 @@ class FlatGroup:
         """The whole of the masters, in memory of its own. Collective."""
         if self._division.replicated:
             return self.master.clone()
-        buffer = self.master.new_empty(self.numel)
+        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self.full.device)
         label = f"all-gather of the state of unit '{self.label}'"
         self._division.comm.gather(buffer, self.master, self.offsets, label).wait()
         return buffer
@@ -208,8 +215,7 @@ class FlatGroup:
 
     def begin_gradient(self) -> None:
         """Make the gradient buffer zero, but remember what earlier steps have left to be added."""
-        fresh = [piece.local.grad is None for piece in self.pieces]
-        if self._division.whole_gradients and not all(fresh):
+        if self._in_place and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.master_gradient.clone()
         self.gradient.zero_()
@@ -238,19 +244,31 @@ class FlatGroup:
 
     def _deliver(self, rows: torch.Tensor, scale: Callable[[], torch.Tensor]) -> None:
         """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
-        fresh = [piece.local.grad is None for piece in self.pieces]
-        if self._carried is not None:
-            _sum(rows, self.master_gradient)
-            self.master_gradient.mul_(scale()).add_(self._carried)
-            self._carried = None
-        elif all(fresh) or self._division.whole_gradients:
-            _sum(rows, self.master_gradient)
-            self.master_gradient.mul_(scale())
+        fresh, own = self._fresh(), self.master_gradient
+        if self._on_host:
+            for row in rows[1:]:
+                rows[0].add_(row)
+            part = rows[0].mul_(scale())
+            if all(fresh):
+                own.copy_(part, non_blocking=True)
+            else:
+                self._zero(fresh)
+                own.add_(part.to(own.device))
+        elif all(fresh) or self._in_place:
+            _sum(rows, own)
+            own.mul_(scale())
+            if self._carried is not None:
+                own.add_(self._carried)
+                self._carried = None
         else:
             self._zero(fresh)
-            self.master_gradient.addcmul_(rows.sum(0), scale())
+            own.addcmul_(rows.sum(0), scale())
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
+
+    def _fresh(self) -> list[bool]:
+        """Of each piece, whether nothing is there to be added to."""
+        return [piece.local.grad is None for piece in self.pieces]
 
     def _zero(self, fresh: list[bool]) -> None:
         for is_fresh, gradient in zip(fresh, self._piece_gradients):

@@ -91,6 +91,11 @@ class Worker(Value):
         description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
         "mode recomputes: the last ones of the forward pass",
     )
+    state_on: Literal["device", "host"] = Field(
+        default="device",
+        description="where its share of fp32 parameters, of their gradients and of the optimizer's "
+        "state lies, and is updated",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:

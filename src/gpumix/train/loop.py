@@ -173,13 +173,20 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.engine.notice = STOP if stop is not None and stop.requested else 0.0
-        loss = self.engine.step(batch).item()
-        norm = self.engine.clip_grad_norm_(self.job.optimizer.clip_norm or math.inf).item()
+        clip_norm = self.job.optimizer.clip_norm
+        # Without clipping nothing must be known of all gradients before the first is used.
+        early = clip_norm is None and self.engine.may_update_early(self.optimizer)
+        loss = self.engine.step(batch, self.optimizer if early else None).item()
+        if clip_norm is None:
+            norm = self.engine.gradient_norm().item()
+        else:
+            norm = self.engine.clip_grad_norm_(clip_norm).item()
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 self._not_finite(what, value, cursor)
         record.computes("optimizer", ROOT)
-        self.optimizer.step()
+        if not early:
+            self.engine.update(self.optimizer)
         self.optimizer.zero_grad()
         self.context.runtime.synchronize()
         self.step += 1

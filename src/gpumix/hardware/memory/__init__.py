@@ -1,5 +1,10 @@
 """A CPU process's memory, counted and capped as a device's is."""
 
-from gpumix.hardware.memory.limit import MemoryLimit, is_out_of_memory, limit_memory
+from gpumix.hardware.memory.limit import (
+    MemoryLimit,
+    host_memory,
+    is_out_of_memory,
+    limit_memory,
+)
 
-__all__ = ["MemoryLimit", "is_out_of_memory", "limit_memory"]
+__all__ = ["MemoryLimit", "host_memory", "is_out_of_memory", "limit_memory"]

@@ -19,6 +19,8 @@ std::atomic<int64_t> current{0};
 std::atomic<int64_t> peak{0};
 std::atomic<int64_t> cap{-1};  // negative: count only
 char owner[128] = "this process";
+// What this thread allocates now is the host's: it counts for nothing, nor does its end.
+thread_local bool on_host = false;
 
 // Before each block: its size, and a mark that tells our blocks from those that code with a cached
 // raw pointer (oneDNN's scratch) got from the former allocator. 64 bytes keep c10's alignment.
@@ -66,17 +68,18 @@ struct CappedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &release, cpu};
-    reserve(static_cast<int64_t>(bytes));
+    const int64_t counted = on_host ? 0 : static_cast<int64_t>(bytes);
+    reserve(counted);
     Header* header = nullptr;
     try {
       header = static_cast<Header*>(c10::alloc_cpu(bytes + sizeof(Header)));
     } catch (...) {
-      current.fetch_sub(static_cast<int64_t>(bytes));
+      current.fetch_sub(counted);
       throw;
     }
     note_peak();
     header->mark = kMark;
-    header->size = static_cast<int64_t>(bytes);
+    header->size = counted;
     void* data = header + 1;
     return {data, data, &release, cpu};  // data == context: oneDNN asserts on it
   }
@@ -101,6 +104,12 @@ void gpumix_install() {
 void gpumix_set_cap(int64_t bytes, const char* who) {
   std::snprintf(owner, sizeof owner, "%s", who);
   cap = bytes;
+}
+// Returns what it was before.
+bool gpumix_set_on_host(bool now) {
+  const bool before = on_host;
+  on_host = now;
+  return before;
 }
 int64_t gpumix_current() { return current; }
 int64_t gpumix_peak() { return peak; }

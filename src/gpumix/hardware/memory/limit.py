@@ -10,6 +10,8 @@ import ctypes
 import functools
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -69,6 +71,21 @@ def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> Memor
     return limit
 
 
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """What this thread allocates inside belongs to the host: where its CPU tensors stand for a
+    device's, they count neither against the device's memory nor as used by it."""
+    limit = _limit_of_this_process() if _limit_of_this_process.cache_info().currsize else None
+    if not isinstance(limit, _CountedLimit):
+        yield
+        return
+    before = limit.set_on_host(on_host=True)
+    try:
+        yield
+    finally:
+        limit.set_on_host(on_host=before)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that the device's memory is used up, however it is worded.
 
@@ -104,11 +121,17 @@ class _CountedLimit(MemoryLimit):
         self._library.gpumix_set_cap.argtypes = (ctypes.c_int64, ctypes.c_char_p)
         self._library.gpumix_current.restype = ctypes.c_int64
         self._library.gpumix_peak.restype = ctypes.c_int64
+        self._library.gpumix_set_on_host.argtypes = (ctypes.c_bool,)
+        self._library.gpumix_set_on_host.restype = ctypes.c_bool
         self._library.gpumix_install()
 
     def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
         cap = -1 if cap_bytes is None else cap_bytes
         self._library.gpumix_set_cap(cap, owner.encode())
+
+    def set_on_host(self, *, on_host: bool) -> bool:
+        """Whether what this thread allocates is not counted; returns whether it was not before."""
+        return bool(self._library.gpumix_set_on_host(on_host))
 
     @property
     def current_bytes(self) -> int:

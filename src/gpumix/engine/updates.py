@@ -1,0 +1,96 @@
+"""The optimizer's step, bucket by bucket: each as soon as its gradient is done.
+
+So updates hide behind what is left of the backward pass. Only where each element is updated for
+itself, and nothing must be known of all gradients first (no clipping, no check for overflow). State
+on the host is updated by a thread of its own, while the device goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from gpumix.engine.buckets import Bucket
+from gpumix.hardware.memory import host_memory
+
+ELEMENTWISE = (Adam, AdamW, SGD)
+
+
+def updates_elements(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is known to update each element for itself."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def step(optimizer: Optimizer, *, on_host: bool) -> None:
+    """One step; the state that it makes for parameters on the host is the host's too."""
+    if not on_host:
+        optimizer.step()
+        return
+    with host_memory():
+        optimizer.step()
+
+
+class Updates:
+    """Steps `optimizer` for one bucket after the other.
+
+    Args:
+        on_host: whether the state is there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        buckets: Iterable[Bucket],
+        device: torch.device,
+        *,
+        on_host: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self._device = device
+        self._on_host = on_host
+        self._thread = ThreadPoolExecutor(1, "gpumix-update") if on_host else None
+        self._under_way: list[Future[None]] = []
+        self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
+        for bucket in buckets:
+            own = {id(piece.local) for piece in bucket.pieces}
+            self._members[id(bucket)] = [
+                [p for p in group["params"] if id(p) in own] for group in optimizer.param_groups
+            ]
+
+    def update(self, bucket: Bucket) -> None:
+        """The gradient of `bucket` is done."""
+        members = self._members[id(bucket)]
+        if not any(members):
+            return
+        if self._thread is None:
+            self._step(members)
+            return
+        arrived = None
+        if self._device.type == "cuda":  # gradients are on their way to the host
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._under_way.append(self._thread.submit(self._step, members, arrived))
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for one in self._under_way:
+            one.result()
+        self._under_way = []
+
+    def _step(
+        self, members: list[list[torch.nn.Parameter]], arrived: torch.cuda.Event | None = None
+    ) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        for group, some in zip(groups, members):
+            group["params"] = some
+        try:
+            step(self.optimizer, on_host=self._on_host)
+        finally:
+            for group, params in zip(groups, whole):
+                group["params"] = params

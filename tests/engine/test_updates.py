@@ -1,0 +1,88 @@
+"""The optimizer's step while the backward goes on, and state that lies on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpumix.hardware.memory import limit_memory
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Mode
+from harness import run_ranks
+from models import ARCHITECTURES
+from reference import (
+    Share,
+    Trained,
+    batches,
+    engine_alone,
+    engine_for,
+    joined,
+    own_rows,
+    pieces_of,
+    train_alone,
+    worst_error,
+)
+
+GPT2 = ARCHITECTURES["gpt2"]
+STEPS = 3
+INLINE = Mode(order="sequential", recompute=False)
+
+
+def _train(shares, on_host, early, settings):
+    engine = engine_for(GPT2.factory, shares, on_host=on_host, **settings)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in batches(GPT2, sum(s.samples for s in shares), STEPS):
+        rows = own_rows(batch, shares, engine.comm.rank)
+        if early:
+            losses.append(engine.step(rows, optimizer).item())
+        else:
+            losses.append(engine.step(rows).item())
+            engine.update(optimizer)
+        optimizer.zero_grad()
+    return losses, pieces_of(engine)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("on_host", [(), (0,), (0, 1)], ids=["device", "one on host", "host"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_trains_like_one_process(stage, on_host, early):
+    shares = [Share(3, 2, 1), Share(2, 1, 2, INLINE if stage < 2 else Mode())]
+    results = run_ranks(_train, 2, shares, on_host, early, {"zero_stage": stage})
+    trained = Trained(results[0][0], joined([pieces for _, pieces in results]))
+    assert worst_error(trained, train_alone(GPT2, 5, STEPS)) < 2e-5
+
+
+def test_all_parameters_have_been_updated_when_a_step_ends():
+    engine = engine_alone(GPT2.factory, 2, 1)
+    before = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1, fused=True)
+    engine.step(next(batches(GPT2, 2, 1)), optimizer)
+    assert all((p != before[name]).any() for name, p in engine.named_parameters())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(before)]
+
+
+def test_an_optimizer_that_looks_at_more_than_elements_cannot_step_early():
+    engine = engine_alone(GPT2.factory, 2, 1)
+    optimizer = torch.optim.RMSprop(engine.parameters())
+    with pytest.raises(InputError, match="RMSprop cannot step before all gradients are done"):
+        engine.step(next(batches(GPT2, 2, 1)), optimizer)
+
+
+def _device_bytes(on_host):
+    memory = limit_memory(None)
+    engine = engine_alone(GPT2.factory, 2, 1, on_host=on_host, zero_stage=2)
+    optimizer = torch.optim.AdamW(engine.parameters(), fused=True)
+    before = memory.current_bytes
+    engine.step(next(batches(GPT2, 2, 1)), optimizer)
+    engine.step(next(batches(GPT2, 2, 1)))
+    engine.update(optimizer)
+    masters = sum(p.nbytes for p in engine.parameters())
+    return memory.current_bytes - before, masters
+
+
+def test_state_on_the_host_is_none_of_the_devices():
+    ((on_device, masters),) = run_ranks(_device_bytes, 1, ())
+    ((on_host, _),) = run_ranks(_device_bytes, 1, (0,))
+    assert on_device > 2 * masters
+    assert on_host < 0.2 * masters
