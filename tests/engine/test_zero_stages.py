@@ -69,3 +69,10 @@ def test_ends_of_the_root(stage):
     }
     shares = [Share(3, 2, 1), Share(2, 1, 2, LAYERED if stage else INLINE)]
     assert_parity("llama", shares, zero_stage=stage, stage=ends)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "whisper"])
+def test_inputs_kept_on_the_host(name):
+    host = Mode(boundary="host")
+    shares = [Share(3, 1, 1, host), Share(4, 2, 0, host, kept=3), Share(1, 1, 1)]
+    assert_parity(name, shares)

@@ -20,7 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
-from gpumix.engine.glue import hand
+from gpumix.engine.given import Given
+from gpumix.engine.glue import Link, hand, without_memory
+from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
 
@@ -37,6 +39,7 @@ class Cut:
         compute_dtype: floating inputs are cast to it, as FSDP2's mixed precision does.
         seed: seeds the random numbers of this call, the same in the recompute.
         recompute: whether the graph is dropped after the forward.
+        host: where the inputs to recompute from are kept; None: on the device.
         forward: stands in for the unit's own forward; the profiler runs one unit for all its kind.
     """
 
@@ -48,10 +51,12 @@ class Cut:
         compute_dtype: torch.dtype,
         seed: Callable[[], None],
         recompute: bool = True,
+        host: HostStore | None = None,
         forward: Forward | None = None,
     ) -> None:
         self.unit = unit
         self._recompute = recompute
+        self._host = host
         self._inputs, structure = tree_flatten((call.args, call.kwargs))
         self._captured = Captured(call.context)
         self._gradients = call.state.gradients
@@ -66,18 +71,16 @@ class Cut:
         )
         self._versions = versions(self._inputs)
         refuse_inputs(unit.name, self._inputs)
+        # Of the inputs that want a gradient: outputs of earlier units, or made from them.
+        self.links = [
+            Link.of(t) for t in self._inputs if call.state.gradients and _wants_gradient(t)
+        ]
         # Of a differentiable call, from its forward to its backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
+        self._given: Given | None = None
         self._ran: Recomputed[Outputs] | Kept[Outputs] | None = None
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """The inputs that want a gradient: outputs of earlier units, or made from them."""
-        if not self._gradients:
-            return []
-        return [t for t in self._inputs if isinstance(t, torch.Tensor) and t.requires_grad]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -86,30 +89,46 @@ class Cut:
 
     @property
     def differentiable(self) -> bool:
-        return self._gradients and (self.unit.trainable or bool(self.inputs))
+        return self._gradients and (self.unit.trainable or bool(self.links))
 
     def forward(self) -> Any:
         """Run the unit; its outputs are leaves, handed to the model."""
-        inputs = self._detached()
+        inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
         if not self.differentiable:
             return self._hand_over(*self._run(inputs))
-        self._sources = [t for t in inputs if _wants_gradient(t)]
-        # A unit may try to write into what it is given, which autograd allows for no leaf.
-        given = [hand(t, t) if _wants_gradient(t) else t for t in inputs]
+        wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
+        leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
+        self._sources = [leaf for leaf in leaves if leaf is not None]
+        handed = [t if leaf is None else hand(leaf, t) for t, leaf in zip(inputs, leaves)]
         buffers = BufferCopies(self.unit.with_buffers)
-        run = partial(self._run, given)
-        again = partial(self._run.again, inputs, buffers)
-        self._ran = Recomputed(self.unit.name, run, again) if self._recompute else Kept(run)
+        run = partial(self._run, handed)
+        del handed
+        if self._recompute:
+            self._given = Given(inputs, wanted)
+            again = partial(_rerun, self._run, self._given, buffers)
+            self._ran = Recomputed(self.unit.name, run, again)
+        else:
+            self._ran = Kept(run)
+        del run
         outputs, structure = self._ran.forward()
         buffers.keep_changed()
         refuse_outputs(self.unit.name, outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
-        handed = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
-        return self._hand_over(handed, structure)
+        handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
+        result = self._hand_over(handed_on, structure)
+        if self._host is not None and self._given is not None:
+            self._given.send(self._host)
+            self._inputs = []
+        return result
+
+    def prefetch(self) -> None:
+        """The backward is next: bring back what is on the host."""
+        if self._given is not None:
+            self._given.fetch()
 
     def backward(self) -> list[torch.Tensor | None]:
-        """Run the unit again if need be, and backward; gradients of `inputs`, in their order.
+        """Run the unit again if need be, and backward; gradients of `links`, in their order.
 
         Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards.
         """
@@ -121,16 +140,17 @@ class Cut:
         sources = self._sources
         self._edges, self._leaves, self._sources = [], [], []
         if ends:
-            self._refuse_writes(
-                f"an input of unit '{self.unit.name}' was written into after the unit was called"
-            )
+            if self._inputs:
+                self._refuse_writes(
+                    f"an input of unit '{self.unit.name}' was written into after the call"
+                )
             self._inputs = []
             edges, gradients = zip(*ends)
             del ends
             assert self._ran is not None, "forward comes before backward"
             with self._ran.backward():
                 torch.autograd.backward(edges, gradients)
-        self._ran = None
+        self._ran = self._given = None
         return [source.grad for source in sources]
 
     def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
@@ -142,15 +162,6 @@ class Cut:
 
     def _refuse_writes(self, what: str) -> None:
         refuse_writes(self._inputs, self._versions, what)
-
-    def _detached(self) -> list[Any]:
-        """The inputs cut off from the model's graph; those that want a gradient may get one."""
-        return [
-            t.detach().requires_grad_(t.requires_grad and self._gradients)
-            if isinstance(t, torch.Tensor)
-            else t
-            for t in self._inputs
-        ]
 
 
 @dataclass(frozen=True)
@@ -180,14 +191,10 @@ class Run:
         return outputs
 
     def again(self, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
-        """Run the unit again, as if for the first time: its inputs fresh (a hook that it sets on
-        one must not be there twice), its buffers as they were."""
-        fresh = [
-            t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-            for t in inputs
-        ]
+        """Run the unit again, as if for the first time: its inputs are fresh (a hook that it sets
+        on one must not be there twice), its buffers as they were."""
         with buffers.in_place():
-            return self(fresh)
+            return self(inputs)
 
     def _refuse_changes(self, given: list[Any], arguments: Any) -> None:
         """The unit got copies of lists and dicts: what it puts there the model would not see."""
@@ -198,6 +205,10 @@ class Run:
                 why="gradients cross a unit's boundary through its arguments and its result only",
                 fix="return what is new from the unit",
             )
+
+
+def _rerun(run: Run, given: Given, buffers: BufferCopies) -> Outputs:
+    return run.again(given.fresh(), buffers)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -259,7 +270,7 @@ def _refuse_hidden(
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:
     """A leaf in the place of `output` that holds no memory: its gradient is all that is wanted."""
-    return output.detach().new_zeros(()).expand(output.shape).requires_grad_()
+    return without_memory(output).requires_grad_()
 
 
 def _wants_gradient(value: Any) -> bool:

@@ -24,6 +24,7 @@ from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.coroutine import Calls
+from gpumix.engine.host import HostStore
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import Parts
@@ -76,6 +77,8 @@ class Engine:
         self._buffers_before = BufferCopies([])
         self._failed = ""
         self._updates: Updates | None = None
+        kept_on_host = self._worker.mode.boundary == "host"
+        self._host = HostStore(self.device) if kept_on_host else None
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -164,6 +167,7 @@ class Engine:
                 randomness=one.randomness,
                 compute_dtype=self._dtype,
                 keeps=self._keeps(place, len(cut)),
+                host=self._host,
             )
             for place, one in enumerate(cut)
         ]

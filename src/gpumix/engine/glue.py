@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -33,9 +33,32 @@ class _Handed(torch.autograd.Function):
         return gradients[0], None
 
 
+@dataclass(frozen=True)
+class Link:
+    """Where the gradient of a unit's input goes: to a leaf, or on through the model's own code. It
+    does not hold the input's values."""
+
+    edge: GradientEdge
+    leaf: torch.Tensor | None
+    like: torch.Tensor  # of its shape, dtype and device, without memory of its own
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Link:
+        return cls(get_gradient_edge(tensor), _leaf_of(tensor), without_memory(tensor))
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.edge.node), self.edge.output_nr
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of its shape that take the memory of one."""
+    return tensor.detach().new_zeros(()).expand(tensor.shape)
+
+
 @dataclass
 class _Root:
-    tensor: torch.Tensor
+    link: Link
     first_call: int
     gradient: torch.Tensor | None = None
 
@@ -44,50 +67,49 @@ class Glue:
     """One micro-batch's roots. Backward comes in the order: loss, last unit call, ..., first."""
 
     def __init__(self) -> None:
-        self._roots: dict[int, _Root] = {}
+        self._roots: dict[tuple[int, int], _Root] = {}
         self._kept: set[int] = set()
 
-    def used(self, call: int, inputs: Iterable[torch.Tensor]) -> None:
-        """Unit call number `call` takes `inputs`, which want gradients."""
-        for tensor in inputs:
-            if _leaf_of(tensor) is None:
-                self._roots.setdefault(id(tensor), _Root(tensor, call))
+    def used(self, call: int, inputs: Iterable[Link]) -> None:
+        """Unit call number `call` takes `inputs`."""
+        for link in inputs:
+            if link.leaf is None:
+                self._roots.setdefault(link.key, _Root(link, call))
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         """From the loss through the head to the last units' outputs."""
         seen: set[Node] = set()
         for call in sorted({root.first_call for root in self._roots.values()}):
-            nodes = _nodes(root.tensor for root in self._of(call))
+            nodes = _nodes(root.link.edge.node for root in self._of(call))
             if nodes & seen:
                 self._kept.add(call)
             seen |= nodes
-        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss])))
+        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
 
     def backward(
         self,
         call: int,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[Link],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Unit call number `call` is done: pass on the gradients of its inputs."""
-        for tensor, gradient in zip(inputs, gradients):
+        for link, gradient in zip(inputs, gradients):
             if gradient is None:
                 continue
-            leaf = _leaf_of(tensor)
-            if leaf is None:
-                root = self._roots[id(tensor)]
+            if link.leaf is None:
+                root = self._roots[link.key]
                 root.gradient = gradient if root.gradient is None else root.gradient + gradient
-            elif leaf.grad is None:
-                leaf.grad = gradient
+            elif link.leaf.grad is None:
+                link.leaf.grad = gradient
             else:
-                torch.autograd.backward(leaf, gradient)
+                torch.autograd.backward(link.leaf, gradient)
         done = self._of(call)
         for root in done:
-            del self._roots[id(root.tensor)]
+            del self._roots[root.link.key]
         done = [root for root in done if root.gradient is not None]
         if done:
             torch.autograd.backward(
-                [root.tensor for root in done],
+                [root.link.edge for root in done],
                 [root.gradient for root in done],
                 retain_graph=call in self._kept,
             )
@@ -111,10 +133,10 @@ def _hands(node: Node) -> bool:
     return getattr(node, "_forward_cls", None) is _Handed
 
 
-def _nodes(tensors: Iterable[torch.Tensor]) -> set[Node]:
-    """The graph nodes that backward from `tensors` runs through and that hold buffers, which those
+def _nodes(starts: Iterable[Node | None]) -> set[Node]:
+    """The graph nodes that backward from `starts` runs through and that hold buffers, which those
     of leaves do not: sharing them does not matter."""
-    wanted = [t.grad_fn for t in tensors]
+    wanted = list(starts)
     found: set[Node] = set()
     while wanted:
         node = wanted.pop()

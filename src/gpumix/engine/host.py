@@ -1,6 +1,13 @@
-"""Memory of the host, for what a device has no room for."""
+"""Memory of the host, for what a device has no room for.
+
+Copies run on a stream of their own beside everything else. What is on its way is not freed under
+it: the allocator is told of each stream that uses a tensor.
+"""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -11,3 +18,58 @@ def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     """Uninitialised memory of the host, pinned if `device` copies to it by itself."""
     with host_memory():
         return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class HostStore:
+    """Keeps tensors of `device` on the host for a while, in memory that it uses again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Begin to copy `tensor` to the host; it may be dropped at once."""
+        free = self._free[tensor.numel(), tensor.dtype]
+        memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
+        on_host = memory.view(tensor.shape)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            tensor.record_stream(self.stream)
+        with self.beside():
+            on_host.copy_(tensor, non_blocking=True)
+        return Kept(self, on_host, memory)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        self._free[memory.numel(), memory.dtype].append(memory)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Inside, work goes to the stream of copies."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+class Kept:
+    """A tensor on the host, and on its way back."""
+
+    def __init__(self, store: HostStore, on_host: torch.Tensor, memory: torch.Tensor) -> None:
+        self._store = store
+        self._on_host = on_host
+        self._memory = memory
+        self._coming: torch.Tensor | None = None
+
+    def fetch(self) -> None:
+        """Begin to copy it back, unless that has begun."""
+        if self._coming is None:
+            with self._store.beside():
+                self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
+
+    def on_device(self) -> torch.Tensor:
+        """It, for the current stream; the memory on the host is free for others."""
+        self.fetch()
+        assert self._coming is not None
+        if self._store.stream is not None:
+            current = torch.cuda.current_stream(self._store.device)
+            current.wait_stream(self._store.stream)
+            self._coming.record_stream(current)
+        self._store.give_back(self._memory)
+        return self._coming

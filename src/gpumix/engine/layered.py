@@ -89,7 +89,11 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         if id(bucket) not in begun:
             begun.add(id(bucket))
             bucket.begin_gradient()
-        for batch in batches:
+        for place, batch in enumerate(batches):
+            if place + 1 < len(batches):
+                batches[place + 1].prefetch(number)
+            elif number:
+                batches[0].prefetch(number - 1)
             batch.backward(number)
         if following is not bucket:
             bucket.release()

@@ -11,6 +11,7 @@ import torch
 from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
 from gpumix.engine.glue import Glue
+from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.randomness import Randomness
 
@@ -24,6 +25,7 @@ class MicroBatch:
         compute_loss: runs the model and returns (summed loss, count).
         calls: names of the units in the order in which the model must call them.
         keeps: whether the graph of a unit call is kept, by its number; else it is recomputed.
+        host: where what calls are recomputed from is kept; None: on the device.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class MicroBatch:
         randomness: Randomness,
         compute_dtype: torch.dtype,
         keeps: Callable[[int], bool],
+        host: HostStore | None = None,
     ) -> None:
         self._coroutine = Coroutine(compute_loss)
         self._calls = calls
         self._randomness = randomness
         self._dtype = compute_dtype
         self._keeps = keeps
+        self._host = host
         self._glue = Glue()
         self._cuts: list[Cut | None] = []
         self._at: UnitCall | Finished | None = None
@@ -60,12 +64,13 @@ class MicroBatch:
             compute_dtype=self._dtype,
             seed=partial(self._randomness.start, 2 * number + 1),
             recompute=not self._keeps(number),
+            host=self._host,
         )
         self._at = None
         self._outputs = cut.forward()
         if keep:
             self._cuts.append(cut if cut.differentiable else None)
-            self._glue.used(number, cut.inputs)
+            self._glue.used(number, cut.links)
 
     def resume(self, number: int) -> None:
         """Go on after unit call `number` to the next unit call, or to the end."""
@@ -86,12 +91,17 @@ class MicroBatch:
         refuse_detached(loss)
         self._glue.backward_loss(loss)
 
+    def prefetch(self, number: int) -> None:
+        """Backward through unit call `number` comes soon."""
+        cut = self._cuts[number]
+        if cut is not None:
+            cut.prefetch()
+
     def backward(self, number: int) -> None:
         """Backward through unit call `number` and the code before it."""
         cut, self._cuts[number] = self._cuts[number], None
         if cut is not None:
-            inputs = cut.inputs
-            self._glue.backward(number, inputs, cut.backward())
+            self._glue.backward(number, cut.links, cut.backward())
 
     def close(self) -> None:
         self._coroutine.close()

@@ -30,6 +30,7 @@ from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import Calls, ThreadState
+from gpumix.engine.given import Given
 from gpumix.engine.micro_batch import Loss, out_of_order, refuse_detached
 from gpumix.engine.parts import Parts, ShardedUnit
 from gpumix.engine.randomness import Randomness
@@ -228,14 +229,13 @@ class _Answers:
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = Run(unit.name, unit.forward, state, captured, dtype, seed, structure)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
-        wanted = [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs]
+        given = Given(sources, [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs])
         buffers = BufferCopies(unit.with_buffers)
 
         def again() -> Any:
-            what = f"an input of unit '{unit.name}' was written into after the unit was called"
+            what = f"an input of unit '{unit.name}' was written into after the call"
             refuse_writes(sources, before, what)
-            fresh = [t.detach().requires_grad_() if w else t for t, w in zip(sources, wanted)]
-            return once.again(fresh, buffers)
+            return once.again(given.fresh(), buffers)
 
         recomputed = Recomputed(unit.name, partial(once, inputs), again)
         outputs, structure = recomputed.forward()

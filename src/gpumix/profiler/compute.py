@@ -253,7 +253,7 @@ class _Measurement:
         for _ in range(REPEATS):
             with self._specimens.start(self._on_device(batch)) as walk:
                 forward.append(self._timed(walk.go_on)[0])
-                first = self._specimens.cut(walk.call).inputs if walk.call else []
+                first = self._specimens.cut(walk.call).links if walk.call else []
                 for _ in range(calls - 1):
                     walk.go_on(self._again(walk))
                 backward.append(

@@ -18,7 +18,7 @@ from gpumix.engine.boundary import Cut
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
-from gpumix.engine.glue import Glue
+from gpumix.engine.glue import Glue, Link
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, alone
 from gpumix.engine.shards import FlatGroup
@@ -117,7 +117,7 @@ class Walk:
         """Hand over the outputs of the call (nothing at the start) and walk to the next."""
         self._at = self._coroutine.resume(outputs)
         if self.call is not None:
-            self._glue.used(len(self.calls), self._specimens.cut(self.call).inputs)
+            self._glue.used(len(self.calls), self._specimens.cut(self.call).links)
             self.calls.append(self.call.unit)
 
     def loss_backward(self) -> None:
@@ -127,9 +127,10 @@ class Walk:
         self._at = None
         self._glue.backward_loss(loss / count)
 
-    def root_backward(self, inputs: list[torch.Tensor]) -> None:
+    def root_backward(self, inputs: list[Link]) -> None:
         """Backward through the code before the first call, which took `inputs`."""
-        self._glue.backward(0, inputs, [torch.ones_like(t) for t in inputs])
+        ones = [torch.ones(t.like.shape, dtype=t.like.dtype, device=t.like.device) for t in inputs]
+        self._glue.backward(0, inputs, ones)
 
 
 @dataclass

@@ -47,5 +47,5 @@ class Space(Value):
 
 EVERYTHING = Space()
 
-ENGINE = Space(boundaries=("device",))
+ENGINE = Space()
 """What the engine runs."""
