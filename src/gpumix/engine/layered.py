@@ -9,6 +9,7 @@ in use throughout, is gathered once).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
 from gpumix.engine.glue import Glue
+from gpumix.engine.head import HeadInChunks
 from gpumix.engine.randomness import Randomness
 from gpumix.engine.record import Record
 from gpumix.engine.shards import ShardedUnit
@@ -31,6 +33,7 @@ class Parts:
     units: dict[str, ShardedUnit]
     root: ShardedUnit
     calls: tuple[str, ...]
+    head: HeadInChunks | None = None  # None: logits are made whole
 
     @property
     def all(self) -> tuple[ShardedUnit, ...]:
@@ -180,13 +183,14 @@ def head(
         parts.call(last).start_gather()
         parts.root.begin_gradient()
     results = []
-    for batch in batches:
-        batch.resume(last)
-        loss, count = batch.finish()
-        if scale is not None:
-            batch.backward_loss(loss * scale)
-        results.append((loss.detach(), count))
-        del loss
+    with parts.head.step(scale) if parts.head else nullcontext():
+        for batch in batches:
+            batch.resume(last)
+            loss, count = batch.finish()
+            if scale is not None:
+                batch.backward_loss(loss * scale)
+            results.append((loss.detach(), count))
+            del loss
     return results
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import intercept
 from gpumix.engine.engine import Engine
+from gpumix.engine.head import HeadInChunks
 from gpumix.engine.layered import Parts
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
@@ -85,7 +86,9 @@ def _shard_all(
             source=source,
         )
     root = sharded.pop(ROOT)
-    return Parts(sharded, root, plan.stages[0].units)
+    in_chunks = plan.workers[comm.rank].head == "chunked"
+    head = HeadInChunks(model, (unit.module for unit in anatomy.units)) if in_chunks else None
+    return Parts(sharded, root, plan.stages[0].units, head)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

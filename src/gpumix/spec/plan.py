@@ -85,6 +85,11 @@ class Worker(Value):
         ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
     )
     mode: Mode = PLAIN
+    head: Literal["whole", "chunked"] = Field(
+        default="whole",
+        description="whether a micro-batch's logits are made whole, or some rows at a time where "
+        "the model takes nothing but its loss of them",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
