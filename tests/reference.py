@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,7 @@ def plan_for(
     calls: Sequence[str] = (),
     units: Sequence[str] = (),
     length: int = 1,
+    head: Literal["whole", "chunked"] = "whole",
     **settings: Any,
 ) -> Plan:
     """A plan of one stage.
@@ -92,6 +93,7 @@ def plan_for(
             samples=share.samples,
             micro_batch=share.micro_batch,
             state_share=share.state / total,
+            head=head,
         )
         for rank, share in enumerate(shares)
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# Below it the matrix products are too flat: each chunk reads and writes the weight's whole gradient.
-LEAST_ROWS = 64
+# Each chunk reads and writes the weight's whole gradient: with fewer rows that takes longer than
+# the matrix product.
+LEAST_ROWS = 128
 # A chunk's logits are at most this part of the weight's gradient, which is there anyway.
 PART_OF_GRADIENT = 4
 

@@ -75,7 +75,7 @@ class HeadInChunks:
         if self._layer is None:
             self.whole_because = "the model has no linear output layer"
         else:
-            self._layer.forward = self._forward
+            self._layer.forward = self._forward  # type: ignore[assignment, method-assign]
 
     @property
     def supported(self) -> bool:
@@ -122,7 +122,7 @@ class HeadInChunks:
         trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
         in_place = self._scale is not None and all(_adds_to_grad(p) for p in trained)
         upstream = None
-        if in_place and expected is not None and torch.is_grad_enabled():
+        if in_place and self._scale is not None and expected and torch.is_grad_enabled():
             upstream = expected.upstream * self._scale
         rows = hidden.reshape(-1, hidden.shape[-1])
         loss: Tensor = ChunkedLoss.apply(rows, weight, bias, problem, upstream, in_place)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[LazyLogits],
         hidden: Tensor,
         family: Family,
         *,
@@ -123,7 +123,7 @@ class LazyLogits(Tensor):
         self.hidden, self.family, self.operations = hidden, family, operations
         self._make, self._made = make, None
         family.members.append(weakref.ref(self))
-        return cast(LazyLogits, self)
+        return self
 
     def made(self) -> Tensor:
         """The ordinary tensor."""
@@ -161,7 +161,9 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise ModelError(
             f"{func} is applied to logits below autograd, where they cannot be followed",
             fix="set the plan's `head` to 'whole'",

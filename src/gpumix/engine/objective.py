@@ -63,16 +63,15 @@ def summed_by_model(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.T
     """For models whose forward returns (summed loss, count)."""
     with expected_gradient(torch.ones(())) as expected:
         result = model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
-        if is_sum_and_count := isinstance(result, tuple) and len(result) == 2:
-            is_sum_and_count = torch.is_tensor(result[0])
-        if is_sum_and_count:
-            expected.settle(result[0])
-    if not is_sum_and_count:
-        raise ModelError(
-            f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, count)",
-            fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
-            "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it instead",
-        )
+        if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
+            raise ModelError(
+                f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, "
+                "count)",
+                fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
+                "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it "
+                "instead",
+            )
+        expected.settle(result[0])
     return result
 
 
