@@ -133,7 +133,7 @@ def soft_labels():
 
 
 FALLS_BACK = {
-    "argmax": lambda x, y: loss(x, y) * (x.argmax(-1) + 1).sum(),
+    "argmax": lambda x, y: loss(x, y) * (x.argmax(-1) > 9).sum(),
     "softmax": lambda x, y: loss(x.softmax(-1), y),
     "z loss": lambda x, y: loss(x, y) + x.logsumexp(-1).pow(2).mean(),
     "classes first": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),

@@ -245,8 +245,10 @@ class LazyLogits(Tensor):
         def apply(logits: Tensor, convert: Callable[[Any], Any] = lambda a: a) -> Tensor:
             return function(*(logits if i == place else convert(a) for i, a in enumerate(args)))
 
-        result = apply(self._meta(), lambda a: a.to("meta") if isinstance(a, Tensor) else a)
-        if result.shape != self.shape or not result.is_floating_point():
+        # One row tells shape and dtype. (Arithmetic on meta tensors would import for seconds.)
+        row = self.hidden.new_zeros((1,) * (self.ndim - 1) + self.shape[-1:], dtype=self.dtype)
+        result = apply(row)
+        if result.shape != row.shape or not result.is_floating_point():
             return None
         operation = partial(apply, convert=_for_rows)
         return self._derived(self.hidden, lambda: apply(self.made()), operation, result.dtype)
