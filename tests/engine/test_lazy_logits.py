@@ -207,6 +207,43 @@ def test_logits_that_are_asked_for_too_late():
         kept[0].argmax()
 
 
+def operand_written_into(logits, labels):
+    scale, rows = torch.ones(VOCABULARY), labels != IGNORED
+    scaled, some = logits * scale, logits[rows]
+    scale.zero_()
+    rows.zero_()
+    return loss(scaled, labels) + F.cross_entropy(some, labels[labels != IGNORED])
+
+
+@pytest.mark.parametrize("wanted", ["loss", "argmax"])
+@torch.no_grad()  # with gradients PyTorch refuses it
+def test_operands_that_are_written_into_later(wanted):
+    def function(logits, labels):
+        value = operand_written_into(logits, labels)
+        return value if wanted == "loss" else value + logits.argmax()
+
+    model = Head(function)
+    head = HeadInChunks(model)
+    expected = model(*inputs())
+    with head.step(None):
+        torch.testing.assert_close(model(*inputs()), expected)
+    assert head.supported == (wanted == "loss")
+
+
+@pytest.mark.parametrize("use", [loss, lambda x, y: x.sum()])
+def test_hidden_states_that_are_written_into_later(use):
+    class Writes(Head):
+        def forward(self, hidden, labels):
+            logits = self.output(hidden)
+            hidden.zero_()
+            return self.function(logits, labels)
+
+    model = Writes(use)
+    refused = pytest.raises(ModelError, match="written into after the head was called")
+    with torch.no_grad(), HeadInChunks(model).step(None), refused:
+        model(*inputs())
+
+
 def test_a_model_without_an_output_layer():
     head = HeadInChunks(nn.Sequential(nn.Linear(4, 2)))
     assert "no linear output layer" in head.whole_because

@@ -107,9 +107,10 @@ class HeadInChunks:
             not isinstance(hidden, LazyLogits) and hidden.dtype == weight.dtype and hidden.ndim > 1
         )
         autocast = torch.is_autocast_enabled(hidden.device.type)
-        if self._families is None or self.whole_because or not plain or autocast:
+        followed = plain and not autocast and not hidden.is_inference()
+        if self._families is None or self.whole_because or not followed:
             return nn.functional.linear(hidden, weight, bias)
-        family = Family(weight, bias, self._loss, self._fell_back)
+        family = Family(hidden, weight, bias, self._loss, self._fell_back)
         self._families.append(family)
         return LazyLogits(hidden, family, make=lambda: nn.functional.linear(hidden, weight, bias))
 
@@ -153,7 +154,7 @@ def _adds_to_grad(parameter: Tensor) -> bool:
 
 def _unchanged(loss: Tensor) -> list[Payment]:
     """The head's losses that get exactly the gradient of `loss`."""
-    if loss.grad_fn is None:
+    if loss.grad_fn is None or loss.numel() != 1:
         return []
     passes, others, found = [loss.grad_fn], [], []
     while passes:

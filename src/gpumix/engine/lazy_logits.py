@@ -60,18 +60,33 @@ class Family:
 
     def __init__(
         self,
+        hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         loss: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor],
         fell_back: Callable[[str], None],
     ) -> None:
         self.weight, self.bias = weight, bias
-        self.loss = loss
+        self._sources = [(t, t._version) for t in (hidden, weight, bias) if t is not None]
+        self._loss = loss
         self.gradients = torch.is_grad_enabled()
         self.whole = False
         self.open = True
         self.members: list[weakref.ref[LazyLogits]] = []
         self._fell_back = fell_back
+
+    def loss(self, hidden: Tensor, problem: Any) -> Tensor:
+        """The loss of some rows."""
+        self._refuse_writes()
+        return self._loss(hidden, self.weight, self.bias, problem)
+
+    def _refuse_writes(self) -> None:
+        if any(tensor._version != version for tensor, version in self._sources):
+            raise ModelError(
+                "what the logits are made of was written into after the head was called",
+                why="the head runs in chunks, when the loss is taken",
+                fix="set the plan's `head` to 'whole'",
+            )
 
     def fall_back(self, wanted: str) -> None:
         """Make all of them ordinary tensors: before what comes, which may write into one."""
@@ -82,6 +97,7 @@ class Family:
                     why="the head runs in chunks: they were never made, and the weights are gone",
                     fix="use them in the loss function, or set the plan's `head` to 'whole'",
                 )
+            self._refuse_writes()
             self._fell_back(wanted)
             self.whole = True
             for member in self.members:
@@ -124,6 +140,11 @@ class LazyLogits(Tensor):
         self._make, self._made = make, None
         family.members.append(weakref.ref(self))
         return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if self.family.open or self.family.whole:
+            return super().__repr__()
+        return f"LazyLogits(not made, size={tuple(self.shape)}, dtype={self.dtype})"
 
     def made(self) -> Tensor:
         """The ordinary tensor."""
@@ -185,10 +206,11 @@ class LazyLogits(Tensor):
         if name == "contiguous" and alone:
             return self
         if name == "__getitem__" and alone and _keeps_rows(args[1], self.ndim):
-            return self._derived(self.hidden[args[1]], lambda: again(self.made(), args[1]))
+            index = tree_map(_copy, args[1])
+            return self._derived(self.hidden[index], lambda: again(self.made(), index))
         if name in RESHAPES and alone:
             return self._reshaped(lambda t: again(t, *args[1:]))
-        if name in CASTS and alone:
+        if name in CASTS and alone and not kwargs.get("copy") and len(args) <= 3:
             return self._cast(lambda t: again(t, *args[1:]), (*args[1:], *kwargs.values()))
         if name in ELEMENTWISE:
             return self._elementwise(again, args, kwargs)
@@ -242,6 +264,8 @@ class LazyLogits(Tensor):
         if not plain or not all(self._same_for_all_rows(other) for other in others):
             return None
 
+        args = tuple(a if a is self else _copy(a) for a in args)
+
         def apply(logits: Tensor, convert: Callable[[Any], Any] = lambda a: a) -> Tensor:
             return function(*(logits if i == place else convert(a) for i, a in enumerate(args)))
 
@@ -256,7 +280,7 @@ class LazyLogits(Tensor):
     def _same_for_all_rows(self, other: Any) -> bool:
         if not isinstance(other, Tensor):
             return isinstance(other, (bool, int, float))
-        if type(other) not in (Tensor, torch.nn.Parameter) and isinstance(other, LazyLogits):
+        if isinstance(other, LazyLogits):
             return False
         wants_gradient = other.requires_grad and self.family.gradients
         along_rows = other.shape[:-1].numel() != 1 or other.ndim > self.ndim
@@ -274,7 +298,7 @@ class LazyLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        classes = not target.is_floating_point() and target.shape == self.shape[:-1]
+        classes = target.dtype == torch.int64 and target.shape == self.shape[:-1]
         older = size_average is not None or reduce is not None
         if self.ndim != 2 or not classes or weight is not None or older:
             return None
@@ -289,7 +313,7 @@ class LazyLogits(Tensor):
             label_smoothing=label_smoothing,
             mean=reduction == "mean",
         )
-        return self.family.loss(self.hidden, self.family.weight, self.family.bias, problem)
+        return self.family.loss(self.hidden, problem)
 
 
 def _without_last_widening(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
@@ -316,6 +340,11 @@ def _keeps_rows(index: Any, ndim: int) -> bool:
     reaches_last = used == ndim or (any(p is Ellipsis for p in parts) and parts[-1] is not Ellipsis)
     last = parts[-1]
     return not reaches_last or (isinstance(last, slice) and last == slice(None))
+
+
+def _copy(value: Any) -> Any:
+    """An operand as it is now: the model may write into it before the logits are made."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _for_rows(operand: Any) -> Any:
