@@ -13,22 +13,25 @@ from torch.nn import functional as F
 from gpumix.cost.head import chunk_bytes
 from gpumix.engine import chunked_loss
 from gpumix.engine.chunked_loss import LinearCrossEntropy
+from gpumix.engine.deferred import build
 from gpumix.engine.head import HeadInChunks
+from gpumix.engine.prepare import prepare
 from harness import run_ranks
 from memory import PeakBytes, count_tensors
 from models import ARCHITECTURES, Architecture, causal_lm, causal_model, mean_loss
 from reference import (
+    SEED,
     Share,
     assert_gradients_equal,
     assert_step_is_plain,
     batches,
     engine_alone,
-    engine_for,
     initialised,
     joined,
     own_rows,
     pieces_of,
     plain_step,
+    plan_for,
 )
 
 GPT2 = ARCHITECTURES["gpt2"]
@@ -97,18 +100,24 @@ def test_a_micro_batch_without_any_label(small_chunks, runs):
     assert runs == [True, True]
 
 
-def _step(head):
+def _step():
     shares = [Share(3, 2, 1), Share(2, 1, 0)]
-    engine = engine_for(GPT2.factory, shares, head=head)
+    model = build(GPT2.factory, SEED)
+    plan = plan_for(model, shares)
+    workers = [w.model_copy(update={"head": h}) for w, h in zip(plan.workers, ["chunked", "whole"])]
+    stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
+    engine = prepare(model, plan.model_copy(update={"stages": (stage,)}))
     batch = own_rows(next(batches(GPT2, 5, 1)), shares, engine.comm.rank)
-    return engine.step(batch).item(), pieces_of(engine, gradients=True)
+    loss = engine.step(batch).item()
+    return loss, pieces_of(engine, gradients=True), engine._parts.head is not None
 
 
-def test_on_ranks_that_do_unequal_parts():
+def test_one_rank_in_chunks_and_one_whole():
     loss, expected = plain_step(GPT2.factory, next(batches(GPT2, 5, 1)))
-    results = run_ranks(_step, 2, "chunked")
-    assert [r[0] for r in results] == pytest.approx([loss] * 2, rel=1e-5)
-    assert_gradients_equal(joined([r[1] for r in results]), expected)
+    losses, gradients, chunked = zip(*run_ranks(_step, 2))
+    assert losses == pytest.approx([loss] * 2, rel=1e-5)
+    assert_gradients_equal(joined(gradients), expected)
+    assert chunked == (True, False)
 
 
 @pytest.mark.parametrize(
