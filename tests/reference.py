@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ def plan_for(
     length: int = 1,
     stage: Mapping[str, Any] | None = None,
     on_host: Collection[int] = (),
+    head: Literal["whole", "chunked"] = "whole",
     **settings: Any,
 ) -> Plan:
     """A plan of one stage.
@@ -105,6 +106,7 @@ def plan_for(
             kept_graphs=share.kept,
             host=share.host,
             state_on="host" if rank in on_host else "device",
+            head=head,
         )
         for rank, share in enumerate(shares)
     )

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from harness import run_ranks
+from memory import PeakBytes
 from models import VOCABULARY, causal_model
 from reference import SEED, Share, plan_for
 
 # 12 blocks of 0.2 M parameters and embeddings of 0.4 M
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "vocab_size": 3200}
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                storage = value.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage)
-        self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(_bytes(ref) for ref in self._alive.values()))
-        return result
-
-
-def _bytes(ref: StorageWeakRef) -> int:
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-    return storage.nbytes() if storage is not None else 0
 
 
 def _peak_of_preparing(shares):

@@ -31,6 +31,14 @@ def test_low_precision_stays_close(dtype):
     assert found.losses == pytest.approx(alone.losses, rel=0.03)
 
 
+@pytest.mark.parametrize("name, dtype", [("gemma2", "fp32"), ("t5", "fp32"), ("gpt2", "bf16")])
+def test_a_head_in_chunks(name, dtype):
+    settings = {"head": "chunked", "compute_dtype": dtype}
+    found = train_by_plan(name, [Share(5, 2, 1)], STEPS, backend="nccl", **settings)
+    alone = train_alone(ARCHITECTURES[name], 5, STEPS)
+    assert found.losses == pytest.approx(alone.losses, rel=0.03 if dtype == "bf16" else 1e-4)
+
+
 @TWO
 @pytest.mark.parametrize(
     "shares", [[(3, 2, 1), (3, 3, 1)], [(4, 3, 3), (2, 1, 1)], [(6, 2, 0), (0, 0, 1)]]

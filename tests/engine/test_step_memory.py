@@ -11,6 +11,7 @@ import torch
 
 from gpumix.engine.away import Away
 from gpumix.engine.engine import Engine
+from memory import count_tensors
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 
@@ -73,10 +74,6 @@ def test_logits_of_one_micro_batch_are_alive_at_a_time():
     engine = engine_alone(GPT2.factory, 6, 2, loss=loss)
     engine.step(next(batches(GPT2, 6, 1)))
     assert len(alive) == 3
-
-
-def count_tensors() -> int:
-    return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])

@@ -9,6 +9,7 @@ bucket behind computing this one, and so the reduction of the last one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -61,13 +62,14 @@ def head(
         for bucket in (parts.throughout, parts.before, parts.after):
             bucket.begin_gradient()
     results = []
-    for batch in batches:
-        batch.resume(parts.last_call)
-        loss, count = batch.finish()
-        if scale is not None:
-            batch.backward_loss(loss * scale)
-        results.append((loss.detach(), count))
-        del loss
+    with parts.head.step(scale) if parts.head else nullcontext():
+        for batch in batches:
+            batch.resume(parts.last_call)
+            loss, count = batch.finish()
+            if scale is not None:
+                batch.backward_loss(loss * scale)
+            results.append((loss.detach(), count))
+            del loss
     parts.after.release()
     return results
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.head import expected_gradient
 
 Objective = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 
@@ -42,8 +43,11 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
     # A micro-batch without any label would have a mean loss of 0 / 0; with some other label it has
     # a finite one, and both loss and gradient are multiplied with 0.
     labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+    with expected_gradient(count) as expected:
+        loss = model(**{**batch, "labels": labels}).loss
+        expected.settle(loss)
     # In fp32: a sum over many labels is beyond fp16's range.
-    return model(**{**batch, "labels": labels}).loss.float() * count, count
+    return loss.float() * count, count
 
 
 def _counted(model: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -57,13 +61,17 @@ def _counted(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def summed_by_model(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """For models whose forward returns (summed loss, count)."""
-    result = model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
-    if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
-        raise ModelError(
-            f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, count)",
-            fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
-            "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it instead",
-        )
+    with expected_gradient(torch.ones(())) as expected:
+        result = model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
+        if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
+            raise ModelError(
+                f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, "
+                "count)",
+                fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
+                "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it "
+                "instead",
+            )
+        expected.settle(result[0])
     return result
 
 

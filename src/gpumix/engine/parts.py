@@ -16,6 +16,7 @@ import torch
 from gpumix.cost.slots import ALWAYS, BucketUses, Buffer, bucket_uses, end_uses, share_slots
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.division import Division
+from gpumix.engine.head import HeadInChunks
 from gpumix.engine.record import Record
 from gpumix.engine.shards import Alike, FlatGroup, Source
 from gpumix.engine.units import Anatomy, Slot, Unit
@@ -55,6 +56,7 @@ class Parts:
     throughout: Bucket
     after: Bucket
     of_units: tuple[Bucket, ...]
+    head: HeadInChunks | None = None  # None: logits are made whole
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -100,6 +102,7 @@ def shard(
     device: torch.device,
     compute_dtype: torch.dtype,
     source: Source,
+    head: HeadInChunks | None = None,
 ) -> Parts:
     """Replace the parameters of a model by views of flat buffers that are divided by `division`.
 
@@ -132,7 +135,7 @@ def shard(
     ]
     *buckets, first, last, root = _place(requests, division, device, source)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
-    return Parts(division, units, stage.units, first, root, last, tuple(buckets))
+    return Parts(division, units, stage.units, first, root, last, tuple(buckets), head)
 
 
 def alone(

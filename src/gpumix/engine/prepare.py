@@ -17,6 +17,7 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import Calls, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.engine import Engine
+from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.parts import shard
 from gpumix.engine.precision import TORCH_DTYPE
@@ -60,6 +61,7 @@ def prepare(
     _check(plan, anatomy, comm)
     _refuse_other_holders(model)
     switch_off_caches(model)
+    in_chunks = plan.workers[comm.rank].head == "chunked"
     parts = shard(
         anatomy,
         plan.stages[0],
@@ -67,6 +69,7 @@ def prepare(
         device=comm.device,
         compute_dtype=TORCH_DTYPE[plan.compute_dtype],
         source=source_of(model, weights),
+        head=HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None,
     )
     if weights is not None:
         load_buffers(model, weights)

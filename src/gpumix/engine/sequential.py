@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,17 +78,18 @@ def run(
         reducing = _Reducing(parts, exchange(results))
     for left, batch in zip(reversed(range(len(batches))), reversed(batches)):
         answers = _Answers(parts, batch, gathering)
-        with calls.answered(answers.answer):
-            batch.randomness.start(0)
-            loss, count = batch.compute_loss()
-        answers.refuse_missing()
-        refuse_detached(loss)
-        results.append((loss.detach(), count))
-        if left == 0:
-            reducing = _Reducing(parts, exchange(results))
-            reducing.watch()
-        torch.autograd.backward(loss * scale)
-        del loss
+        with parts.head.step(scale) if parts.head else nullcontext():
+            with calls.answered(answers.answer):
+                batch.randomness.start(0)
+                loss, count = batch.compute_loss()
+            answers.refuse_missing()
+            refuse_detached(loss)
+            results.append((loss.detach(), count))
+            if left == 0:
+                reducing = _Reducing(parts, exchange(results))
+                reducing.watch()
+            torch.autograd.backward(loss * scale)
+            del loss
     assert reducing is not None
     reducing.finish()
     parts.record.overhead()
@@ -130,13 +132,19 @@ class _Reducing:
         units = [after[number] for number in sorted(after, reverse=True)]
         self._waiting = [parts.after, *units, parts.throughout, parts.before]
         self._reductions = reductions
+        self._head = parts.head
         self._missing: dict[int, int] = {}
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
-        """Notice when parameters get their gradients: in the one backward that follows."""
-        for bucket in self._waiting:
-            views = [view for group in bucket.trainable for view in group.views]
+        """Notice when parameters get their gradients: in the one backward that follows.
+
+        What the root uses throughout comes last anyway. A head in chunks adds to its gradients by
+        itself, where nobody sees it, but before any unit's backward.
+        """
+        unseen = set() if self._head is None else {id(p) for p in self._head.parameters}
+        for bucket in self._waiting[:-2]:
+            views = [v for group in bucket.trainable for v in group.views if id(v) not in unseen]
             self._missing[id(bucket)] = len(views)
             for view in views:
                 hook = view.register_post_accumulate_grad_hook(partial(self._note, bucket))
@@ -144,7 +152,7 @@ class _Reducing:
 
     def _note(self, bucket: Bucket, _: torch.Tensor) -> None:
         self._missing[id(bucket)] -= 1
-        while self._waiting and not self._missing[id(self._waiting[0])]:
+        while self._missing.get(id(self._waiting[0])) == 0:
             self._reductions.start(self._waiting.pop(0))
 
     def finish(self) -> None:

@@ -96,6 +96,11 @@ class Worker(Value):
         description="where its share of fp32 parameters, of their gradients and of the optimizer's "
         "state lies, and is updated",
     )
+    head: Literal["whole", "chunked"] = Field(
+        default="whole",
+        description="whether a micro-batch's logits are made whole, or some rows at a time where "
+        "the model takes nothing but its loss of them",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:

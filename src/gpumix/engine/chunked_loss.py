@@ -1,0 +1,258 @@
+"""Cross entropy of a linear layer's outputs, a chunk of rows at a time.
+
+The logits of a chunk are made, turned into their gradient in place, and used up before the next
+chunk's: they never exist whole. Where the gradient of the loss is known beforehand, gradients are
+made on the way forward, which saves to make the logits again; else in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gpumix.cost.head import rows_per_chunk
+
+# An element-wise operation on the logits of some rows.
+Operation = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Gradients:
+    """Where gradients go; None where none is wanted. That of `hidden` is written, the others are
+    added to."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy:
+    """`cross_entropy(operations(linear(hidden, weight, bias)), target)`, none of it made yet.
+
+    Args:
+        hidden: (rows, width).
+        target: (rows,): a class each.
+        operations: between the linear layer and the loss.
+        dtype: of what they give, and so of the loss.
+        mean: whether the loss is the mean over the rows that are not ignored, or the sum.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    operations: tuple[Operation, ...]
+    dtype: torch.dtype
+    ignore_index: int
+    label_smoothing: float
+    mean: bool
+
+    def value(self) -> Tensor:
+        """The loss."""
+        return self.run(None, Gradients())
+
+    def run(self, upstream: Tensor | None, into: Gradients) -> Tensor:
+        """The loss, and the gradients of loss x `upstream`."""
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        valid = self.target != self.ignore_index
+        part = valid.sum().to(exact).reciprocal() if self.mean else valid.new_ones((), dtype=exact)
+        losses = part.new_empty(self.target.shape)
+        factors = None
+        if upstream is not None:
+            factors = torch.where(valid, upstream.to(exact) * part, 0.0).unsqueeze(1)
+        targets = torch.where(valid, self.target, 0).unsqueeze(1)
+        for rows, logits, logarithms in self._chunks(exact):
+            self._linear(rows, logits)
+            made = _Made(logits, self.operations, graph=factors is not None)
+            torch.log_softmax(made.outputs.detach(), -1, dtype=exact, out=logarithms)
+            losses[rows] = self._losses(logarithms, targets[rows])
+            if factors is not None:
+                self._to_gradient(logarithms, targets[rows])
+                self._give(rows, made, logarithms, factors[rows], into)
+        total = torch.where(valid, losses, 0.0).sum()
+        # Without a label a mean is 0 / 0, as PyTorch has it.
+        return (total * part if self.mean else total).to(self.dtype)
+
+    def _chunks(self, exact: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Each chunk's rows, and two buffers for it: the same ones for all."""
+        rows, width = self.hidden.shape
+        vocabulary = self.weight.shape[0]
+        size = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+        logits = self.hidden.new_empty(size, vocabulary)
+        logarithms = self.hidden.new_empty(size, vocabulary, dtype=exact)
+        for start in range(0, rows, size):
+            end = min(start + size, rows)
+            yield slice(start, end), logits[: end - start], logarithms[: end - start]
+
+    def _linear(self, rows: slice, logits: Tensor) -> None:
+        if self.bias is None:
+            torch.mm(self.hidden[rows], self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, self.hidden[rows], self.weight.t(), out=logits)
+
+    def _losses(self, logarithms: Tensor, targets: Tensor) -> Tensor:
+        losses = -logarithms.gather(1, targets).squeeze(1)
+        if self.label_smoothing:
+            losses *= 1 - self.label_smoothing
+            losses -= logarithms.mean(1) * self.label_smoothing
+        return losses
+
+    def _to_gradient(self, logarithms: Tensor, targets: Tensor) -> None:
+        """Turn logarithms of probabilities into the gradient of each row's loss, in place."""
+        gradient = logarithms.exp_()
+        hits = gradient.new_full((), self.label_smoothing - 1).expand(targets.shape)
+        gradient.scatter_add_(1, targets, hits)
+        if self.label_smoothing:
+            gradient -= self.label_smoothing / gradient.shape[1]
+
+    def _give(
+        self, rows: slice, made: _Made, gradient: Tensor, factors: Tensor, into: Gradients
+    ) -> None:
+        """Pass the gradient of a chunk's rows, each times its factor, on to where it goes."""
+        hidden = self.hidden[rows]
+        # Where nothing else passes over the logits' gradient, it is less work to multiply what it
+        # meets in the matrix products.
+        after = made.untouched(gradient)
+        if not after:
+            gradient = made.backward(gradient, factors)
+        if into.hidden is not None:
+            torch.mm(gradient, self.weight, out=into.hidden[rows])
+            if after:
+                into.hidden[rows] *= factors
+        if into.bias is not None:
+            into.bias += (gradient * factors if after else gradient).sum(0)
+        if into.weight is not None:
+            _add_product(into.weight, gradient, hidden * factors if after else hidden)
+
+
+class _Made:
+    """What the loss of a chunk is taken of: its logits after the operations.
+
+    Args:
+        graph: whether it can go back to the logits.
+    """
+
+    def __init__(self, logits: Tensor, operations: Sequence[Operation], *, graph: bool) -> None:
+        self._logits = logits
+        self._source = self.outputs = logits
+        if operations:
+            with torch.set_grad_enabled(graph):
+                self._source = self.outputs = logits.detach().requires_grad_(graph)
+                for operation in operations:
+                    self.outputs = operation(self.outputs)
+
+    def untouched(self, gradient: Tensor) -> bool:
+        """Whether the gradient of the outputs is that of the logits as it is."""
+        return self.outputs is self._logits and self._logits.dtype == gradient.dtype
+
+    def backward(self, gradient: Tensor, factors: Tensor) -> Tensor:
+        """The gradient of the logits from that of the outputs, which is overwritten."""
+        if self.outputs is self._logits:  # which are no longer needed
+            return torch.mul(gradient, factors, out=self._logits)
+        gradient = gradient.mul_(factors).to(self.outputs.dtype)
+        return torch.autograd.grad(self.outputs, self._source, gradient)[0]
+
+
+def _add_product(into: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """Add `gradient`.T @ `hidden` to the weight's gradient, without a whole one in between."""
+    if into.dtype == gradient.dtype:
+        into.addmm_(gradient.t(), hidden)
+        return
+    # A product in the compute dtype is no larger than the chunk's logits.
+    tile = max(1, gradient.numel() // hidden.shape[1])
+    for part, columns in zip(into.split(tile), gradient.split(tile, dim=1)):
+        part += columns.t() @ hidden
+
+
+class Payment:
+    """A loss whose gradients of `weight` and `bias` were added when it was computed, as if the
+    loss's own gradient were `upstream`.
+
+    What it turns out to be is known later. `confirm` says that it is that; `undo` takes back what
+    was added, and leaves all gradients to backward.
+    """
+
+    def __init__(self, problem: LinearCrossEntropy, upstream: Tensor, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.confirmed = False
+        self._undo: tuple[LinearCrossEntropy, Tensor] | None = (problem, upstream)
+
+    def confirm(self) -> None:
+        self.confirmed = True
+        self._undo = None
+
+    def undo(self) -> None:
+        assert self._undo is not None, "settled once"
+        problem, upstream = self._undo
+        added = Gradients(None, self.gradients.weight, self.gradients.bias)
+        problem.run(-upstream, added)
+        self.gradients = Gradients()
+        self._undo = None
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The loss in autograd's graph. Its node is the `ctx`, whose `payment` others may look for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        problem: Callable[[Tensor, Tensor, Tensor | None], LinearCrossEntropy],
+        upstream: Tensor | None,
+        in_place: bool,
+    ) -> Tensor:
+        """
+        Args:
+            problem: makes it from the three tensors.
+            upstream: what the gradient of the loss will be, so that all gradients are made now;
+                None if that is not known.
+            in_place: add to the parameters' `grad`, which they have, instead of handing gradients
+                to autograd.
+        """
+        stated = problem(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+        ctx.problem, ctx.in_place, ctx.payment = problem, in_place, None
+        ctx.save_for_backward(hidden, weight, bias)
+        if upstream is None:
+            return stated.value()
+        assert in_place, "gradients made beforehand go into buffers"
+        gradients = _buffers(ctx.needs_input_grad, hidden, weight, bias, in_place=True)
+        loss = stated.run(upstream, gradients)
+        ctx.payment = Payment(stated, upstream, gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        payment, ctx.payment = ctx.payment, None  # a second backward pays anew
+        if payment is not None and payment.confirmed:
+            return payment.gradients.hidden, None, None, None, None, None
+        hidden, weight, bias = ctx.saved_tensors
+        into = _buffers(ctx.needs_input_grad, hidden, weight, bias, in_place=ctx.in_place)
+        ctx.problem(hidden, weight, bias).run(upstream, into)
+        if ctx.in_place:
+            return into.hidden, None, None, None, None, None
+        of_weight = None if into.weight is None else into.weight.to(weight.dtype)
+        of_bias = None if into.bias is None else into.bias.to(bias.dtype)
+        return into.hidden, of_weight, of_bias, None, None, None
+
+
+def _buffers(
+    wanted: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, *, in_place: bool
+) -> Gradients:
+    def of(parameter: Tensor | None, is_wanted: bool) -> Tensor | None:
+        if parameter is None or not is_wanted:
+            return None
+        if in_place:
+            return parameter.grad
+        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float))
+
+    into = torch.empty_like(hidden) if wanted[0] else None
+    return Gradients(into, of(weight, wanted[1]), of(bias, wanted[2]))

@@ -1,0 +1,37 @@
+"""How many rows of logits are made at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumix.cost.head import chunk_bytes, rows_per_chunk
+
+SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
+
+
+@given(rows=st.integers(1, 1_000_000), **SIZES)
+def test_a_power_of_two_or_all(rows, vocabulary, width):
+    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+    assert 1 <= chunk <= rows
+    assert chunk == rows or chunk.bit_count() == 1
+
+
+@given(rows=st.integers(128, 1_000_000), **SIZES)
+def test_a_chunk_is_no_larger_than_what_is_there_anyway(rows, vocabulary, width):
+    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+    assert chunk <= 128 or chunk * vocabulary <= max(rows * width, width * vocabulary / 4)
+
+
+@pytest.mark.parametrize(
+    "rows, vocabulary, width, chunk",
+    [(512, 32_768, 256, 128), (16_384, 128_256, 4096, 1024), (100, 50_257, 768, 100)],
+)
+def test_usual_sizes(rows, vocabulary, width, chunk):
+    assert rows_per_chunk(rows, vocabulary=vocabulary, width=width) == chunk
+
+
+def test_a_large_vocabulary_takes_far_less_than_its_logits():
+    whole = 16_384 * 128_256 * (2 + 4 + 4)  # logits in bf16, in fp32, and their logarithms
+    assert chunk_bytes(16_384, vocabulary=128_256, width=4096, compute_bytes=2) < whole / 15

@@ -1,0 +1,38 @@
+"""Tensors that are alive: how many, and the most bytes at once."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def count_tensors() -> int:
+    return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                storage = value.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(_bytes(ref) for ref in self._alive.values()))
+        return result
+
+
+def _bytes(ref: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage.nbytes() if storage is not None else 0
