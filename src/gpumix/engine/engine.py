@@ -1,7 +1,8 @@
 """Runs a plan: one step of a model whose units are sharded over ranks.
 
 The engine holds no optimizer: `parameters()` are this rank's flat pieces, and any optimizer that
-treats elements one by one gives the result that it would give unsharded.
+treats elements one by one gives the result that it would give unsharded. One that looks at whole
+matrices needs `layout()` too; others are refused.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.layered import MicroBatch, Parts
 from gpumix.engine.objective import Objective
+from gpumix.engine.optimizers import check
+from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
+from gpumix.spec.profile import ROOT
 
 
 class Engine:
@@ -67,6 +71,7 @@ class Engine:
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
+        check.Watch(self)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -187,6 +192,13 @@ class Engine:
         """Shapes of all parameters by name, as in the unsharded model."""
         return {p.name: p.shape for p in self.pieces()}
 
+    def layout(self) -> Layout:
+        """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
+        on whole matrices is divided as samples are: by how fast ranks are. Collective."""
+        root = [p.name for g in self.groups() if g.label == ROOT for p in g.pieces]
+        speeds = [float(worker.samples) for worker in self.plan.workers]
+        return Layout(self.pieces(), self.comm, root=root, speeds=speeds)
+
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The unsharded model's state dict, on the CPU, by its own names. Collective.
 
@@ -212,10 +224,12 @@ class Engine:
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
+        check.check(optimizer, self.parameters())
         return state.optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
         """Replace what `optimizer` keeps; its hyperparameters stay."""
+        check.check(optimizer, self.parameters())
         state.load_optimizer_state(self.pieces(), optimizer, values)
 
     # -- inside ------------------------------------------------------------------------------------

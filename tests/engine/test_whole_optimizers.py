@@ -1,0 +1,231 @@
+"""Adafactor and Muon over pieces against torch's own over the whole parameters.
+
+Both get the same gradients, so that what differs is the optimizer's alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import gpumix
+from checkpoints import checkpointer, odd, whole
+from checkpoints import optimizer_values as state_values
+from gpumix.engine.comm import Communicator
+from gpumix.engine.optimizers.layout import Layout
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+from models import ARCHITECTURES
+from reference import Share, engine_for, initialised, joined, pieces_of, tensor_errors
+
+STEPS = 4
+FACTORIES = {"odd": odd, "gpt2": ARCHITECTURES["gpt2"].factory}
+PLANS = {
+    "one rank": [Share(2, 1, 1)],
+    "two ranks": [Share(2, 1, 2), Share(1, 1, 1)],
+    "three, one without state": [Share(1, 1, 3), Share(1, 1, 0), Share(0, 0, 4)],
+    "three, all on one": [Share(1, 1, 0), Share(0, 0, 1), Share(1, 1, 0)],
+}
+ADAFACTOR = {"lr": 0.05, "beta2_decay": -0.7, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1}
+MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+ADAMW = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-7}
+
+
+def gradient(name, shape, step):
+    """Of any step and parameter; rows and columns differ in size, some gradients are large."""
+    generator = torch.Generator().manual_seed(hash((len(name), sum(map(ord, name)), step)))
+    found = torch.randn(shape, generator=generator)
+    for dim, size in enumerate(shape):
+        scale = torch.rand(size, generator=generator).exp() ** 2
+        found = found * scale.view([-1 if d == dim else 1 for d in range(len(shape))])
+    return found * 10.0 ** (sum(map(ord, name)) % 5 - 3)
+
+
+def is_hidden(name, shape):
+    in_unit = name.startswith(("blocks.", "transformer.h."))
+    return len(shape) == 2 and in_unit and "nothing" not in name
+
+
+def make(kind, engine):
+    layout = engine.layout()
+    if kind == "adafactor":
+        return gpumix.Adafactor(engine.parameters(), layout, **ADAFACTOR)
+    return gpumix.Muon(engine.parameters(), layout, betas=ADAMW["betas"], eps=ADAMW["eps"], **MUON)
+
+
+def references(kind, model):
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    if kind == "adafactor":
+        return [torch.optim.Adafactor([p for _, p in named], **ADAFACTOR)]
+    hidden = [p for n, p in named if is_hidden(n, p.shape)]
+    others = [p for n, p in named if not is_hidden(n, p.shape)]
+    return [torch.optim.Muon(hidden, **MUON), torch.optim.AdamW(others, **ADAMW)]
+
+
+def update_pieces(engine, optimizer, steps):
+    for step in steps:
+        for piece in engine.pieces():
+            if piece.local.requires_grad:
+                whole_gradient = gradient(piece.name, piece.shape, step).reshape(-1)
+                piece.local.grad = whole_gradient[piece.start : piece.end].clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected_after(kind, factory, steps):
+    model = initialised(factory)
+    optimizers = references(kind, model)
+    for step in range(steps):
+        for name, p in model.named_parameters():
+            p.grad = gradient(name, p.shape, step) if p.requires_grad else None
+        for optimizer in optimizers:
+            optimizer.step()
+    return {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    """Frozen parameters are compared too."""
+    floating = {n: v for n, v in expected.items() if v.dtype == np.float32 and v.size}
+    errors = tensor_errors({n: found[n] for n in floating}, floating)
+    assert max(errors.values()) < tolerance, errors
+
+
+def _trained(kind, model, shares):
+    engine = engine_for(FACTORIES[model], shares)
+    optimizer = make(kind, engine)
+    before = engine.comm.counts.copy()
+    update_pieces(engine, optimizer, range(STEPS))
+    return pieces_of(engine), dict(engine.comm.counts - before), engine.comm.bytes["exchange_parts"]
+
+
+@functools.cache
+def trained(kind, model, plan):
+    return run_ranks(_trained, len(PLANS[plan]), kind, model, PLANS[plan])
+
+
+@pytest.mark.parametrize("model", FACTORIES)
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_results_are_those_of_torch(kind, model):
+    expected = expected_after(kind, FACTORIES[model], STEPS)
+    for plan in PLANS:
+        assert_close(joined([pieces for pieces, *_ in trained(kind, model, plan)]), expected)
+
+
+# -- what is communicated --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_adafactor_sums_twice_a_step(plan):
+    for _, counts, _ in trained("adafactor", "gpt2", plan):
+        assert counts == {"all_reduce": 2 * STEPS}
+
+
+def test_muon_exchanges_twice_a_step_what_is_cut():
+    results = trained("muon", "gpt2", "three, one without state")
+    assert [counts for _, counts, _ in results] == [{"exchange_parts": 2 * STEPS}] * 3
+    hidden = sum(
+        p.numel() for n, p in FACTORIES["gpt2"]().named_parameters() if is_hidden(n, p.shape)
+    )
+    # There and back in bf16; what nobody needs to send stays where it is.
+    assert 0 < sum(sent for *_, sent in results) <= STEPS * 2 * 2 * hidden
+
+
+@pytest.mark.parametrize("plan", ["one rank", "three, all on one"])
+def test_muon_exchanges_nothing_where_matrices_are_whole(plan):
+    for _, counts, _ in trained("muon", "gpt2", plan):
+        assert counts == {}
+
+
+def _step_without_gradients(kind, shares):
+    engine = engine_for(odd, shares)
+    optimizer = make(kind, engine)
+    update_pieces(engine, optimizer, range(1))
+    counts, before = engine.comm.counts.copy(), pieces_of(engine)
+    values = [v.copy() for *_, v in before]
+    state = state_values(engine, optimizer)
+    optimizer.step()
+    same = all(np.array_equal(a, b) for a, (*_, b) in zip(values, pieces_of(engine)))
+    after = state_values(engine, optimizer)
+    return same and repr(state) == repr(after), dict(engine.comm.counts - counts)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_a_step_without_gradients_is_passed_over(kind):
+    """As after an overflow in fp16: nothing moves, and nobody waits for anybody."""
+    shares = PLANS["three, one without state"]
+    assert run_ranks(_step_without_gradients, 3, kind, shares) == [(True, {})] * 3
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def _save(folder, kind, shares):
+    engine = engine_for(odd, shares)
+    optimizer = make(kind, engine)
+    update_pieces(engine, optimizer, range(2))
+    checkpointer(folder).save(2, engine, optimizer, cursor={})
+    return state_values(engine, optimizer)
+
+
+def _resume(folder, kind, shares):
+    engine = engine_for(odd, shares)
+    optimizer = make(kind, engine)
+    checkpointer(folder).load(engine, optimizer)
+    state = state_values(engine, optimizer)
+    update_pieces(engine, optimizer, range(2, STEPS))
+    return state, pieces_of(engine)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_any_plan_takes_up_what_another_saved(kind, tmp_path):
+    saved = run_ranks(_save, 3, tmp_path, kind, PLANS["three, one without state"])
+    state = whole(saved)
+    expected = expected_after(kind, odd, STEPS)
+    for plan in ("one rank", "two ranks"):
+        results = run_ranks(_resume, len(PLANS[plan]), tmp_path, kind, PLANS[plan])
+        loaded = whole([state for state, _ in results])
+        assert loaded.keys() == state.keys()
+        for name, value in state.items():
+            assert np.array_equal(np.asarray(loaded[name]), np.asarray(value)), name
+        assert_close(joined([pieces for _, pieces in results]), expected)
+
+
+def test_adafactors_state_is_small():
+    engine = engine_for(FACTORIES["gpt2"], PLANS["one rank"])
+    optimizer = make("adafactor", engine)
+    update_pieces(engine, optimizer, range(1))
+    shapes = engine.shapes()
+    expected = sum(4 + 4 * (sum(s) if len(s) == 2 else s.numel()) for s in shapes.values())
+    held = [t for state in optimizer.state.values() for t in state.values()]
+    assert sum(t.numel() * t.element_size() for t in held) == expected
+
+
+# -- groups and layouts ----------------------------------------------------------------------------
+
+
+def test_groups_decide_what_muon_updates():
+    engine = engine_for(odd, PLANS["one rank"])
+    groups = gpumix.parameter_groups(engine, {"match": "blocks.1.*weight", "use_muon": False})
+    optimizer = gpumix.Muon(groups, engine.layout())
+    names = {id(p): n for n, p in engine.named_parameters()}
+    found = {names[id(p)] for g in optimizer.param_groups for p in g["params"] if g["use_muon"]}
+    assert found == {"blocks.0.linear.weight", "blocks.2.linear.weight"}
+    with pytest.raises(InputError, match=r"cannot update parameter 'blocks.0.filters' of shape"):
+        gpumix.Muon(
+            gpumix.parameter_groups(engine, {"match": "blocks.0*", "use_muon": True}),
+            engine.layout(),
+        )
+
+
+def _layout_of_too_few(shares):
+    engine = engine_for(odd, shares)
+    alone = Communicator(None, rank=0, world=1)
+    with pytest.raises(InputError, match="do not store the whole of parameter"):
+        Layout(engine.pieces(), alone)
+
+
+def test_a_layout_of_other_ranks_is_refused():
+    run_ranks(_layout_of_too_few, 2, PLANS["two ranks"])
