@@ -47,6 +47,7 @@ class Adafactor(WholeOptimizer):
     """
 
     whole_states = frozenset({"row_var", "col_var"})
+    state_bytes = (0, 0)  # rows and columns are few, and vectors short
 
     # More parameters than elsewhere: those of torch's own.
     def __init__(
@@ -65,9 +66,6 @@ class Adafactor(WholeOptimizer):
         torch.optim.Adafactor([nn.Parameter(torch.empty(0))], **settings)  # checks them
         groups = grouped(params)
         super().__init__(groups, settings, layout_of(groups, layout))
-
-    def state_bytes_per_element(self, parameter: nn.Parameter) -> int:
-        return 0  # rows and columns are few, and vectors short
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -22,10 +22,12 @@ class WholeOptimizer(Optimizer):
 
     Every rank must call `step`, also one that stores nothing; a parameter without gradient is
     passed over, and must be so on all ranks. `whole_states` are those of its states that are not
-    cut as parameters are: all ranks hold them, all the same.
+    cut as parameters are: all ranks hold them, all the same. `state_bytes` are what it keeps for an
+    element of a hidden matrix, and of any other parameter.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset()
+    state_bytes: ClassVar[tuple[int, int]]
 
     def __init__(self, groups: list[Group], defaults: dict[str, Any], layout: Layout) -> None:
         self.layout = layout
@@ -40,10 +42,6 @@ class WholeOptimizer(Optimizer):
                 f"{name} was given {foreign} parameter(s) that are not in its layout",
                 fix=f"gpumix.{name}(engine.parameters(), engine.layout(), ...)",
             )
-
-    def state_bytes_per_element(self, parameter: nn.Parameter) -> int:
-        """Of the state of `parameter`, as far as its elements' owners hold it."""
-        raise NotImplementedError
 
 
 def grouped(parameters: Parameters) -> list[Group]:

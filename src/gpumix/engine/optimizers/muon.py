@@ -52,6 +52,8 @@ class Muon(WholeOptimizer):
         betas, eps: of AdamW.
     """
 
+    state_bytes = (4, 8)
+
     # More parameters than elsewhere: those of two of torch's own.
     def __init__(
         self,
@@ -86,13 +88,6 @@ class Muon(WholeOptimizer):
         layout = layout_of(groups, layout)
         defaults = {**self._adamw.defaults, "fused": True, **of_muon, "ns_eps": ns_eps}
         super().__init__(_divided(groups, layout), defaults, layout)
-
-    def state_bytes_per_element(self, parameter: nn.Parameter) -> int:
-        return 4 if self._of_muon(parameter) else 8
-
-    def _of_muon(self, parameter: nn.Parameter) -> bool:
-        groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        return bool(next(groups)["use_muon"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
