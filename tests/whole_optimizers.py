@@ -65,7 +65,8 @@ def update_pieces(engine, optimizer, steps):
         optimizer.zero_grad()
 
 
-def expected_after(kind, factory, steps=STEPS):
+def trained_by_torch(kind, factory, steps=STEPS):
+    """The unsharded model and its optimizers after the same steps."""
     model = initialised(factory)
     optimizers = references(kind, model)
     for step in range(steps):
@@ -73,6 +74,11 @@ def expected_after(kind, factory, steps=STEPS):
             p.grad = gradient(name, p.shape, step) if p.requires_grad else None
         for optimizer in optimizers:
             optimizer.step()
+    return model, optimizers
+
+
+def expected_after(kind, factory):
+    model, _ = trained_by_torch(kind, factory)
     return {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 

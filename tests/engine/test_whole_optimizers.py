@@ -27,6 +27,7 @@ from whole_optimizers import (
     is_hidden,
     make,
     train_rank,
+    trained_by_torch,
     update_pieces,
 )
 
@@ -42,6 +43,15 @@ def test_results_are_those_of_torch(kind, model):
     expected = expected_after(kind, FACTORIES[model])
     for plan in PLANS:
         assert_close(joined([pieces for pieces, *_ in trained(kind, model, plan)]), expected)
+
+
+def test_muon_gives_the_same_bits_however_matrices_are_cut():
+    alone = joined([pieces for pieces, *_ in trained("muon", "gpt2", "one rank")])
+    for plan in PLANS:
+        found = joined([pieces for pieces, *_ in trained("muon", "gpt2", plan)])
+        hidden = [name for name, value in found.items() if is_hidden(name, value.shape)]
+        assert len(hidden) == 12
+        assert all(np.array_equal(found[name], alone[name]) for name in hidden)
 
 
 # -- what is communicated --------------------------------------------------------------------------
@@ -121,6 +131,23 @@ def test_any_plan_takes_up_what_another_saved(kind, tmp_path):
         for name, value in state.items():
             assert np.array_equal(np.asarray(loaded[name]), np.asarray(value)), name
         assert_close(joined([pieces for _, pieces in results]), expected)
+
+
+def _state_after_steps(shares):
+    engine = engine_for(odd, shares)
+    optimizer = make("adafactor", engine)
+    update_pieces(engine, optimizer, range(STEPS))
+    return state_values(engine, optimizer)
+
+
+@pytest.mark.parametrize("plan", ["one rank", "three, one without state"])
+def test_adafactors_averages_are_torchs(plan):
+    found = whole(run_ranks(_state_after_steps, len(PLANS[plan]), PLANS[plan]))
+    model, (optimizer,) = trained_by_torch("adafactor", odd)
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            mine = np.asarray(found[f"{name}.{key}"]).reshape(value.shape)
+            np.testing.assert_allclose(mine, value.numpy(), rtol=1e-5, err_msg=f"{name}.{key}")
 
 
 def test_adafactors_state_is_small():
