@@ -29,11 +29,10 @@ from gpumix.engine.optimizers.base import (
     layout_of,
 )
 from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.newton_schulz import JORDAN, Coefficients, orthogonalised
 from gpumix.spec.errors import InputError
 
-Coefficients = tuple[float, float, float]
 AdjustLr = Literal["original", "match_rms_adamw"]
-JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(WholeOptimizer):
@@ -287,22 +286,6 @@ class _Travel:
 def _numel(holder: int, matrices: Iterable[_Matrix]) -> int:
     """Elements of `matrices` that rank `holder` stores."""
     return sum(end - start for start, end in (m.intervals[holder] for m in matrices))
-
-
-def orthogonalised(
-    matrix: torch.Tensor, coefficients: Coefficients, *, steps: int, eps: float
-) -> torch.Tensor:
-    """About U V^T of the matrix U S V^T, by Newton-Schulz iterations in bf16: those of torch's own
-    Muon, operation by operation, so that the result is the same to the bit."""
-    a, b, c = coefficients
-    x = matrix.bfloat16()
-    tall = matrix.size(0) > matrix.size(1)
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
 
 
 def _lr_ratio(adjust: str | None, shape: torch.Size) -> float:
