@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.state import Part
+from gpumix.engine.state import Part, Whole
 from gpumix.train.checkpoint import Checkpointer
 from reference import Share, engine_for, own_rows
 
@@ -130,20 +130,24 @@ def model_values(engine: Engine) -> dict[str, Array]:
 
 
 def optimizer_values(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's optimizer state: (start, values) of each state's part, or a number."""
+    """This rank's optimizer state: (start, values) of each state's part, what is of a whole
+    parameter, or a number."""
+
+    def sent(value: Any) -> Any:
+        if isinstance(value, Part):
+            return value.start, value.local.cpu().numpy().copy()
+        tensor = value.tensor if isinstance(value, Whole) else value
+        return tensor.cpu().numpy().copy() if isinstance(tensor, torch.Tensor) else tensor
+
     return {
-        f"{parameter}.{name}": (value.start, value.local.cpu().numpy().copy())
-        if isinstance(value, Part)
-        else value
-        if not isinstance(value, torch.Tensor)
-        else value.cpu().numpy().copy()
+        f"{parameter}.{name}": sent(value)
         for parameter, values in engine.optimizer_state(optimizer).items()
         for name, value in values.items()
     }
 
 
 def whole(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' optimizer state in one; numbers must be the same everywhere."""
+    """All ranks' optimizer state in one; what is not cut must be the same everywhere."""
     together: dict[str, Any] = {}
     for name in of_ranks[0]:
         values = [values[name] for values in of_ranks]
@@ -151,7 +155,7 @@ def whole(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             parts = sorted(values, key=lambda v: (v[0], len(v[1])))
             together[name] = np.concatenate([part for _, part in parts])
         else:
-            assert len({float(v) for v in values}) == 1, name
+            assert len({np.asarray(v).tobytes() for v in values}) == 1, name
             together[name] = values[0]
     return together
 

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from gpumix.spec import cluster_file
 from gpumix.spec.cluster import CLASS_NAME, Cluster
-from gpumix.spec.job import FACTORY, Job
+from gpumix.spec.job import FACTORY, Job, ParameterGroup
 from gpumix.spec.units import Bytes, FlopRate, Seconds
 
 UNITS = {
@@ -35,6 +35,7 @@ def tables() -> str:
     nested = [(n, f.annotation) for n, f in Job.model_fields.items() if _is_model(f.annotation)]
     sections = [_section("The job", Job)]
     sections += [_section(f"`{name}`", model) for name, model in nested]
+    sections += [_section("`optimizer.groups[]`", ParameterGroup)]
     sections += [
         _section("A cluster: the long form", cluster_file.ClusterForm, LONG),
         _section("`classes.NAME`", cluster_file.ClassForm),

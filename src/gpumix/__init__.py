@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gpumix.data.loader import Loader, evaluation_batches
     from gpumix.engine.deferred import build
     from gpumix.engine.engine import Engine
+    from gpumix.engine.optimizers.adafactor import Adafactor
+    from gpumix.engine.optimizers.groups import parameter_groups
+    from gpumix.engine.optimizers.muon import Muon
     from gpumix.engine.prepare import prepare
     from gpumix.planner.explain import plan
     from gpumix.profiler.library import open_device, profile
@@ -33,6 +36,9 @@ _HOME = {
     "evaluation_batches": "gpumix.data.loader",
     "build": "gpumix.engine.deferred",
     "Engine": "gpumix.engine.engine",
+    "Adafactor": "gpumix.engine.optimizers.adafactor",
+    "Muon": "gpumix.engine.optimizers.muon",
+    "parameter_groups": "gpumix.engine.optimizers.groups",
     "prepare": "gpumix.engine.prepare",
     "plan": "gpumix.planner.explain",
     "open_device": "gpumix.profiler.library",
@@ -47,6 +53,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Adafactor",
     "Checkpointer",
     "Cluster",
     "Device",
@@ -54,11 +61,13 @@ __all__ = [
     "Engine",
     "GpumixError",
     "Loader",
+    "Muon",
     "Plan",
     "Profile",
     "build",
     "evaluation_batches",
     "open_device",
+    "parameter_groups",
     "plan",
     "prepare",
     "profile",

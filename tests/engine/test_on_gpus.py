@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from gpumix.spec.plan import Collectives
+from harness import run_ranks
 from models import ARCHITECTURES
-from reference import Share, train_alone, train_by_plan, worst_error
+from reference import Share, joined, train_alone, train_by_plan, worst_error
+from whole_optimizers import assert_close, expected_after, train_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +58,20 @@ def test_every_collective_trains_like_one_process(shares, forms):
     given = [Share(*share) for share in shares]
     found = train_by_plan("gpt2", given, STEPS, backend="nccl", collectives=forms)
     assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 6, STEPS)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [(2, 1, 1)],
+        *(pytest.param(s, marks=TWO) for s in ([(2, 1, 2), (1, 1, 1)], [(1, 1, 0), (0, 0, 1)])),
+    ],
+)
+def test_whole_optimizers_end_where_torch_does(kind, shares):
+    """Against torch's own on the CPU: bf16 rounds Muon's iteration a little differently."""
+    given = [Share(*share) for share in shares]
+    results = run_ranks(train_rank, len(shares), kind, "gpt2", given, backend="nccl")
+    expected = expected_after(kind, ARCHITECTURES["gpt2"].factory)
+    tolerance = {"adafactor": 1e-4, "muon": 3e-2}[kind]
+    assert_close(joined([pieces for pieces, *_ in results]), expected, tolerance)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import gpumix
+from gpumix.spec.errors import InputError
 from models import ARCHITECTURES
 from reference import (
     batches,
@@ -75,3 +78,32 @@ def test_groups_train_as_they_do_plainly():
 def test_an_optimizer_may_know_a_part_of_the_parameters():
     errors = tensor_errors(trained_by_engine(only_head), trained_plainly(only_head))
     assert max(errors.values()) < 1e-5, errors
+
+
+# -- by patterns -----------------------------------------------------------------------------------
+
+
+def by_patterns(*groups):
+    engine = engine_alone(GPT2.factory, 4, 2)
+    names = {id(p): n for n, p in engine.named_parameters()}
+    made = torch.optim.AdamW(gpumix.parameter_groups(engine, *groups), lr=0.1).param_groups
+    return [({names[id(p)] for p in g["params"]}, g["lr"], g["weight_decay"]) for g in made]
+
+
+def test_the_first_pattern_that_matches_counts():
+    every = {n for n, _ in GPT2.factory().named_parameters()}
+    found = by_patterns({"match": "*.ln_1.bias", "lr": 0.5}, {"match": "*.bias", "weight_decay": 0})
+    first = {f"transformer.h.{i}.ln_1.bias" for i in range(3)}
+    biases = {n for n in every if n.endswith(".bias")} - first
+    assert found == [(first, 0.5, 0.01), (biases, 0.1, 0), (every - first - biases, 0.1, 0.01)]
+
+
+def test_no_group_is_left_over_where_patterns_match_all():
+    assert len(by_patterns({"match": "*", "lr": 0.5})) == 1
+
+
+def test_a_pattern_without_a_parameter_is_refused():
+    with pytest.raises(InputError, match=r"left for the group '\*.biases'\n  why: no name matches"):
+        by_patterns({"match": "*.biases"})
+    with pytest.raises(InputError, match=r"why: '\*.bias' comes first and takes transformer.h.0"):
+        by_patterns({"match": "*.bias"}, {"match": "*.ln_1.bias"})

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import gpumix
+from gpumix.engine.units import dissect
 from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.measure import Shape, Subject, measure_class
@@ -50,10 +51,14 @@ def built(config: dict) -> torch.nn.Module:
 def test_parameters_are_counted_exactly(kind):
     model = built(given(kind))
     elements = sum(p.numel() for p in model.parameters())
+    units = dissect(model).units
+    matrices = [s.parameter for u in units for s in u.slots if s.parameter.dim() == 2]
+    in_matrices = sum(p.numel() for p in matrices)
     for config in (given(kind), model.config.to_dict()):
         found = decoder(config)
         assert found.layers == 3
         assert found.parameters == elements
+        assert 3 * found.block_matrices == in_matrices
 
 
 def test_biases_and_tied_heads_are_counted():

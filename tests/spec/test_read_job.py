@@ -74,7 +74,8 @@ def test_null_where_none_is_meant(job_file):
     [
         ("optimizer:\n  learning_rate: 3e-4\n",
          "job.yaml:9: unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: "
-         "name, lr, betas, eps, momentum, weight_decay, clip_norm"),
+         "name, lr, betas, eps, momentum, nesterov, ns_steps, adjust_lr, beta2_decay, "
+         "clip_threshold, least_scale, weight_decay, groups, clip_norm"),
         ("\n# a comment\nsede: 3\n",
          "job.yaml:10: unknown key 'sede'\n  fix: did you mean 'seed'?"),
         ("lr: 3e-4\n", "job.yaml:8: unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
@@ -102,8 +103,19 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer: {name: sgd, eps: 1e-6}\n",
          "job.yaml:8: 'optimizer': 'eps' has no effect on sgd"),
         ("optimizer:\n  eps: 1e-8\n  name: adam\n",
-         "job.yaml:10: 'optimizer.name' must be 'adamw' or 'sgd', it is 'adam'\n"
+         "job.yaml:10: 'optimizer.name' must be 'adamw', 'sgd', 'adafactor' or 'muon', it is "
+         "'adam'\n"
          "  fix: did you mean 'adamw'?"),
+        ("optimizer: {name: adafactor, betas: [0.9, 0.9]}\n",
+         "job.yaml:8: 'optimizer': 'betas' has no effect on adafactor"),
+        ("optimizer: {name: muon, clip_threshold: 2}\n",
+         "job.yaml:8: 'optimizer': 'clip_threshold' has no effect on muon"),
+        ("optimizer: {ns_steps: 3}\n",
+         "job.yaml:8: 'optimizer': 'ns_steps' has no effect on adamw"),
+        ("optimizer:\n  groups:\n  - {match: '*.bias', lr: 0}\n",
+         "job.yaml:10: 'optimizer.groups[0].lr' must be greater than 0, it is 0"),
+        ("optimizer:\n  groups:\n  - match: '*.bias'\n",
+         "job.yaml:10: 'optimizer.groups[0]': give 'lr' or 'weight_decay', or leave this group"),
         ("precision: bfloat16\n",
          "job.yaml:8: 'precision' must be 'fp32', 'bf16' or 'fp16', it is 'bfloat16'\n"
          "  fix: did you mean 'bf16'?"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.train.boxes import boxes
+from gpumix.engine.boxes import boxes
 
 
 @st.composite

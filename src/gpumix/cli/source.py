@@ -24,7 +24,7 @@ from gpumix.spec.units import LARGEST_BATCH
 if TYPE_CHECKING:
     from gpumix.planner.base import PlanRequest
     from gpumix.spec.cluster import Cluster
-    from gpumix.spec.job import Job
+    from gpumix.spec.job import Job, OptimizerSpec
     from gpumix.spec.plan import ComputeDtype
     from gpumix.spec.profile import ModelProfile, Profile
     from gpumix.spec.space import Space
@@ -115,8 +115,7 @@ class Asked:
                 )
             if not isinstance(config, dict):
                 config = _read_config(path.absolute().parent / config)
-            state = job.optimizer.state_bytes_per_element
-            return self._estimate(config, job.sequence_length, job.precision, state), ""
+            return self._estimate(config, job.sequence_length, job.precision, job.optimizer), ""
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path.absolute().parent)
@@ -131,7 +130,7 @@ class Asked:
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
         from gpumix.hardware.describe import slow_in
-        from gpumix.hardware.estimate import ADAMW_STATE_BYTES
+        from gpumix.spec.job import OptimizerSpec
 
         model = self.model or MODEL
         length = self.sequence_length or SEQUENCE_LENGTH
@@ -140,11 +139,11 @@ class Asked:
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
-            profile = self._estimate(config, length, precision, ADAMW_STATE_BYTES)
+            profile = self._estimate(config, length, precision, OptimizerSpec())
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
             made = llama_shaped(float(size[1]) * scale).model(length, precision, model)
-            profile = self._profile(made, length, precision, ADAMW_STATE_BYTES)
+            profile = self._profile(made, length, precision, OptimizerSpec())
         note = (
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
             f"sample, {batch} samples a step, {precision}, AdamW"
@@ -154,26 +153,25 @@ class Asked:
         return Source(profile, self._request(batch), "optimal", note)
 
     def _estimate(
-        self, config: Mapping[str, Any], length: int, dtype: ComputeDtype, state_bytes: int
+        self, config: Mapping[str, Any], length: int, dtype: ComputeDtype, optimizer: OptimizerSpec
     ) -> Profile:
         from gpumix.hardware.decoder import decoder
 
         name = str(config.get("model_type", ""))
         model = decoder(config).model(length, dtype, name)
-        return self._profile(model, length, dtype, state_bytes)
+        return self._profile(model, length, dtype, optimizer)
 
     def _profile(
-        self, model: ModelProfile, length: int, dtype: ComputeDtype, state_bytes: int
+        self, model: ModelProfile, length: int, dtype: ComputeDtype, optimizer: OptimizerSpec
     ) -> Profile:
-        """The estimate for the cluster, with so many bytes of optimizer state an element."""
+        """The estimate for the cluster."""
         from gpumix.hardware.describe import cluster
         from gpumix.hardware.estimate import estimate
 
         assert self.cluster is not None
         there = cluster(self.cluster, dtype, self.network, option=self.link_option)
-        return estimate(
-            model, there, sequence_length=length, dtype=dtype, optimizer_bytes=state_bytes
-        )
+        state = optimizer.state_bytes_per_element(model)
+        return estimate(model, there, sequence_length=length, dtype=dtype, optimizer_bytes=state)
 
     def _request(self, batch: int) -> PlanRequest:
         from gpumix.planner.base import PlanRequest
@@ -314,7 +312,7 @@ def _check_profile(profile: Profile, job: Job, path: Path, folder: Path) -> None
         (
             "bytes of optimizer state an element",
             profile.optimizer_bytes_per_element,
-            job.optimizer.state_bytes_per_element,
+            job.optimizer.state_bytes_per_element(profile.model),
         ),
     ):
         if found != wanted:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
@@ -116,8 +117,8 @@ class MemoryModel:
         return unit_counts(self.profile.model)
 
     @cached_property
-    def sharded_per_element(self) -> int:
-        """Bytes of one element's state that its owner alone keeps."""
+    def sharded_per_element(self) -> float:
+        """Bytes of one element's state that its owner alone keeps; the mean over the model."""
         masters = MASTER_BYTES if self.zero_stage == 3 or self._narrow else 0
         gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
         return masters + gradient + self.profile.optimizer_bytes_per_element
@@ -128,7 +129,7 @@ class MemoryModel:
         if self.zero_stage == 0:
             return 0
         frozen = self._frozen_bytes if self.zero_stage == 3 else 0
-        return self._parameters * self.sharded_per_element + frozen
+        return ceil(self._parameters * self.sharded_per_element) + frozen
 
     @cached_property
     def replicated_bytes(self) -> int:
@@ -140,7 +141,7 @@ class MemoryModel:
         if self.zero_stage <= 1:
             held += elements * SHARD_GRADIENT_BYTES
         if self.zero_stage == 0:
-            held += elements * self.sharded_per_element
+            held += ceil(elements * self.sharded_per_element)
         return held
 
     @cached_property
@@ -168,7 +169,8 @@ class MemoryModel:
     def _in_phases(self) -> tuple[list[float], list[int], list[int]]:
         """By phase: what all choices take, what is set aside for rounding, what a share adds."""
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * (self.sharded_per_element + 1)
+        an_element = ceil(self.sharded_per_element) + 1
+        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * an_element
         moments = phases(self.profile.model)
         return (
             [float(sum(self._of_any_choice(phase).values())) for phase in moments],
@@ -232,7 +234,7 @@ class MemoryModel:
             return 0
         elements = sum(self.counts[name] * n for name, n in owned.elements)
         frozen = owned.frozen_bytes if self.zero_stage == 3 else 0
-        return elements * self.sharded_per_element + frozen
+        return ceil(elements * self.sharded_per_element) + frozen
 
     def _received_bytes(self, phase: Phase, own: Mapping[str, int]) -> int:
         """The buffers in which all ranks' parts of the own interval arrive, to be summed there;

@@ -405,6 +405,39 @@ class Communicator:
             work = _all_gather_single(table.view(-1), row, self.group)
         return table, Pending([work], label, self.clock)
 
+    def exchange_parts(
+        self,
+        sent: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        label: str,
+    ) -> tuple[torch.Tensor, Pending]:
+        """Give each rank its part of the 1-D `sent`, of any dtype; get what all ranks have for this
+        one, in their order, once waited for. Until then `sent` must stay as it is.
+
+        Args:
+            send_splits: elements of `sent` for each rank.
+            receive_splits: elements that each rank has for this one; some may be 0, or all.
+        """
+        if sent.dim() != 1 or sum(send_splits) != sent.numel():
+            raise AssertionError(f"{label}: {send_splits} do not cut a tensor of {sent.shape}")
+        self._count("exchange_parts", sent)
+        received = sent.new_empty(sum(receive_splits))
+        if self.world == 1:
+            received.copy_(sent)
+            return received, Pending((), label, self.clock)
+        size = sent.element_size()
+        with reported(label):
+            work = dist.all_to_all_single(
+                received.view(torch.uint8),  # backends differ in the dtypes that they know
+                sent.view(torch.uint8),
+                output_split_sizes=[n * size for n in receive_splits],
+                input_split_sizes=[n * size for n in send_splits],
+                group=self.group,
+                async_op=True,
+            )
+        return received, Pending([work], label, self.clock)
+
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         """`value` of rank `source` on all ranks, in place, of any dtype."""
         self._count("broadcast", value)

@@ -1,7 +1,8 @@
 """Runs a plan: one step of a model whose units are sharded over ranks.
 
 The engine holds no optimizer: `parameters()` are this rank's flat pieces, and any optimizer that
-treats elements one by one gives the result that it would give unsharded.
+treats elements one by one gives the result that it would give unsharded. One that looks at whole
+matrices needs `layout()` too; others are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from gpumix.engine.coroutine import Calls
 from gpumix.engine.host import HostStore
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.objective import Objective
+<<<<<<< HEAD
 from gpumix.engine.parts import Parts
+=======
+from gpumix.engine.optimizers import check
+from gpumix.engine.optimizers.layout import Layout
+>>>>>>> opt
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
@@ -36,6 +42,7 @@ from gpumix.engine.updates import Updates, updates_elements
 from gpumix.engine.updates import step as step_optimizer
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
+from gpumix.spec.profile import ROOT
 
 
 class Engine:
@@ -76,9 +83,13 @@ class Engine:
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
+<<<<<<< HEAD
         self._updates: Updates | None = None
         kept_on_host = self._worker.mode.boundary == "host"
         self._host = HostStore(self.device) if kept_on_host else None
+=======
+        check.Watch(self)
+>>>>>>> opt
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -299,6 +310,13 @@ class Engine:
         """Shapes of all parameters by name, as in the unsharded model."""
         return {p.name: p.shape for p in self.pieces()}
 
+    def layout(self) -> Layout:
+        """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
+        on whole matrices is divided as samples are: by how fast ranks are. Collective."""
+        root = [p.name for g in self.groups() if g.label == ROOT for p in g.pieces]
+        speeds = [float(worker.samples) for worker in self.plan.workers]
+        return Layout(self.pieces(), self.comm, root=root, speeds=speeds)
+
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The unsharded model's state dict, on the CPU, by its own names. Collective.
 
@@ -324,10 +342,12 @@ class Engine:
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
+        check.check(optimizer, self.parameters())
         return state.optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
         """Replace what `optimizer` keeps; its hyperparameters stay."""
+        check.check(optimizer, self.parameters())
         state.load_optimizer_state(self.pieces(), optimizer, values)
 
     # -- inside ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ depends on the plan, so what one plan saved another loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +34,15 @@ class Part:
     local: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that belongs to a whole parameter and is not cut: the same on every rank."""
+
+    tensor: torch.Tensor
+
+
 # Parameter name -> name of a state -> its value.
-OptimizerState = dict[str, dict[str, Part | Scalar]]
+OptimizerState = dict[str, dict[str, Part | Whole | Scalar]]
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -137,17 +144,19 @@ def some_of(names: Sequence[str]) -> str:
 def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
     """The optimizer's state of this rank's pieces, by parameter name; nothing is copied.
 
-    Tensors of a piece's shape become parts, 0-dimensional ones and numbers stay what they are.
-    Hyperparameters (`lr`, ...) are not state.
+    Tensors of a piece's shape become parts, 0-dimensional ones and numbers stay what they are, and
+    what the optimizer calls its `whole_states` is of whole parameters. Hyperparameters (`lr`, ...)
+    are not state.
 
     Raises:
         InputError: the optimizer is for other parameters, or has state that belongs to no element.
     """
     pieces = list(pieces)
     _check_ours(pieces, optimizer)
+    wholes: Collection[str] = getattr(optimizer, "whole_states", ())
     return {
         piece.name: {
-            name: _value(piece, name, value)
+            name: Whole(value.detach()) if name in wholes else _value(piece, name, value)
             for name, value in optimizer.state[piece.local].items()
             if value is not None
         }
@@ -180,7 +189,8 @@ def _value(piece: Piece, name: str, value: object) -> Part | Scalar:
         f"the optimizer's state '{name}' of parameter '{piece.name}' cannot be cut anew",
         why=f"it is {shape}: neither one value for each of the {piece.local.numel()} elements "
         "that this rank stores, nor a single number",
-        fix="use an optimizer that treats elements one by one, such as torch.optim.AdamW",
+        fix="use an optimizer that treats elements one by one, such as torch.optim.AdamW, or "
+        "gpumix.Adafactor or gpumix.Muon",
     )
 
 
@@ -213,7 +223,9 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
 
 
-def _local(piece: Piece, key: str, value: Part | Scalar) -> Scalar:
+def _local(piece: Piece, key: str, value: Part | Whole | Scalar) -> Scalar:
+    if isinstance(value, Whole):
+        return value.tensor
     if not isinstance(value, Part):
         # Optimizers count in place: no two parameters may share a tensor.
         return value.clone() if isinstance(value, torch.Tensor) else value

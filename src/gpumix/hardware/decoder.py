@@ -71,6 +71,14 @@ class Decoder:
         return attention + norms + biases + router + max(1, self.experts) * matrices
 
     @property
+    def block_matrices(self) -> int:
+        """Those of them in matrices; experts lie in one stack of matrices."""
+        inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
+        attention = self.hidden * (inputs + self.attention_width)
+        feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
+        return attention + (self.hidden * self.experts if self.experts else feed_forward)
+
+    @property
     def parameters(self) -> int:
         """Elements of the whole model."""
         return self.layers * self.block_parameters + self.root_parameters
@@ -101,6 +109,7 @@ class Decoder:
         block = UnitKind(
             name=KIND,
             trainable=self.block_parameters,
+            matrices=self.block_matrices,
             kept=_line(stream),
             saved=_line(saved + stream),
             gradient=_line(stream),

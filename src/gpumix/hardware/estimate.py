@@ -29,7 +29,7 @@ def estimate_class(
     model: ModelProfile,
     dtype: ComputeDtype,
     name: str,
-    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    optimizer_bytes: float = ADAMW_STATE_BYTES,
 ) -> ClassProfile:
     """What a card should take for each unit of a model, `optimizer_bytes` of state an element.
 
@@ -71,7 +71,7 @@ def estimate(
     *,
     sequence_length: int,
     dtype: ComputeDtype,
-    optimizer_bytes: int = ADAMW_STATE_BYTES,
+    optimizer_bytes: float = ADAMW_STATE_BYTES,
 ) -> Profile:
     """The profile of a cluster of cards of the catalogue, `optimizer_bytes` of state an element.
 

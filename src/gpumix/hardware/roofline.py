@@ -106,7 +106,7 @@ def both(one: Curve, other: Curve) -> Curve:
     return Curve(sizes=one.sizes, values=values)
 
 
-def optimizer_s_per_element(card: Card, state_bytes: int) -> float:
+def optimizer_s_per_element(card: Card, state_bytes: float) -> float:
     """Seconds to update one element; memory is what limits it. Parameter and state, so many bytes
     of it, are read and written, the gradient is read, in fp32."""
     return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * MEMORY_PART)

@@ -177,7 +177,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "sequence_length": job.sequence_length,
         "global_batch": job.global_batch,
         "precision": job.precision,
-        "optimizer": (job.optimizer.name, job.optimizer.momentum > 0),
+        "optimizer": (job.optimizer.name, bool(job.optimizer.momentum), job.optimizer.ns_steps),
     }
 
 

@@ -9,16 +9,17 @@ kernels of this device really take, for any model, also one whose flow depends o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.coroutine import UnitCall
+from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
@@ -304,20 +305,30 @@ def _median(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What the optimizer takes for one element: seconds of a step, and bytes of its state."""
+    """What the optimizer takes for one element: seconds of a step, and bytes of its state, of the
+    units' matrices and of all else."""
 
     s_per_element: float
-    state_bytes_per_element: int
+    state_bytes: tuple[int, int]
 
 
 def time_optimizer(
-    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
+    runtime: DeviceRuntime,
+    optimizer_of: Callable[[list[torch.nn.Parameter]], Any],
+    unit_shapes: Sequence[torch.Size],
 ) -> OptimizerCost:
-    """Run the optimizer on a shard of its own, a small part of the device's memory."""
+    """Run the optimizer on a shard of its own, a small part of the device's memory; one that looks
+    at whole matrices on parameters of a unit's shapes, as many as fit in there."""
     numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
-    parameter = torch.nn.Parameter(torch.zeros(numel, device=runtime.torch_device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = optimizer_of([parameter])
+    parameters = _trial_parameters(runtime, [torch.Size([numel])])
+    optimizer = optimizer_of(parameters)
+    whole = isinstance(optimizer, WholeOptimizer)
+    if whole:
+        totals = accumulate(shape.numel() for shape in unit_shapes)
+        fitting = [shape for shape, total in zip(unit_shapes, totals) if total <= numel]
+        parameters = _trial_parameters(runtime, fitting or unit_shapes[:1])
+        numel = sum(p.numel() for p in parameters)
+        optimizer = optimizer_of(parameters)
     seconds = []
     for _ in range(1 + REPEATS):
         runtime.synchronize()
@@ -326,5 +337,18 @@ def time_optimizer(
         runtime.synchronize()
         seconds.append(time.perf_counter() - begun)
     # What does not grow with the parameter (a step counter) is nothing per element.
-    state = tensor_bytes(optimizer.state[parameter]) // numel
-    return OptimizerCost(_median(seconds[1:]) / numel, state)
+    state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
+    per_element = optimizer.state_bytes if whole else (state, state)
+    return OptimizerCost(_median(seconds[1:]) / numel, per_element)
+
+
+def _trial_parameters(
+    runtime: DeviceRuntime, shapes: Sequence[torch.Size]
+) -> list[torch.nn.Parameter]:
+    """Parameters with gradients, all zero."""
+    made = []
+    for shape in shapes:
+        parameter = torch.nn.Parameter(torch.zeros(shape, device=runtime.torch_device))
+        parameter.grad = torch.zeros_like(parameter)
+        made.append(parameter)
+    return made

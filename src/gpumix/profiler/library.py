@@ -51,7 +51,8 @@ def profile(
         make_batch: a batch of so many samples on the host, a pytree of tensors.
         cluster: the devices, rank r on the r-th in rank order; default: each rank's own GPU, the
             one that `torch.cuda.set_device` chose.
-        optimizer: makes the optimizer for given parameters; default: fused AdamW.
+        optimizer: makes the optimizer for given parameters, without a layout; default: fused
+            AdamW.
         loss, units: as for `gpumix.prepare`.
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that.

@@ -109,7 +109,8 @@ def _measured(
         budget_s=subject.budget_s,
         progress=lambda line: progress(f"{device_class}: {line}"),
     )
-    optimizer = time_optimizer(runtime, subject.optimizer_of)
+    optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
+    measured = _model_profile(anatomy, found, model, dtype)
     return ClassMeasurement(
         device_class=ClassProfile(
             device_class=device_class,
@@ -118,12 +119,25 @@ def _measured(
             framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
             largest_micro_batch=found.points[-1].size,
         ),
-        model=_model_profile(anatomy, found, model, dtype),
-        optimizer_bytes_per_element=optimizer.state_bytes_per_element,
+        model=measured,
+        optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
         overruns=sum(p.overruns for p in found.points),
     )
+
+
+def _largest_shapes(anatomy: Anatomy) -> list[torch.Size]:
+    """Of the trained parameters of the largest unit, small ones first."""
+    unit = max(anatomy.all, key=lambda u: (u.name != ROOT, u.trainable))
+    shapes = [s.parameter.shape for s in unit.slots if s.parameter.requires_grad]
+    return sorted(shapes, key=lambda shape: shape.numel())
+
+
+def _state_bytes(model: ModelProfile, of_matrices: int, of_others: int) -> float:
+    if of_matrices == of_others:
+        return of_others
+    return model.mean_per_element(of_matrices=of_matrices, of_others=of_others)
 
 
 def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> NoFeasiblePlanError:
@@ -161,6 +175,7 @@ def _model_profile(
             UnitKind(
                 name=kind,
                 trainable=unit.trainable,
+                matrices=_in_matrices(unit),
                 frozen_bytes=_frozen_bytes(unit, compute_dtype),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
@@ -181,6 +196,12 @@ def _model_profile(
             flops=found.points[0].flops[ROOT],
         ),
     )
+
+
+def _in_matrices(unit: Unit) -> int:
+    """Trained elements of parameters of two dimensions."""
+    trained = [s.parameter for s in unit.slots if s.parameter.requires_grad]
+    return sum(p.numel() for p in trained if p.dim() == 2)
 
 
 def _frozen_bytes(unit: Unit, compute_dtype: ComputeDtype) -> int:

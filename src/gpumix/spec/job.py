@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.profile import ModelProfile
 from gpumix.spec.units import LARGEST_BATCH, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -108,18 +109,81 @@ class DataSpec(Value):
         return self
 
 
-class OptimizerSpec(Value):
-    """The optimizer; every element is updated on the rank that stores it."""
+# What not all optimizers have.
+OWN_SETTINGS = {
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum",),
+    "adafactor": ("beta2_decay", "clip_threshold", "least_scale"),
+    "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr"),
+}
 
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="AdamW, or SGD with or without momentum"
+
+class ParameterGroup(Value):
+    """Settings for some parameters, by their names in the model; the first group that matches a
+    name counts."""
+
+    match: str = Field(
+        min_length=1, description="pattern of names; `*` stands for anything, as in `*.bias`"
     )
-    lr: float = Field(default=3e-4, gt=0, description="peak of the learning rate")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="adamw only")
-    eps: float = Field(default=1e-8, gt=0, description="adamw only")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd only")
+    lr: float | None = Field(
+        default=None, gt=0, description="peak of their learning rate; default: that of all"
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="of all of them, vectors too; default: as without the group"
+    )
+
+    @model_validator(mode="after")
+    def _has_settings(self) -> Self:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("give 'lr' or 'weight_decay', or leave this group out")
+        return self
+
+
+class OptimizerSpec(Value):
+    """The optimizer. The result is that of torch's own on the unsharded model.
+
+    Muon is for the matrices of the blocks; embeddings, heads, vectors and all else get AdamW.
+    """
+
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
+        default="adamw", description="which one"
+    )
+    lr: float = Field(
+        default=3e-4,
+        gt=0,
+        description="peak of the learning rate; of adafactor relative to a parameter's size, where "
+        "1e-2 is usual",
+    )
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.95), description="adamw, and what muon leaves to it"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adamw, and what muon leaves to it")
+    momentum: float | None = Field(
+        default=None, ge=0, lt=1, description="sgd, where 0 is the default, and muon: 0.95"
+    )
+    nesterov: bool = Field(default=True, description="muon only")
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="muon only: Newton-Schulz iterations"
+    )
+    adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        default="match_rms_adamw",
+        description="muon only: how the rate goes by a matrix's shape; `match_rms_adamw` lets "
+        "matrices and all else have one rate",
+    )
+    beta2_decay: float = Field(
+        default=-0.8, le=0, description="adafactor only: exponent of the average's forgetting"
+    )
+    clip_threshold: float = Field(
+        default=1.0, ge=1, description="adafactor only: largest root mean square of an update"
+    )
+    least_scale: float = Field(
+        default=1e-3, ge=0, description="adafactor only: least size a parameter is taken to have"
+    )
     weight_decay: float = Field(
         default=0.1, ge=0, description="on parameters of two and more dimensions"
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), description="other settings for some parameters"
     )
     clip_norm: float | None = Field(
         default=1.0,
@@ -127,15 +191,18 @@ class OptimizerSpec(Value):
         description="largest norm of all gradients together; `null` does not clip",
     )
 
-    @property
-    def state_bytes_per_element(self) -> int:
-        """Of its state in fp32: two moments, the momentum, or nothing."""
-        return 8 if self.name == "adamw" else 4 if self.momentum else 0
+    def state_bytes_per_element(self, model: ModelProfile) -> float:
+        """Of its state in fp32, the mean over the model: two moments, the momentum, or nothing.
+        Adafactor's rows, columns and vectors are so few that they do not count."""
+        if self.name == "muon":
+            return model.mean_per_element(of_matrices=4, of_others=8)
+        return {"adamw": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
 
     @model_validator(mode="after")
     def _settings_are_of_this_optimizer(self) -> Self:
-        others = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[self.name]
-        for key in _changed(self, others):
+        others = {key for keys in OWN_SETTINGS.values() for key in keys}
+        others.difference_update(OWN_SETTINGS[self.name])
+        for key in _changed(self, tuple(sorted(others))):
             raise ValueError(f"'{key}' has no effect on {self.name}")
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,10 @@ ROOT = "(root)"
 FALL, LEAST_FALL_S = 2.0, 1e-3
 
 
+# A whole number stays one.
+StateBytes = Count | Annotated[float, Field(ge=0)]
+
+
 class UnitKind(Value):
     """Units of one structure, of which one was profiled.
 
@@ -36,6 +40,9 @@ class UnitKind(Value):
 
     name: str
     trainable: Count = Field(description="elements that get a gradient")
+    matrices: Count = Field(
+        default=0, description="those of them in parameters of two dimensions, which Muon updates"
+    )
     frozen_bytes: Count = Field(default=0, description="parameters without gradient, gathered")
     kept: Curve = Field(description="what one call leaves behind until its backward: its outputs")
     saved: Curve | None = Field(
@@ -99,6 +106,15 @@ class ModelProfile(Value):
         units = dict(zip(self.calls, self.kind_of_call))
         trainable = {kind.name: kind.trainable for kind in self.kinds}
         return self.root.trainable + sum(trainable[kind] for kind in units.values())
+
+    def mean_per_element(self, *, of_matrices: float, of_others: float) -> float:
+        """The mean over all trained elements of what differs between the units' matrices and all
+        else."""
+        units = dict(zip(self.calls, self.kind_of_call))
+        inside = {kind.name: kind.matrices for kind in self.kinds}
+        matrices = sum(inside[kind] for kind in units.values())
+        others = self.parameters - matrices
+        return (of_matrices * matrices + of_others * others) / max(1, self.parameters)
 
 
 class UnitTimes(Value):
@@ -174,7 +190,9 @@ class Profile(Document):
 
     sequence_length: int = Field(gt=0)
     compute_dtype: ComputeDtype
-    optimizer_bytes_per_element: Count = Field(description="optimizer state, 8 for AdamW")
+    optimizer_bytes_per_element: StateBytes = Field(
+        description="optimizer state, 8 for AdamW; the mean over the model"
+    )
     torch_version: str
     cluster: Cluster
     model: ModelProfile
@@ -248,7 +266,7 @@ class ClassMeasurement(Document):
 
     device_class: ClassProfile
     model: ModelProfile
-    optimizer_bytes_per_element: Count
+    optimizer_bytes_per_element: StateBytes
     seconds_spent: float = Field(ge=0)
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"

@@ -1,7 +1,7 @@
 """What of an engine and its optimizer goes into a checkpoint, under which names.
 
 model.<name>                      parameters (trained ones in fp32) and persistent buffers
-optimizer.<parameter>.<state>     like the parameter, or one number
+optimizer.<parameter>.<state>     like the parameter, or of the whole of it: a tensor or a number
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from gpumix.engine.state import (
     OptimizerState,
     Part,
     Scalar,
+    Whole,
     check_names_and_shapes,
 )
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint_file import Manifest, StateKind
-from gpumix.train.checkpoint_shards import Boxed, Index
+from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -51,7 +52,7 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
         piece.name: {
             name: _boxed(piece, value.local)
             if isinstance(value, Part)
-            else Boxed.whole(torch.as_tensor(value, dtype=_exact(value)))
+            else Boxed.whole(_tensor(value))
             for name, value in state.get(piece.name, {}).items()
             if isinstance(value, Part) or piece.start == 0
         }
@@ -72,9 +73,11 @@ def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
     return Boxed.interval(piece.shape, piece.start, flat)
 
 
-def _exact(value: Scalar) -> torch.dtype | None:
-    """The dtype that holds a number of Python's without rounding."""
-    return torch.float64 if isinstance(value, float) else None
+def _tensor(value: Whole | Scalar) -> torch.Tensor:
+    if isinstance(value, Whole):
+        return value.tensor
+    # The dtype that holds a number of Python's without rounding.
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def kinds_of(state: OptimizerState) -> dict[str, StateKind]:
@@ -101,9 +104,11 @@ def merged_kinds(found: Iterable[Mapping[str, StateKind]]) -> dict[str, StateKin
     return merged
 
 
-def _kind(value: Part | Scalar) -> StateKind:
+def _kind(value: Part | Whole | Scalar) -> StateKind:
     if isinstance(value, Part):
         return "elements"
+    if isinstance(value, Whole):
+        return "whole"
     if isinstance(value, torch.Tensor):
         return "tensor"
     return next(kind for kind, number in _NUMBERS.items() if type(value) is number)
@@ -150,22 +155,19 @@ class OptimizerRoom:
     """Where this rank's part of the optimizer's state goes, until it is all there."""
 
     kinds: dict[str, StateKind]
-    tensors: dict[str, dict[str, Part | torch.Tensor]]
+    tensors: dict[str, dict[str, Part | Whole | torch.Tensor]]
 
     @classmethod
     def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerRoom:
         """Room for all state that is stored for parameters, also those of which this rank stores
         nothing: optimizers keep state for empty tensors too."""
-        tensors: dict[str, dict[str, Part | torch.Tensor]] = {}
+        tensors: dict[str, dict[str, Part | Whole | torch.Tensor]] = {}
         for piece in engine.pieces():
             for name, kind in kinds.items():
                 stored = index.tensors.get(f"{OPTIMIZER}.{piece.name}.{name}")
                 if stored is None:
                     continue
-                room: Part | torch.Tensor = torch.zeros((), dtype=stored.torch_dtype)
-                if kind == "elements":
-                    flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
-                    room = Part(piece.shape, piece.start, piece.end, flat.detach())
+                room = _room(piece, kind, stored)
                 tensors.setdefault(piece.name, {})[name] = room
         return cls(kinds, tensors)
 
@@ -173,7 +175,7 @@ class OptimizerRoom:
         return {
             f"{OPTIMIZER}.{parameter}.{name}": Boxed.interval(room.shape, room.start, room.local)
             if isinstance(room, Part)
-            else Boxed.whole(room)
+            else Boxed.whole(room.tensor if isinstance(room, Whole) else room)
             for parameter, states in self.tensors.items()
             for name, room in states.items()
         }
@@ -185,8 +187,18 @@ class OptimizerRoom:
             for parameter, states in self.tensors.items()
         }
 
-    def _typed(self, name: str, room: Part | torch.Tensor) -> Part | Scalar:
+    def _typed(self, name: str, room: Part | Whole | torch.Tensor) -> Part | Whole | Scalar:
         number = _NUMBERS.get(self.kinds[name])
-        if number is None or isinstance(room, Part):
+        if number is None or not isinstance(room, torch.Tensor):
             return room
         return number(room.item())
+
+
+def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Part | Whole | torch.Tensor:
+    if kind == "elements":
+        flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
+        return Part(piece.shape, piece.start, piece.end, flat.detach())
+    if kind == "whole":
+        device = piece.local.device
+        return Whole(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))
+    return torch.zeros((), dtype=stored.torch_dtype)

@@ -27,7 +27,7 @@ INDEX = "index.json"
 
 # No separators: a checkpoint names files of its own folder only.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
-StateKind = Literal["elements", "tensor", "int", "float", "bool"]
+StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
 
 
 class SavedFile(Value):
@@ -39,7 +39,7 @@ class SavedFile(Value):
 
 class SavedOptimizer(Value):
     """The optimizer's class, and what each of its states is: `elements`, one value for each element
-    of a parameter, or one number for the whole of it."""
+    of a parameter; `whole`, a tensor for the whole of it; or one number for the whole of it."""
 
     name: str
     states: dict[str, StateKind]

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from gpumix.engine.boxes import boxes
 from gpumix.engine.comm import reported
 from gpumix.spec.base import Value
-from gpumix.train.boxes import boxes
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
 from gpumix.train.checkpoint_together import Together, explained
 

@@ -24,7 +24,7 @@ from gpumix.train.context import Context
 from gpumix.train.display import Display
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
 from gpumix.train.models import model_of
-from gpumix.train.optimizer import learning_rate, optimizer_for
+from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.stop import StopRequest
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
@@ -87,7 +87,7 @@ class Trainer:
             units=job.model.units,
             seed=job.seed,
         )
-        self.optimizer = optimizer_for(job.optimizer, self.engine.pieces())
+        self.optimizer = optimizer_for(job.optimizer, self.engine.pieces(), self.engine.layout)
         self.loader = Loader(
             context.train_data,
             [w.samples for w in plan.workers],
@@ -170,8 +170,7 @@ class Trainer:
         batch = next(self.loader)
         self.context.runtime.idle()
         rate = learning_rate(self.job, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rates(self.optimizer, self.job, self.step)
         self.engine.notice = STOP if stop is not None and stop.requested else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.

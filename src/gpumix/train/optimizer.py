@@ -3,44 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from gpumix.engine.optimizers.adafactor import Adafactor
+from gpumix.engine.optimizers.groups import matches
+from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.muon import Muon
 from gpumix.engine.shards import Piece
-from gpumix.spec.job import Job, OptimizerSpec, ScheduleSpec
+from gpumix.spec.job import Job, OptimizerSpec, ParameterGroup, ScheduleSpec
 
 
-def optimizer_for(spec: OptimizerSpec, pieces: Iterable[Piece]) -> torch.optim.Optimizer:
+def optimizer_for(
+    spec: OptimizerSpec, pieces: Iterable[Piece], layout: Callable[[], Layout] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer over a rank's pieces. Weight decay is for matrices: parameters of two and more
-    dimensions in the whole model, whatever the shape of the piece."""
+    dimensions in the whole model, whatever the shape of the piece.
+
+    Args:
+        layout: the engine's; called, on all ranks, where the optimizer needs it.
+
+    Raises:
+        InputError: a group of the job gets no parameter.
+    """
     trained = [p for p in pieces if p.local.requires_grad]
-    matrices = [p.local for p in trained if len(p.shape) >= 2]
-    others = [p.local for p in trained if len(p.shape) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": spec.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return _make(spec, [group for group in groups if group["params"]])
+    numbers = matches([group.match for group in spec.groups], [p.name for p in trained])
+    made: dict[tuple[int, bool], dict[str, Any]] = {}
+    for piece, number in zip(trained, numbers):
+        of_job = spec.groups[number] if number < len(spec.groups) else None
+        matrix = len(piece.shape) >= 2
+        made.setdefault((number, not matrix), _group(spec, of_job, matrix=matrix))["params"].append(
+            piece.local
+        )
+    return _make(spec, [made[key] for key in sorted(made)], layout)
+
+
+def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) -> dict[str, Any]:
+    decay = spec.weight_decay if matrix else 0.0
+    rate = spec.lr
+    if of_job is not None:
+        decay = decay if of_job.weight_decay is None else of_job.weight_decay
+        rate = of_job.lr or rate
+    # `initial_lr` is what torch's schedulers call it too.
+    return {"params": [], "weight_decay": decay, "lr": rate, "initial_lr": rate}
 
 
 def trial_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same optimizer over any parameters, for the profiler to time."""
-    return _make(spec, [{"params": parameters, "weight_decay": spec.weight_decay}])
+    """The same optimizer over any whole parameters, for the profiler to time."""
+    return _make(spec, [{"params": parameters, "weight_decay": spec.weight_decay}], None)
 
 
-def _make(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(
+    spec: OptimizerSpec, groups: list[dict[str, Any]], layout: Callable[[], Layout] | None
+) -> torch.optim.Optimizer:
+    given = layout() if layout is not None and spec.name in ("adafactor", "muon") else None
     # Fused: one pass over memory, and no temporary of the size of the shard.
-    if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+    adamw: dict[str, Any] = {"betas": spec.betas, "eps": spec.eps}
+    make: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": partial(torch.optim.AdamW, **adamw, fused=True),
+        "sgd": partial(torch.optim.SGD, momentum=spec.momentum or 0.0, fused=True),
+        "adafactor": partial(
+            Adafactor,
+            layout=given,
+            beta2_decay=spec.beta2_decay,
+            eps=(None, spec.least_scale),
+            d=spec.clip_threshold,
+        ),
+        "muon": partial(
+            Muon,
+            layout=given,
+            momentum=0.95 if spec.momentum is None else spec.momentum,
+            nesterov=spec.nesterov,
+            ns_steps=spec.ns_steps,
+            adjust_lr_fn=spec.adjust_lr,
+            **adamw,
+        ),
+    }
+    return make[spec.name](groups, lr=spec.lr)
 
 
 def learning_rate(job: Job, step: int) -> float:
     """The learning rate of `step`, counted from 0."""
     return job.optimizer.lr * _factor(job.schedule, step, job.steps)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) -> None:
+    """Give each group its rate of `step`: all rise and fall alike, each from its own peak."""
+    factor = _factor(job.schedule, step, job.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def _factor(schedule: ScheduleSpec, step: int, steps: int) -> float:

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import nn
 
+from gpumix.engine.optimizers.groups import matches
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
@@ -48,9 +49,12 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
 
 
 def _model_to_measure(task: Task) -> nn.Module:
-    """The job's model; weights that are not its own are told now, not after the measurement."""
+    """The job's model; weights that are not its own, and groups that match none of its parameters,
+    are told now, not after the measurement."""
     spec = task.job.model
     model = model_of(spec, folder=task.folder, seed=task.job.seed)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    matches([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
         source_of(model, spec.weights)
     return model

@@ -1,0 +1,233 @@
+"""Adafactor over pieces: the second moment of a matrix as a product of its rows' and columns'.
+
+Two all-reduces a step, whatever the number of parameters: first the sums of squares of rows and
+columns and the parameters' norms, then the updates' norms, which need the former. Nothing is read
+back to the host.
+
+Shazeer, Stern: Adafactor, https://arxiv.org/abs/1804.04235; the variant is that of torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.engine.boxes import boxes
+from gpumix.engine.optimizers.base import (
+    Group,
+    Parameters,
+    WholeOptimizer,
+    flat,
+    grouped,
+    layout_of,
+)
+from gpumix.engine.optimizers.layout import Layout
+
+State = dict[str, Any]
+
+
+class Adafactor(WholeOptimizer):
+    """`torch.optim.Adafactor` for the pieces of an engine, with the same result.
+
+    Args:
+        params: pieces, or groups of them.
+        layout: `engine.layout()`; default: these are whole parameters, nothing is sharded.
+        lr: largest relative size of a step; it is multiplied by the root mean square of the
+            parameter.
+        beta2_decay: how fast the average of squares forgets: 1 - step ** beta2_decay.
+        eps: smallest root of a second moment (None: that of the dtype), and smallest root mean
+            square that a parameter is taken to have.
+        d: largest root mean square of an update before it is scaled.
+        weight_decay: decoupled, times `lr`.
+    """
+
+    whole_states = frozenset({"row_var", "col_var"})
+    state_bytes = (0, 0)  # rows and columns are few, and vectors short
+
+    # More parameters than elsewhere: those of torch's own.
+    def __init__(
+        self,
+        params: Parameters,
+        layout: Layout | None = None,
+        *,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        settings["weight_decay"] = weight_decay
+        torch.optim.Adafactor([nn.Parameter(torch.empty(0))], **settings)  # checks them
+        groups = grouped(params)
+        super().__init__(groups, settings, layout_of(groups, layout))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [
+            _Update(
+                p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
+            )
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if updates:
+            self._step(updates)
+        return loss
+
+    def _step(self, updates: list[_Update]) -> None:
+        comm, device = self.layout.comm, updates[0].local.device
+        sums = torch.zeros(sum(u.sums_numel for u in updates), device=device)
+        for update, own in zip(updates, sums.split([u.sums_numel for u in updates])):
+            update.add_squares(own)
+        comm.all_reduce(sums, "all-reduce of Adafactor's rows and columns")
+        norms = torch.zeros(len(updates), device=device)
+        for update, own, norm in zip(
+            updates, sums.split([u.sums_numel for u in updates]), norms.split(1)
+        ):
+            update.take_squares(own)
+            update.add_norm(norm)
+        comm.all_reduce(norms, "all-reduce of Adafactor's update norms")
+        for update, norm in zip(updates, norms.split(1)):
+            update.apply(norm)
+
+    def _state(self, p: nn.Parameter) -> State:
+        state: State = self.state[p]
+        if not state:
+            shape = self.layout.piece(p).shape
+            state["step"] = torch.tensor(0.0)  # on the host: it is needed there
+            if len(shape) > 1:
+                state["row_var"] = p.new_zeros((*shape[:-1], 1)).detach()
+                state["col_var"] = p.new_zeros((*shape[:-2], 1, shape[-1])).detach()
+            else:
+                state["variance"] = torch.zeros_like(p).detach()
+        return state
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A box of a stack of matrices, of which this rank has all elements: views of the parameter and
+    of the gradient, and where in the stack it is."""
+
+    local: torch.Tensor
+    gradient: torch.Tensor
+    stack: slice
+    rows: slice
+    columns: slice
+
+
+class _Update:
+    """One parameter's part in a step; `shape` is that of the whole parameter."""
+
+    def __init__(
+        self, p: nn.Parameter, group: Group, state: State, shape: torch.Size, start: int
+    ) -> None:
+        assert p.grad is not None
+        self.local, self._gradient = flat(p), flat(p.grad)
+        self._group, self._state = group, state
+        self._numel, self._start = prod(shape), start
+        self._factored = len(shape) > 1
+        # A stack of matrices: one, for a matrix.
+        self._shape = (prod(shape[:-2]), *shape[-2:]) if self._factored else (1, 1, prod(shape))
+        eps1, self._eps2 = group["eps"]
+        self._eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        state["step"] += 1
+        self._step = state["step"].item()
+
+    # -- sums over ranks -----------------------------------------------------------------------
+
+    @property
+    def sums_numel(self) -> int:
+        """Of what must be summed over ranks first."""
+        stack, rows, columns = self._shape
+        return 1 + (stack * (rows + columns) if self._factored else 0)
+
+    def add_squares(self, sums: torch.Tensor) -> None:
+        """Put this rank's sums of squares into `sums`."""
+        norm, row_sums, column_sums = self._cut(sums)
+        norm.copy_(_square_norm(self.local))
+        if self._factored:
+            for tile in self._tiles():
+                along_rows = torch.linalg.vector_norm(tile.gradient, dim=2).square_()
+                row_sums[tile.stack, tile.rows] += along_rows
+                along_columns = torch.linalg.vector_norm(tile.gradient, dim=1).square_()
+                column_sums[tile.stack, tile.columns] += along_columns
+
+    def take_squares(self, sums: torch.Tensor) -> None:
+        """Move the averages of squares on, from the sums of all ranks."""
+        norm, row_sums, column_sums = self._cut(sums)
+        self._square = norm
+        weight = self._step ** self._group["beta2_decay"]
+        if self._factored:
+            _, rows, columns = self._shape
+            row_var, col_var = self._state["row_var"], self._state["col_var"]
+            row_var.lerp_(row_sums.view(row_var.shape) / max(1, columns), weight)
+            col_var.lerp_(column_sums.view(col_var.shape) / max(1, rows), weight)
+        else:
+            flat(self._state["variance"]).lerp_(self._gradient.square(), weight)
+
+    def _cut(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        stack, rows, columns = self._shape
+        if not self._factored:
+            return sums[:1], sums[1:], sums[1:]
+        norm, row_sums, column_sums = sums.split([1, stack * rows, stack * columns])
+        return norm, row_sums.view(stack, rows), column_sums.view(stack, columns)
+
+    # -- the update ----------------------------------------------------------------------------
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """Put this rank's part of the update's square norm into `norm`."""
+        for _, update in self._updates():
+            norm += _square_norm(update)
+
+    def apply(self, norm: torch.Tensor) -> None:
+        """Change the parameter; `norm` is the update's square norm."""
+        rate = min(self._group["lr"], 1 / sqrt(self._step))
+        numel = max(1, self._numel)
+        size = (self._square / numel).sqrt().clamp_(min=self._eps2) * rate
+        scale = size / ((norm / numel).sqrt() / self._group["d"]).clamp_(min=1.0)
+        if self._group["weight_decay"] != 0:
+            self.local.mul_(1 - self._group["lr"] * self._group["weight_decay"])
+        for local, update in self._updates():
+            local.sub_(update.mul_(scale))
+
+    def _updates(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of the parameter with their updates, before scaling: made anew each time, so that
+        no more than one is held."""
+        for tile in self._tiles():
+            update = self._variance(tile).clamp_(min=self._eps1**2).rsqrt_()
+            yield tile.local, update.mul_(tile.gradient)
+
+    def _variance(self, tile: _Tile) -> torch.Tensor:
+        """The estimate of a tile's second moment, in memory of its own."""
+        if not self._factored:
+            return flat(self._state["variance"]).clone().view(tile.local.shape)
+        stack, rows, columns = self._shape
+        row_var = self._state["row_var"].view(stack, rows, 1)[tile.stack]
+        col_var = self._state["col_var"].view(stack, 1, columns)[tile.stack]
+        mean = row_var.mean(dim=1, keepdim=True).clamp_(min=self._eps1)
+        return (row_var[:, tile.rows] @ col_var[:, :, tile.columns]).div_(mean)
+
+    def _tiles(self) -> Iterator[_Tile]:
+        """The interval that this rank has, as at most five boxes."""
+        end = self._start + self.local.numel()
+        done = 0
+        for offset, size in boxes(self._shape, self._start, end):
+            part = slice(done, done + prod(size))
+            places = (slice(o, o + n) for o, n in zip(offset, size))
+            yield _Tile(self.local[part].view(size), self._gradient[part].view(size), *places)
+            done = part.stop
+
+
+def _square_norm(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor).square_()

@@ -1,0 +1,88 @@
+"""Refuses optimizers that would compute something else on pieces than on whole parameters.
+
+Most of those run without complaint: torch's own Adafactor takes a piece for a vector, LBFGS the
+pieces of one rank for all parameters. So every optimizer that holds pieces of an engine is checked
+before its first update, and earlier where gpumix is given it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.spec.errors import InputError
+
+_MATRICES = "it looks at whole matrices, and this rank has an interval of their elements"
+_NORMS = "it goes by the norms of whole parameters, and this rank has a part of their elements"
+_ALL = "it goes by all parameters together, and this rank has a part of them"
+_OWN = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
+_ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
+# By the names of classes, of torch and of the libraries that people take them from.
+REFUSED: dict[str, tuple[str, str]] = {
+    "Adafactor": (_MATRICES, _OWN.format("Adafactor")),
+    "Muon": (_MATRICES, _OWN.format("Muon")),
+    "MuonWithAuxAdam": (_MATRICES, _OWN.format("Muon")),
+    "SingleDeviceMuon": (_MATRICES, _OWN.format("Muon")),
+    "SingleDeviceMuonWithAuxAdam": (_MATRICES, _OWN.format("Muon")),
+    "LBFGS": (_ALL, _ELEMENTWISE),
+    **dict.fromkeys(
+        ("Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3", "KFAC", "PSGD", "Kron", "GaLore"),
+        (_MATRICES, _OWN.format("Muon")),
+    ),
+    **dict.fromkeys(
+        ("Lamb", "LAMB", "FusedLAMB", "LARS", "Lars", "FusedLars", "NovoGrad", "FusedNovoGrad"),
+        (_NORMS, _ELEMENTWISE),
+    ),
+    **dict.fromkeys(
+        ("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"), (_ALL, _ELEMENTWISE)
+    ),
+}
+
+
+def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
+    """Refuse an optimizer of these pieces that does not give the result of whole parameters.
+
+    Raises:
+        InputError: it is such a one.
+    """
+    ours = {id(piece) for piece in pieces}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, WholeOptimizer):
+        if not optimizer.layout.of_engine:
+            raise InputError(
+                f"{name} was made without the engine's layout",
+                why="it would take this rank's pieces for whole parameters",
+                fix=_OWN.format(name),
+            )
+        return
+    found = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)
+    if found is not None:
+        why, fix = REFUSED[found]
+        raise InputError(
+            f"{type(optimizer).__module__}.{name} cannot update a sharded model", why=why, fix=fix
+        )
+
+
+class Watch:
+    """Checks every optimizer of an engine's pieces before its first update, as long as the engine
+    lives."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        weakref.finalize(engine, handle.remove)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        engine = self._engine()
+        if engine is not None and optimizer not in self._checked:
+            check(optimizer, engine.parameters())
+            self._checked.add(optimizer)

@@ -1,0 +1,98 @@
+"""Which part of every parameter each rank stores: what an optimizer must know that looks at more
+than single elements. Made by `Engine.layout`; from then on all ranks know the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import nn
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.shards import Piece
+from gpumix.spec.errors import InputError
+
+Interval = tuple[int, int]
+
+
+class Layout:
+    """The pieces of a model's parameters on all ranks. Making it is collective.
+
+    Args:
+        pieces: this rank's, trained or not; in the same order on every rank.
+        comm: the ranks that divide the state among them, and no others.
+        root: names of the parameters that lie in no unit: embeddings, the head, and the like.
+        speeds: how fast ranks are relative to each other, where work can be divided; default: all
+            alike.
+
+    Raises:
+        InputError: the pieces of these ranks do not make up whole parameters.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        comm: Communicator,
+        *,
+        root: Collection[str] = (),
+        speeds: Sequence[float] | None = None,
+    ) -> None:
+        self.comm = comm
+        self.speeds = tuple(speeds or [1.0] * comm.world)
+        self._root = frozenset(root)
+        # The locals are kept, so no id can come to mean another tensor.
+        self._pieces = {id(piece.local): piece for piece in pieces}
+        self._intervals = dict(zip(self._pieces, self._told()))
+        self.of_engine = True
+        for key, piece in self._pieces.items():
+            _check_whole(piece, self._intervals[key])
+
+    @classmethod
+    def of_whole(cls, parameters: Iterable[nn.Parameter]) -> Layout:
+        """Of ordinary parameters of any shape, all of them here: nothing is sharded."""
+        parameters = list(parameters)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        layout = cls(
+            [Piece(str(i), p.shape, 0, p.numel(), p) for i, p in enumerate(parameters)],
+            Communicator(None, rank=0, world=1, device=device),
+        )
+        layout.of_engine = False
+        return layout
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._pieces
+
+    def piece(self, parameter: nn.Parameter) -> Piece:
+        """This rank's part of what the optimizer calls `parameter`."""
+        return self._pieces[id(parameter)]
+
+    def intervals(self, parameter: nn.Parameter) -> tuple[Interval, ...]:
+        """Each rank's (start, end) of it."""
+        return self._intervals[id(parameter)]
+
+    def hidden_matrix(self, parameter: nn.Parameter) -> bool:
+        """Whether it is a matrix inside a unit, hence neither an embedding nor the head."""
+        piece = self.piece(parameter)
+        return len(piece.shape) == 2 and piece.name not in self._root and prod(piece.shape) > 0
+
+    def _told(self) -> list[tuple[Interval, ...]]:
+        """All ranks' intervals of each piece."""
+        mine = [(piece.start, piece.end) for piece in self._pieces.values()]
+        row = torch.tensor(mine, dtype=torch.int64, device=self.comm.device).view(-1)
+        table, exchanged = self.comm.exchange(row, "exchange of who stores what")
+        exchanged.wait()
+        by_rank = table.view(self.comm.world, len(mine), 2).tolist()
+        return [tuple((start, end) for start, end in of_piece) for of_piece in zip(*by_rank)]
+
+
+def _check_whole(piece: Piece, intervals: Sequence[Interval]) -> None:
+    stored = sorted(interval for interval in intervals if interval[0] < interval[1])
+    ends = [0, *(place for interval in stored for place in interval), prod(piece.shape)]
+    if any(a != b for a, b in list(pairwise(ends))[::2]):
+        raise InputError(
+            f"the ranks do not store the whole of parameter '{piece.name}', each element once",
+            why=f"of its {prod(piece.shape)} elements they have {stored}",
+            fix="give the communicator of those ranks that divide the state among them",
+        )

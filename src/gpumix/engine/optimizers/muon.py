@@ -1,0 +1,295 @@
+"""Muon over pieces: hidden matrices get orthogonal updates, all else is AdamW's.
+
+Momentum stays where its elements are. Orthogonalising needs whole matrices: one that a rank stores
+whole is done there; any other by one rank, which gets the pieces in one exchange of all ranks and
+gives the result back in a second. Both travel in bf16, in which the iteration runs anyway.
+
+Jordan: Muon, https://kellerjordan.github.io/posts/muon/; Liu et al.: Muon is Scalable for LLM
+Training, https://arxiv.org/abs/2502.16982, which divides the work so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gpumix.engine.optimizers.assign import assign
+from gpumix.engine.optimizers.base import (
+    Group,
+    Parameters,
+    WholeOptimizer,
+    flat,
+    grouped,
+    layout_of,
+)
+from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.newton_schulz import JORDAN, Coefficients, orthogonalised
+from gpumix.spec.errors import InputError
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+
+
+class Muon(WholeOptimizer):
+    """`torch.optim.Muon` for the hidden matrices of an engine's model, and `torch.optim.AdamW` for
+    its other parameters, with the same result.
+
+    A hidden matrix is a parameter of two dimensions in a unit: embeddings and heads lie outside, in
+    the root. A group with `use_muon` decides otherwise for the parameters in it.
+
+    Args:
+        params: pieces, or groups of them.
+        layout: `engine.layout()`; default: these are whole parameters, nothing is sharded.
+        lr, weight_decay: of both.
+        momentum, nesterov, ns_coefficients, ns_eps, ns_steps, adjust_lr_fn: of Muon, as in torch.
+            With "match_rms_adamw" both may have one `lr`, that of AdamW.
+        betas, eps: of AdamW.
+    """
+
+    state_bytes = (4, 8)
+
+    # More parameters than elsewhere: those of two of torch's own.
+    def __init__(
+        self,
+        params: Parameters,
+        layout: Layout | None = None,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = JORDAN,
+        ns_eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLr | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        common: Group = {"lr": lr, "weight_decay": weight_decay}
+        of_muon: Group = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        # Makes and checks the settings; of each step it does AdamW's part.
+        self._adamw = torch.optim.AdamW(
+            [nn.Parameter(torch.empty(0))], betas=betas, eps=eps, **common
+        )
+        torch.optim.Muon([nn.Parameter(torch.empty(0, 0))], eps=ns_eps, **of_muon, **common)
+        groups = grouped(params)
+        layout = layout_of(groups, layout)
+        defaults = {**self._adamw.defaults, "fused": True, **of_muon, "ns_eps": ns_eps}
+        super().__init__(_divided(groups, layout), defaults, layout)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices = [
+            _Matrix(p, group, self.layout)
+            for group in self.param_groups
+            for p in group["params"]
+            if group["use_muon"] and p.grad is not None
+        ]
+        if matrices:
+            self._orthogonal_step(matrices)
+        # It may hold state of an earlier life: what was loaded is here.
+        self._adamw.state = self.state
+        self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
+        self._adamw.step()
+        return loss
+
+    def _orthogonal_step(self, matrices: list[_Matrix]) -> None:
+        comm = self.layout.comm
+        for matrix in matrices:
+            matrix.average(self.state[matrix.parameter])
+        own = [m for m in matrices if m.holder == comm.rank]
+        cut = [m for m in matrices if m.holder is None]
+        travel = _Travel(cut, self._owners(matrices, cut), self.layout)
+        arriving = travel.start()
+        for matrix in own:  # while the others' parts travel
+            matrix.update = matrix.orthogonal(matrix.update)
+        travel.finish(arriving)
+        for matrix in matrices:
+            matrix.apply()
+
+    def _owners(self, matrices: list[_Matrix], cut: list[_Matrix]) -> list[int]:
+        """The rank that does each matrix of `cut`; the same on all ranks."""
+        busy = [0.0] * self.layout.comm.world
+        for matrix in matrices:
+            if matrix.holder is not None:
+                busy[matrix.holder] += matrix.cost
+        held = [[float(end - start) for start, end in m.intervals] for m in cut]
+        return assign([m.cost for m in cut], self.layout.speeds, busy=busy, near=held)
+
+
+def _divided(groups: list[Group], layout: Layout) -> list[Group]:
+    """Groups of hidden matrices alone, or of others alone."""
+    divided: list[Group] = []
+    for group in groups:
+        for use_muon in (True, False):
+            chosen = [p for p in group["params"] if _wants_muon(p, group, layout) == use_muon]
+            if chosen:
+                divided.append({**group, "params": chosen, "use_muon": use_muon})
+    return divided
+
+
+def _wants_muon(parameter: nn.Parameter, group: Group, layout: Layout) -> bool:
+    if parameter not in layout:
+        return False  # refused by name when it is added
+    if "use_muon" not in group:
+        return layout.hidden_matrix(parameter)
+    piece = layout.piece(parameter)
+    if group["use_muon"] and len(piece.shape) != 2:
+        raise InputError(
+            f"Muon cannot update parameter '{piece.name}' of shape {tuple(piece.shape)}",
+            why="it makes matrices orthogonal",
+            fix="leave it out of the group with `use_muon`",
+        )
+    return bool(group["use_muon"])
+
+
+class _Matrix:
+    """One matrix's part in a step. `update` is this rank's interval of what is to be orthogonal,
+    then of what is."""
+
+    update: torch.Tensor
+
+    def __init__(self, parameter: nn.Parameter, group: Group, layout: Layout) -> None:
+        self.parameter = parameter
+        self.intervals = layout.intervals(parameter)
+        self.shape = layout.piece(parameter).shape
+        self._group = group
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @cached_property
+    def holder(self) -> int | None:
+        """The rank that stores the whole matrix, if one does."""
+        whole = (rank for rank, part in enumerate(self.intervals) if part == (0, self.numel))
+        return next(whole, None)
+
+    @property
+    def cost(self) -> float:
+        """Multiplications of a step of the iteration."""
+        short, long = sorted(self.shape)
+        return float(short * short * (2 * long + short))
+
+    def average(self, state: dict[str, Any]) -> None:
+        """Move the momentum on."""
+        assert self.parameter.grad is not None
+        gradient, momentum = flat(self.parameter.grad), self._group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(self.parameter).detach()
+        buffer = flat(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if self._group["nesterov"] else buffer
+        self.update = update.bfloat16()
+
+    def orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole matrix, flat, made orthogonal."""
+        made = orthogonalised(
+            whole.view(self.shape),
+            self._group["ns_coefficients"],
+            steps=self._group["ns_steps"],
+            eps=self._group["ns_eps"],
+        )
+        return made.reshape(-1)
+
+    def apply(self) -> None:
+        lr, local = self._group["lr"], flat(self.parameter)
+        local.mul_(1 - lr * self._group["weight_decay"])
+        local.add_(self.update, alpha=-lr * _lr_ratio(self._group["adjust_lr_fn"], self.shape))
+        del self.update
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Matrices that are cut, on their way to the ranks that do them and back.
+
+    Whatever goes from one rank to another lies in the order of the matrices.
+    """
+
+    matrices: Sequence[_Matrix]
+    owners: Sequence[int]
+    layout: Layout
+
+    def start(self) -> tuple[torch.Tensor, Any] | None:
+        """Send this rank's parts to their owners."""
+        if not self.matrices:
+            return None
+        ranks = range(self.layout.comm.world)
+        parts = [m.update for owner in ranks for m in self._of(owner)]
+        return self.layout.comm.exchange_parts(
+            torch.cat(parts), self._for_owners, self._from_holders, "exchange of Muon's momentum"
+        )
+
+    def finish(self, arriving: tuple[torch.Tensor, Any] | None) -> None:
+        """Make the matrices of this rank orthogonal, and give everybody their parts."""
+        if arriving is None:
+            return
+        received, pending = arriving
+        pending.wait()
+        comm = self.layout.comm
+        done = self._done(received)
+        sent = torch.cat([done[m][a:b] for a, b, m in self._places()] or [received])
+        returned, pending = comm.exchange_parts(
+            sent, self._from_holders, self._for_owners, "exchange of Muon's updates"
+        )
+        pending.wait()
+        back = [m for owner in range(comm.world) for m in self._of(owner)]
+        for matrix, part in zip(back, returned.split([m.update.numel() for m in back])):
+            matrix.update = part
+
+    def _done(self, received: torch.Tensor) -> dict[_Matrix, torch.Tensor]:
+        """This rank's matrices, put together and made orthogonal."""
+        wholes = {m: received.new_empty(m.numel) for m in self._mine}
+        places = self._places()
+        for (a, b, matrix), part in zip(places, received.split([b - a for a, b, _ in places])):
+            wholes[matrix][a:b] = part
+        return {matrix: matrix.orthogonal(whole) for matrix, whole in wholes.items()}
+
+    def _places(self) -> list[tuple[int, int, _Matrix]]:
+        """The intervals of this rank's matrices by those who store them: the order of the wire."""
+        ranks = range(self.layout.comm.world)
+        return [(*m.intervals[holder], m) for holder in ranks for m in self._mine]
+
+    @cached_property
+    def _mine(self) -> list[_Matrix]:
+        return self._of(self.layout.comm.rank)
+
+    def _of(self, owner: int) -> list[_Matrix]:
+        return [m for m, chosen in zip(self.matrices, self.owners) if chosen == owner]
+
+    @cached_property
+    def _for_owners(self) -> list[int]:
+        """Elements that this rank has for each owner."""
+        rank = self.layout.comm.rank
+        return [_numel(rank, self._of(owner)) for owner in range(self.layout.comm.world)]
+
+    @cached_property
+    def _from_holders(self) -> list[int]:
+        """Elements that each rank has for this one."""
+        return [_numel(holder, self._mine) for holder in range(self.layout.comm.world)]
+
+
+def _numel(holder: int, matrices: Iterable[_Matrix]) -> int:
+    """Elements of `matrices` that rank `holder` stores."""
+    return sum(end - start for start, end in (m.intervals[holder] for m in matrices))
+
+
+def _lr_ratio(adjust: str | None, shape: torch.Size) -> float:
+    rows, columns = shape
+    if adjust == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, columns))
+    return sqrt(max(1.0, rows / columns))

@@ -1,0 +1,144 @@
+"""The optimizers of a job: each trains, is resumed, and is what the planner counts with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jobs import plan_for, toy, train, write_job
+from toys import model as toy_model
+
+import gpumix
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import OptimizerSpec, ParameterGroup
+from gpumix.spec.profile import ModelProfile
+from gpumix.spec.read import read_job
+from gpumix.train.optimizer import optimizer_for, set_learning_rates, trial_optimizer
+from reference import engine_alone
+
+OPTIMIZERS = {
+    "adafactor": {"name": "adafactor", "lr": 0.3, "weight_decay": 0.0},
+    "muon": {"name": "muon", "lr": 3e-2, "weight_decay": 0.0},
+    "groups": {"lr": 1e-2, "groups": [{"match": "blocks.0.*", "lr": 3e-2, "weight_decay": 0.5}]},
+}
+CLUSTER = Cluster(
+    classes=(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**26),),
+    devices=(Device(id="d0", device_class="cpu"),),
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
+    job = write_job(tmp_path, optimizer=OPTIMIZERS[name], schedule={"kind": "constant"})
+    plan = plan_for(job, shares=(0.7, 0.0, 0.3))
+    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    assert whole.losses[-1] < 0.9 * whole.losses[0]
+    train(job, "steps=3", plan=plan)
+    assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
+
+
+def test_another_plan_goes_on_alike(tmp_path):
+    job = write_job(tmp_path, optimizer=OPTIMIZERS["adafactor"], schedule={"kind": "constant"})
+    plan = plan_for(job)
+    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    train(job, "steps=3", plan=plan)
+    other = plan_for(job, (0, 5, 3), (0.1, 0.9, 0.0))
+    assert train(job, plan=other, resume=True).losses == pytest.approx(whole.losses[3:], rel=1e-4)
+
+
+def test_groups_that_match_nothing_are_told_before_anything_is_measured(tmp_path):
+    job = write_job(tmp_path, optimizer={"groups": [{"match": "*.biases", "lr": 1.0}]})
+    with pytest.raises(InputError, match=r"left for the group '\*.biases'"):
+        train(job)
+
+
+def test_groups_have_their_own_rates_and_decay(tmp_path):
+    engine = engine_alone(toy_model, 2, 1)
+    spec = OptimizerSpec(
+        lr=0.1,
+        weight_decay=0.2,
+        groups=(
+            ParameterGroup(match="blocks.*.norm.*", weight_decay=0.3),
+            ParameterGroup(match="blocks.*", lr=0.5),
+        ),
+    )
+    optimizer = optimizer_for(spec, engine.pieces())
+    job = read_job(write_job(tmp_path, schedule={"warmup_steps": 4}))
+    set_learning_rates(optimizer, job, 1)
+    names = {id(p): n for n, p in engine.named_parameters()}
+    found = {
+        names[id(p)]: (g["lr"], g["weight_decay"])
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
+    assert found["blocks.1.norm.bias"] == found["blocks.1.norm.weight"] == (0.05, 0.3)
+    assert found["blocks.1.into.weight"] == (0.25, 0.2)
+    assert found["blocks.1.into.bias"] == (0.25, 0.0)
+    assert found["embedding.weight"] == (0.05, 0.2)
+    assert found["head.bias"] == (0.05, 0.0)
+
+
+def test_the_settings_are_those_of_torch():
+    engine = engine_alone(toy_model, 2, 1)
+    spec = OptimizerSpec(
+        name="adafactor", lr=0.1, beta2_decay=-0.5, clip_threshold=2.0, least_scale=0.5
+    )
+    (group, _) = optimizer_for(spec, engine.pieces(), engine.layout).param_groups
+    expected = {"beta2_decay": -0.5, "d": 2.0, "eps": (None, 0.5), "lr": 0.1, "weight_decay": 0.1}
+    assert expected.items() <= group.items()
+    spec = OptimizerSpec(name="muon", ns_steps=3, nesterov=False, adjust_lr="original", eps=1e-5)
+    groups = optimizer_for(spec, engine.pieces(), engine.layout).param_groups
+    muon = next(g for g in groups if g["use_muon"])
+    assert (muon["ns_steps"], muon["nesterov"], muon["momentum"]) == (3, False, 0.95)
+    assert muon["adjust_lr_fn"] == "original"
+    assert {g["eps"] for g in groups if not g["use_muon"]} == {1e-5}
+
+
+# -- what the planner counts with ------------------------------------------------------------------
+
+
+def held_bytes(spec: OptimizerSpec) -> float:
+    """Of the optimizer's state of a whole toy model, an element."""
+    engine = engine_alone(toy_model, 2, 1)
+    optimizer = optimizer_for(spec, engine.pieces(), engine.layout)
+    for p in engine.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    held = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    elements = sum(p.numel() for p in engine.parameters())
+    return sum(t.numel() * t.element_size() for t in held) / elements
+
+
+def measured(spec: OptimizerSpec) -> tuple[ModelProfile, float]:
+    profile = gpumix.profile(
+        toy_model,
+        lambda n: dict.fromkeys(("input_ids", "labels"), torch.zeros(n, 8, dtype=torch.int64)),
+        sequence_length=8,
+        global_batch=2,
+        cluster=CLUSTER,
+        optimizer=lambda parameters: trial_optimizer(spec, parameters),
+        budget_s=5,
+        progress=lambda line: None,
+    )
+    assert profile.classes[0].optimizer_s_per_element > 0
+    return profile.model, profile.optimizer_bytes_per_element
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_the_state_is_what_the_profile_says(name):
+    spec = OptimizerSpec(name=name)
+    model, per_element = measured(spec)
+    assert per_element == spec.state_bytes_per_element(model)
+    assert per_element == pytest.approx(held_bytes(spec))
+
+
+def test_adafactor_counts_as_having_no_state():
+    spec = OptimizerSpec(name="adafactor")
+    model, per_element = measured(spec)
+    assert per_element == spec.state_bytes_per_element(model) == 0
+
+
+def test_a_job_with_muon_is_planned_from_its_profile(tmp_path):
+    """The toy's elements are half in matrices of blocks, so its state is no whole number."""
+    job = write_job(tmp_path, optimizer=OPTIMIZERS["muon"], model=toy(width=20), steps=1)
+    assert train(job).steps == 1
