@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm import Communicator
+from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import intercept
 from gpumix.engine.engine import Engine
 from gpumix.engine.layered import Parts
@@ -65,6 +66,9 @@ def prepare(
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
+    worker = plan.workers[comm.rank]
+    if worker.compile:
+        compile_units(parts.units.values(), sizes=worker.micro_batches, device=comm.device)
     for name, unit in parts.units.items():
         intercept(name, unit.module)
     return Engine(model, plan, parts, comm=comm, objective=loss or objective_of(model), seed=seed)

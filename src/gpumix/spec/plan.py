@@ -85,6 +85,7 @@ class Worker(Value):
         ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
     )
     mode: Mode = PLAIN
+    compile: bool = Field(default=False, description="whether its units run in compiled code")
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
