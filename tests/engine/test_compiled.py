@@ -15,7 +15,7 @@ from gpumix.engine.boundary import Cut
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import MachineError
-from models import LENGTH, Block, Regression, causal_model, gpt2, packed_lm, vectors
+from models import LENGTH, WIDTH, Block, Regression, causal_model, gpt2, packed_lm, vectors
 from reference import Share, assert_gradients_equal, engine_alone, joined, pieces_of, plan_for
 
 
@@ -101,33 +101,43 @@ def test_dropout_is_the_same_when_a_unit_is_run_again():
 
 def test_low_precision():
     """Gradients of bf16 weights accumulate in fp32 outside of the graph."""
-    compiled, _ = compiled_engine(blocks(), 5, 4, compute_dtype="bf16")
-    plain = engine_alone(blocks(), 5, 4, compute_dtype="bf16")
+    factory = blocks(of=Small)
+    compiled, backend = compiled_engine(factory, 5, 4, compute_dtype="bf16")
+    plain = engine_alone(factory, 5, 4, compute_dtype="bf16")
     assert_steps_agree(compiled, plain, vectors, tolerance=1e-2)
+    assert backend.graphs == 1
 
 
-class Knows(Block):
+class Small(nn.Module):
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout))
+
+    def forward(self, x):
+        return x + self.parts(x).tanh()
+
+
+class Knows(Small):
     """What it computes depends on the number of samples."""
 
     def forward(self, x):
         return super().forward(x) * (2.0 if x.shape[0] > 3 else 0.5)
 
 
-class Breaks(Block):
+class Breaks(Small):
     """Asks for a value in the middle, which no graph can hold; and draws on both sides."""
 
     def forward(self, x):
         y = super().forward(x)
-        return y * 2.0 if y.mean().item() > 0 else super().forward(y)
+        return y * 2.0 if y.abs().mean().item() > 1e3 else super().forward(y)
 
 
-@pytest.mark.parametrize("of, most", [(Knows, 3), (Breaks, 6)])
-def test_units_that_are_no_single_graph(of, most):
+@pytest.mark.parametrize("of", [Knows, Breaks])
+def test_units_that_are_no_single_graph(of):
     compiled, backend = compiled_engine(blocks(of=of, dropout=0.3), 9, 4)  # 4 + 4 + 1
     plain = engine_alone(blocks(of=of, dropout=0.3), 9, 4)
     assert_steps_agree(compiled, plain, vectors)
     found = backend.graphs
-    assert found <= most
     assert_steps_agree(compiled, plain, vectors, steps=2)
     assert backend.graphs == found
 
@@ -142,7 +152,7 @@ class Mixed(Regression):
         return self.error(x, target)
 
 
-class Masked(Block):
+class Masked(Small):
     def forward(self, x, mask):
         return super().forward(x + mask.sum() + mask[:, :1])
 
@@ -158,12 +168,10 @@ def test_as_many_samples_as_tokens():
 
 def test_units_that_differ_share_nothing():
     def factory():
-        other = Block()
-        other.mlp[1] = nn.ReLU()
-        return Regression([Block(), other, Block()])
+        return Regression([Small(0.3), Small(0.1), Small(0.3)])
 
-    compiled, backend = compiled_engine(factory, 3, 2, units=["Block"])
-    assert_steps_agree(compiled, engine_alone(factory, 3, 2, units=["Block"]), vectors)
+    compiled, backend = compiled_engine(factory, 3, 2)
+    assert_steps_agree(compiled, engine_alone(factory, 3, 2), vectors)
     assert backend.graphs == 2
 
 
@@ -184,7 +192,7 @@ def test_generated_code(monkeypatch):
     compiled, backend = compiled_engine(blocks(), 5, 4, backend=Counting("inductor"))
     assert_steps_agree(compiled, engine_alone(blocks(), 5, 4), vectors, steps=2)
     assert backend.graphs == 1
-    factory = blocks(dropout=0.3)
+    factory = blocks(of=Small, dropout=0.3)
     again, _ = compiled_engine(factory, 5, 4, backend="inductor")
     kept, _ = compiled_engine(factory, 5, 4, backend="inductor")
     batch = vectors(5, torch.Generator().manual_seed(1))

@@ -8,9 +8,10 @@ runs as ever; `docs/design/compiled.md` says why they go together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,17 +45,25 @@ def compile_units(
     """
     if backend == OURS:
         _check_compilers(device)
+    _leave_alone_what_backward_needs()
     shared: dict[tuple[str, Forward], _Kind] = {}
     for unit in units:
         plain = unit.forward
         if hasattr(plain, "_torchdynamo_orig_callable"):
             continue  # its author compiled it
-        own = inspect.ismethod(plain) and plain.__self__ is unit.module
-        function = plain.__func__ if own else _without_module(plain)
+        if inspect.ismethod(plain) and plain.__self__ is unit.module:
+            function = plain.__func__
+        else:
+            function = _without_module(plain)
         kind = shared.get((unit.kind, function))
         if kind is None:
             kind = shared[unit.kind, function] = _Kind(unit.kind, function, sizes, backend)
         unit.forward = CompiledForward(kind, unit.module, plain)
+
+
+def plain_forward(unit: ShardedUnit) -> Forward:
+    """The unit's forward without compiled code."""
+    return unit.forward.plain if isinstance(unit.forward, CompiledForward) else unit.forward
 
 
 class CompiledForward:
@@ -65,8 +74,27 @@ class CompiledForward:
         self._kind = kind
         self._module = module
 
+        # The same objects for life, which the module holds while it is computed.
+        self._odd: list[nn.Parameter] | None = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kind.run(self._module, args, kwargs)
+        with self._without_odd_gradients():
+            return self._kind.run(self._module, args, kwargs)
+
+    @contextlib.contextmanager
+    def _without_odd_gradients(self) -> Iterator[None]:
+        """The tracer makes a copy of each parameter with its gradient, and cannot where that has
+        another dtype: the fp32 one of low-precision weights. No forward looks at gradients."""
+        if self._odd is None:
+            self._odd = [p for p in self._module.parameters() if _odd(p)]
+        gradients = [p.grad for p in self._odd]
+        try:
+            for parameter in self._odd:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in zip(self._odd, gradients):
+                parameter.grad = gradient
 
 
 class _Kind:
@@ -122,6 +150,10 @@ class _Kind:
         return found.pop() if len(found) == 1 else 0
 
 
+def _odd(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.dtype != parameter.dtype
+
+
 def _named(name: str) -> Forward:
     """A function with code of its own, by which torch finds what was compiled for it, and limits
     how often."""
@@ -147,6 +179,15 @@ def _form(module: nn.Module, leaves: Sequence[Any]) -> Any:
 
 def _unmarked(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
+
+
+@functools.cache
+def _leave_alone_what_backward_needs() -> None:
+    """Where a unit is no single graph, its saved tensors pass through the hooks of the recompute
+    while torch looks for code to compile."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("gpumix.engine.recompute")
 
 
 @functools.cache
