@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
@@ -88,10 +88,7 @@ class Cut:
         """Tensors inside of objects that are no pytree cross the cut unseen, and so would not get
         their gradients."""
         for value in values:
-            inside = getattr(value, "__dict__", {}).values()
-            if not isinstance(value, torch.Tensor | torch.nn.Module) and any(
-                isinstance(t, torch.Tensor) and matters(t) for t in inside
-            ):
+            if any(isinstance(t, torch.Tensor) and matters(t) for t in _inside(value)):
                 kind = type(value).__name__
                 raise ModelError(
                     f"unit '{self.unit.name}' {verb} tensors inside of a {kind}",
@@ -99,6 +96,23 @@ class Cut:
                     fix=f"make it one of those, or register it: "
                     f"torch.utils._pytree.register_dataclass({kind})",
                 )
+
+    def _refuse_useless(self, outputs: list[Any]) -> None:
+        """What the model can do nothing with, or nothing any more once the unit is done."""
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        if not tensors:
+            raise ModelError(
+                f"unit '{self.unit.name}' returns no tensor",
+                why="its parameters get their gradients through what it returns",
+                fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
+            )
+        full = {group.full.untyped_storage().data_ptr() for group in self.unit.groups}
+        if any(t.layout == torch.strided and _storage(t) in full for t in tensors):
+            raise ModelError(
+                f"unit '{self.unit.name}' returns one of its own parameters",
+                why="its values are here while the unit is computed only",
+                fix="return what is computed from it, or a `.clone()`",
+            )
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -120,7 +134,9 @@ class Cut:
         """Run the unit; its outputs are leaves, handed to the model."""
         inputs = self._detached()
         if not self.differentiable:
-            return self._hand_over(*self._run(inputs))
+            outputs, structure = self._run(inputs)
+            self._refuse_useless(outputs)
+            return self._hand_over(outputs, structure)
         self._sources = [t for t in inputs if _wants_gradient(t)]
         # A unit may try to write into what it is given, which autograd allows for no leaf.
         given = [hand(t, t) if _wants_gradient(t) else t for t in inputs]
@@ -131,6 +147,7 @@ class Cut:
         outputs, structure = self._ran.forward()
         buffers.keep_changed()
         self._refuse_hidden(outputs, "returns", torch.Tensor.is_floating_point)
+        self._refuse_useless(outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -236,6 +253,23 @@ def _rerun(run: _Run, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
     ]
     with buffers.in_place():
         return run(fresh)
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object that is no pytree holds, as far as one can see."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | type):
+        return []
+    held = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        held += [getattr(value, n, None) for n in ([names] if isinstance(names, str) else names)]
+    if isinstance(value, set | frozenset):
+        held += value
+    return tree_leaves(held)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:

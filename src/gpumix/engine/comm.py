@@ -23,15 +23,11 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import device_in_use, indexed
-from gpumix.spec.errors import TrainingError
 from gpumix.spec.plan import Collectives, Plan
-
-
-class CommunicationError(TrainingError):
-    """A collective failed: a peer died, was too late, or the network broke."""
 
 
 class Pending:
@@ -41,18 +37,18 @@ class Pending:
         self,
         works: Sequence[dist.Work],
         label: str,
-        clock: WaitClock,
+        comm: Communicator,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.works = works
         self._label = label
-        self._clock = clock
+        self._comm = comm
         self._finish = finish
 
     def wait(self) -> None:
-        with reported(self._label), self._clock:
+        with reported(self._label), self._comm.clock:
             for work in self.works:
-                work.wait()
+                self._comm.words.wait(work)
         self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -141,6 +137,7 @@ class Communicator:
         self.bytes: Counter[str] = Counter()
         self.device = indexed(device)
         self.clock = WaitClock(self.device)
+        self.words = LastWords()  # of an engine
         self.record: Record = SILENT  # of the step under way, where it is traced
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
@@ -176,11 +173,11 @@ class Communicator:
         self._count("gather", full)
         mine.copy_(shard)
         if self.world == 1:
-            return Pending((), label, self.clock)
+            return Pending((), label, self)
         with reported(label):
             if self.forms.gather == "padded" and not _equal(parts):
                 return self._start_padded_gather(full, parts, label)
-            return Pending(self._start_gather(full, parts), label, self.clock)
+            return Pending(self._start_gather(full, parts), label, self)
 
     def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
         form = "native" if _equal(parts) else self.forms.gather
@@ -211,7 +208,7 @@ class Communicator:
                     part.copy_(rows[owner, : len(part)])
             rows.untyped_storage().resize_(0)
 
-        return Pending([work], label, self.clock, finish)
+        return Pending([work], label, self, finish)
 
     def _padded_length(self, parts: Sequence[torch.Tensor]) -> int:
         """Elements of every interval, once it is filled up; a cut may round one up."""
@@ -234,7 +231,7 @@ class Communicator:
         parts = self._parts(full, offsets)
         self._count("reduce", full)
         if self.world == 1:
-            return Pending((), label, self.clock, lambda: deliver(full[None]))
+            return Pending((), label, self, lambda: deliver(full[None]))
         with reported(label):
             return self._start_reduce(full, parts, label, deliver)
 
@@ -265,7 +262,7 @@ class Communicator:
                 # At once: the backend's thread may hold the tensor for a moment longer.
                 received.untyped_storage().resize_(0)
 
-            return Pending([work], label, self.clock, finish)
+            return Pending([work], label, self, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
         if form == "padded":
             return self._start_padded_reduce(full, parts, label, deliver)
@@ -273,7 +270,7 @@ class Communicator:
             work = _reduce_scatter_single(mine, full, self.group)
         else:
             work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
-        return Pending([work], label, self.clock, lambda: deliver(mine[None]))
+        return Pending([work], label, self, lambda: deliver(mine[None]))
 
     def _start_padded_reduce(
         self,
@@ -292,14 +289,14 @@ class Communicator:
             rows.untyped_storage().resize_(0)
             deliver(mine[None, : len(parts[self.rank])])
 
-        return Pending([work], label, self.clock, finish)
+        return Pending([work], label, self, finish)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """`value` summed over ranks, in place."""
         self._count("all_reduce", value)
         if self.world > 1:
             with reported(label), self.clock:
-                dist.all_reduce(value, group=self.group)
+                self.words.wait(dist.all_reduce(value, group=self.group, async_op=True))
         return value
 
     def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
@@ -309,10 +306,10 @@ class Communicator:
         table = row.new_empty(self.world, row.numel())
         if self.world == 1:
             table[0] = row
-            return table, Pending((), label, self.clock)
+            return table, Pending((), label, self)
         with reported(label):
             work = _all_gather_single(table.view(-1), row, self.group)
-        return table, Pending([work], label, self.clock)
+        return table, Pending([work], label, self)
 
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         """`value` of rank `source` on all ranks, in place, of any dtype."""
@@ -320,7 +317,9 @@ class Communicator:
         if self.world > 1:
             sent = value.detach().reshape(-1).clone().view(torch.uint8)
             with reported(label), self.clock:
-                dist.broadcast(sent, group_src=source, group=self.group)
+                self.words.wait(
+                    dist.broadcast(sent, group_src=source, group=self.group, async_op=True)
+                )
             value.copy_(sent.view(value.dtype).view(value.shape))
 
     def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
 
 
@@ -234,11 +234,16 @@ class Engine:
             yield
         except BaseException as error:
             if self.comm.world > 1:
+                if isinstance(error, GpumixError) and not error.where:
+                    error.where = f"rank {self.comm.rank}"
                 lines = str(error).splitlines() or [""]
                 self._failed = f"{type(error).__name__}: {lines[0]}"
             else:
                 for unit in self._parts.all:
                     unit.abandon()
+            account = self.comm.words.after(error)
+            if account is not error:
+                raise account from error
             raise
 
     def _micro_batches(self, batch: Any, sizes: tuple[int, ...]) -> list[MicroBatch]:

@@ -17,6 +17,7 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import intercept
 from gpumix.engine.engine import Engine
+from gpumix.engine.last_words import LastWords
 from gpumix.engine.layered import Parts
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
@@ -66,6 +67,7 @@ def prepare(
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
+    comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     worker = plan.workers[comm.rank]
     if worker.compile:
         compile_units(parts.units.values(), sizes=worker.micro_batches, device=comm.device)
