@@ -106,7 +106,7 @@ class Cut:
                 why="its parameters get their gradients through what it returns",
                 fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
             )
-        full = {group.full.untyped_storage().data_ptr() for group in self.unit.groups}
+        full = {_storage(group.full) for group in self.unit.groups}
         if any(t.layout == torch.strided and _storage(t) in full for t in tensors):
             raise ModelError(
                 f"unit '{self.unit.name}' returns one of its own parameters",
@@ -269,7 +269,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:

@@ -192,7 +192,7 @@ def _leave_alone_what_backward_needs() -> None:
 
 @functools.cache
 def _knows_shape_ids() -> bool:
-    """Whether torch can be told that sizes of which nothing is known are equal (from 2.12 on)."""
+    """Whether torch can be told that sizes of which nothing is known are equal."""
     from torch._dynamo.decorators import mark_unbacked
 
     return "shape_id" in inspect.signature(mark_unbacked).parameters
