@@ -285,10 +285,15 @@ def engine_for(
 
 
 def engine_alone(
-    factory: Callable[[], nn.Module], samples: int, micro_batch: int, **settings: Any
+    factory: Callable[[], nn.Module],
+    samples: int,
+    micro_batch: int,
+    *,
+    mode: Mode = PLAIN,
+    **settings: Any,
 ) -> Engine:
     """The engine of a plan for one rank: `engine_for`'s settings."""
-    return engine_for(factory, [Share(samples, micro_batch, 1)], **settings)
+    return engine_for(factory, [Share(samples, micro_batch, 1, mode)], **settings)
 
 
 def plain_step(factory: Callable[[], nn.Module], batch: Batch) -> tuple[float, dict[str, Array]]:

@@ -177,8 +177,8 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "  also job.yaml:11: 'seed' must be a whole number, it is 'x'\n"
         "  also --set precision=fp8: 'precision' must be 'fp32', 'bf16' or 'fp16', it is 'fp8'\n"
         "  fix: did you mean 'steps'? valid keys: model, data, tokenizer, sequence_length, "
-        "global_batch, steps, optimizer, schedule, precision, seed, cluster, strategy, output, "
-        "log_every_steps, trace_step, evaluation, checkpoint, profile, timeout"
+        "global_batch, steps, optimizer, schedule, precision, compile, seed, cluster, strategy, "
+        "output, log_every_steps, trace_step, evaluation, checkpoint, profile, timeout"
     )
 
 

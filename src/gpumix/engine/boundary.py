@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
@@ -95,7 +95,9 @@ class Cut:
         """Run the unit; its outputs are leaves, handed to the model."""
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
         if not self.differentiable:
-            return self._hand_over(*self._run(inputs))
+            outputs, structure = self._run(inputs)
+            refuse_useless(self.unit, outputs)
+            return self._hand_over(outputs, structure)
         wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
         leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
         self._sources = [leaf for leaf in leaves if leaf is not None]
@@ -113,6 +115,7 @@ class Cut:
         outputs, structure = self._ran.forward()
         buffers.keep_changed()
         refuse_outputs(self.unit.name, outputs)
+        refuse_useless(self.unit, outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -249,16 +252,32 @@ def refuse_outputs(unit: str, outputs: Sequence[Any]) -> None:
     _refuse_hidden(unit, outputs, "returns", torch.Tensor.is_floating_point)
 
 
+def refuse_useless(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
+    """Raise a ModelError if the model can do nothing with what a unit returns, or nothing any more
+    once the unit is done."""
+    tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+    if not tensors:
+        raise ModelError(
+            f"unit '{unit.name}' returns no tensor",
+            why="its parameters get their gradients through what it returns",
+            fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
+        )
+    full = {_storage(group.full) for group in unit.bucket.groups}
+    if any(t.layout == torch.strided and _storage(t) in full for t in tensors):
+        raise ModelError(
+            f"unit '{unit.name}' returns one of its own parameters",
+            why="its values are here while the unit is computed only",
+            fix="return what is computed from it, or a `.clone()`",
+        )
+
+
 def _refuse_hidden(
     unit: str, values: Sequence[Any], verb: str, matters: Callable[[torch.Tensor], bool]
 ) -> None:
     """Tensors inside of objects that are no pytree cross the boundary unseen, and so would not get
     their gradients."""
     for value in values:
-        if isinstance(value, torch.Tensor | torch.nn.Module):
-            continue
-        inside = getattr(value, "__dict__", {}).values()
-        if any(isinstance(t, torch.Tensor) and matters(t) for t in inside):
+        if any(isinstance(t, torch.Tensor) and matters(t) for t in _inside(value)):
             kind = type(value).__name__
             raise ModelError(
                 f"unit '{unit}' {verb} tensors inside of a {kind}",
@@ -266,6 +285,23 @@ def _refuse_hidden(
                 fix=f"make it one of those, or register it: "
                 f"torch.utils._pytree.register_dataclass({kind})",
             )
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object that is no pytree holds, as far as one can see."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | type):
+        return []
+    held = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        held += [getattr(value, n, None) for n in ([names] if isinstance(names, str) else names)]
+    if isinstance(value, set | frozenset):
+        held += value
+    return tree_leaves(held)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:

@@ -24,15 +24,11 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import device_in_use, indexed
-from gpumix.spec.errors import TrainingError
 from gpumix.spec.plan import Collectives, Plan
-
-
-class CommunicationError(TrainingError):
-    """A collective failed: a peer died, was too late, or the network broke."""
 
 
 class Pending:
@@ -42,18 +38,23 @@ class Pending:
         self,
         works: Sequence[dist.Work],
         label: str,
-        clock: WaitClock,
+        comm: Communicator,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.works = works
         self._label = label
-        self._clock = clock
+        self._comm = comm
         self._finish = finish
 
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """The same, with something to do at the end of the wait."""
+        self._finish = finish
+        return self
+
     def wait(self) -> None:
-        with reported(self._label), self._clock:
+        with reported(self._label), self._comm.clock:
             for work in self.works:
-                work.wait()
+                self._comm.words.wait(work)
         self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -156,11 +157,22 @@ class Communicator:
         self.bytes: Counter[str] = Counter() if of is None else of.bytes
         self.device = indexed(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
-        self.record: Record = SILENT  # of the step under way, where it is traced
+        self.words: LastWords = LastWords() if of is None else of.words  # of an engine
+        self._of = of
+        self._record: Record = SILENT
         # Memory for what arrives before it is where it belongs, kept for the next collective.
         self._pool: list[torch.Tensor] = []
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
+
+    @property
+    def record(self) -> Record:
+        """Of the step under way, where it is traced; the same for a group and its parts."""
+        return self._record if self._of is None else self._of.record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        self._record = record
 
     @classmethod
     def of_default_group(cls, plan: Plan) -> Communicator:
@@ -193,11 +205,11 @@ class Communicator:
         self._count("gather", full)
         mine.copy_(shard, non_blocking=True)  # the shard may be in pinned memory of the host
         if self.world == 1:
-            return Pending((), label, self.clock)
+            return Pending((), label, self)
         with reported(label):
             if self.forms.gather == "padded" and not _equal(parts):
                 return self._start_padded_gather(full, parts, label)
-            return Pending(self._start_gather(full, parts), label, self.clock)
+            return Pending(self._start_gather(full, parts), label, self)
 
     def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
         form = "native" if _equal(parts) else self.forms.gather
@@ -229,7 +241,7 @@ class Communicator:
                     part.copy_(rows[owner, : len(part)])
             room.give_back()
 
-        return Pending([work], label, self.clock, finish)
+        return Pending([work], label, self, finish)
 
     def _padded_length(self, parts: Sequence[torch.Tensor]) -> int:
         """Elements of every interval, once it is filled up; a cut may round one up."""
@@ -252,7 +264,7 @@ class Communicator:
         parts = self._parts(full, offsets)
         self._count("reduce", full)
         if self.world == 1:
-            return Pending((), label, self.clock, lambda: deliver(full[None]))
+            return Pending((), label, self, lambda: deliver(full[None]))
         with reported(label):
             return self._start_reduce(full, parts, label, deliver)
 
@@ -282,7 +294,7 @@ class Communicator:
                 deliver(room.tensor)
                 room.give_back()
 
-            return Pending([work], label, self.clock, finish)
+            return Pending([work], label, self, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
         if form == "padded":
             return self._start_padded_reduce(full, parts, label, deliver)
@@ -290,7 +302,7 @@ class Communicator:
             work = _reduce_scatter_single(mine, full, self.group)
         else:
             work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
-        return Pending([work], label, self.clock, lambda: deliver(mine[None]))
+        return Pending([work], label, self, lambda: deliver(mine[None]))
 
     def _start_padded_reduce(
         self,
@@ -310,7 +322,7 @@ class Communicator:
             deliver(mine[None, : len(parts[self.rank])])
             room.give_back()
 
-        return Pending([work], label, self.clock, finish)
+        return Pending([work], label, self, finish)
 
     def borrow(self, like: torch.Tensor, rows: int, length: int) -> Borrowed:
         """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool."""
@@ -329,47 +341,18 @@ class Communicator:
         """Begin to sum `value` over ranks, in place."""
         self._count("all_reduce", value)
         if self.world == 1:
-            return Pending((), label, self.clock)
+            return Pending((), label, self)
         with reported(label):
-            return Pending(
-                [dist.all_reduce(value, group=self.group, async_op=True)], label, self.clock
-            )
+            return Pending([dist.all_reduce(value, group=self.group, async_op=True)], label, self)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """`value` summed over ranks, in place."""
         self.start_all_reduce(value, label).wait()
         return value
 
-    def all_to_all(
-        self,
-        sent: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
-        label: str,
-        deliver: Callable[[torch.Tensor], None],
-    ) -> Pending:
-        """Send each rank its part of the 1-D `sent`, parts in the order of ranks; `deliver` is
-        called at the end of the wait with what they sent to this one."""
-        if (len(send_sizes), len(receive_sizes), sum(send_sizes)) != (
-            self.world,
-            self.world,
-            sent.numel(),
-        ):
-            raise AssertionError(f"{label}: {send_sizes} do not cut {sent.shape}")
-        self._count("all_to_all", sent)
-        received = sent.new_empty(sum(receive_sizes))
-        if self.world == 1:
-            return Pending((), label, self.clock, lambda: deliver(sent))
-        with reported(label):
-            work = dist.all_to_all_single(
-                received,
-                sent,
-                output_split_sizes=list(receive_sizes),
-                input_split_sizes=list(send_sizes),
-                group=self.group,
-                async_op=True,
-            )
-        return Pending([work], label, self.clock, lambda: deliver(received))
+    def alone(self) -> Communicator:
+        """A group of this rank and no other."""
+        return Communicator(None, rank=0, world=1, device=self.device, of=self)
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
@@ -400,10 +383,10 @@ class Communicator:
         table = row.new_empty(self.world, row.numel())
         if self.world == 1:
             table[0] = row
-            return table, Pending((), label, self.clock)
+            return table, Pending((), label, self)
         with reported(label):
             work = _all_gather_single(table.view(-1), row, self.group)
-        return table, Pending([work], label, self.clock)
+        return table, Pending([work], label, self)
 
     def exchange_parts(
         self,
@@ -425,7 +408,7 @@ class Communicator:
         received = sent.new_empty(sum(receive_splits))
         if self.world == 1:
             received.copy_(sent)
-            return received, Pending((), label, self.clock)
+            return received, Pending((), label, self)
         size = sent.element_size()
         with reported(label):
             work = dist.all_to_all_single(
@@ -436,7 +419,7 @@ class Communicator:
                 group=self.group,
                 async_op=True,
             )
-        return received, Pending([work], label, self.clock)
+        return received, Pending([work], label, self)
 
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         """`value` of rank `source` on all ranks, in place, of any dtype."""
@@ -444,7 +427,9 @@ class Communicator:
         if self.world > 1:
             sent = value.detach().reshape(-1).clone().view(torch.uint8)
             with reported(label), self.clock:
-                dist.broadcast(sent, group_src=source, group=self.group)
+                self.words.wait(
+                    dist.broadcast(sent, group_src=source, group=self.group, async_op=True)
+                )
             value.copy_(sent.view(value.dtype).view(value.shape))
 
     def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ class Division:
     Attributes:
         shares: of the ranks of `comm`, in their order.
         comm: the ranks that divide the state between them; all ranks at stage 0, where each has it.
+        ranks: of the world, in the order of `comm`, that divide the state; this one at stage 0.
         copies: what joins the hosts, where each of them has all of the state.
         first: whether this rank's part is the first of its copies, which stands for all of them.
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
@@ -34,6 +35,7 @@ class Division:
     zero_stage: ZeroStage
     shares: tuple[float, ...]
     comm: Communicator
+    ranks: tuple[int, ...] = ()
     copies: Copies | None = None
     first: bool = True
     on_host: bool = False
@@ -75,7 +77,8 @@ class Division:
         shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
         copies = _copies(hosts, own, shares, comm)
-        return cls(plan.zero_stage, shares[own], inside, copies, own == 0, on_host)
+        ranks = tuple(hosts[own])
+        return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host)
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
@@ -116,7 +119,7 @@ class _Likes(Copies):
 class _Overlaps(Copies):
     """Ranks send each other what they have in common, and each sums in the order of the hosts."""
 
-    operation = "all_to_all"
+    operation = "exchange_parts"
     hosts: list[list[int]]
     shares: list[tuple[float, ...]]  # by host
     own: int
@@ -129,7 +132,9 @@ class _Overlaps(Copies):
             sizes[rank] = high - low
         sent = torch.cat([part[:0], *(part[low:high] for _, _, low, high in common)])
 
-        def finish(received: torch.Tensor) -> None:
+        received, pending = self.comm.exchange_parts(sent, sizes, sizes, label)
+
+        def finish() -> None:
             rows = part.new_zeros(len(self.hosts), part.numel())
             rows[self.own] = part
             pieces = received.split([high - low for _, _, low, high in common])
@@ -137,7 +142,7 @@ class _Overlaps(Copies):
                 rows[host, low:high] = piece
             torch.sum(rows, 0, out=part)
 
-        return self.comm.all_to_all(sent, sizes, sizes, label, finish)
+        return pending.then(finish)
 
     def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
         """In the order of ranks: a rank of another host, the host, and the elements of this rank's

@@ -28,21 +28,17 @@ from gpumix.engine.coroutine import Calls
 from gpumix.engine.host import HostStore
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.objective import Objective
-<<<<<<< HEAD
-from gpumix.engine.parts import Parts
-=======
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
->>>>>>> opt
+from gpumix.engine.parts import Parts
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import Updates, updates_elements
 from gpumix.engine.updates import step as step_optimizer
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
-from gpumix.spec.profile import ROOT
 
 
 class Engine:
@@ -83,13 +79,10 @@ class Engine:
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
-<<<<<<< HEAD
         self._updates: Updates | None = None
         kept_on_host = self._worker.mode.boundary == "host"
         self._host = HostStore(self.device) if kept_on_host else None
-=======
         check.Watch(self)
->>>>>>> opt
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -313,9 +306,12 @@ class Engine:
     def layout(self) -> Layout:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
         on whole matrices is divided as samples are: by how fast ranks are. Collective."""
-        root = [p.name for g in self.groups() if g.label == ROOT for p in g.pieces]
-        speeds = [float(worker.samples) for worker in self.plan.workers]
-        return Layout(self.pieces(), self.comm, root=root, speeds=speeds)
+        parts, division = self._parts, self._parts.division
+        ends = (parts.before, parts.throughout, parts.after)
+        root = [piece.name for bucket in ends for piece in bucket.pieces]
+        speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
+        comm = division.comm if not division.replicated else self.comm.alone()
+        return Layout(self.pieces(), comm, root=root, speeds=speeds)
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The unsharded model's state dict, on the CPU, by its own names. Collective.
@@ -366,11 +362,16 @@ class Engine:
             yield
         except BaseException as error:
             if self.comm.world > 1:
+                if isinstance(error, GpumixError) and not error.where:
+                    error.where = f"rank {self.comm.rank}"
                 lines = str(error).splitlines() or [""]
                 self._failed = f"{type(error).__name__}: {lines[0]}"
             else:
                 for bucket in self._parts.buckets:
                     bucket.abandon()
+            account = self.comm.words.after(error)
+            if account is not error:
+                raise account from error
             raise
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[_Samples]:

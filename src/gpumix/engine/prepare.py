@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm import Communicator
+from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.engine import Engine
 from gpumix.engine.head import HeadInChunks
+from gpumix.engine.last_words import LastWords
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.parts import shard
 from gpumix.engine.precision import TORCH_DTYPE
@@ -61,7 +63,9 @@ def prepare(
     _check(plan, anatomy, comm)
     _refuse_other_holders(model)
     switch_off_caches(model)
-    in_chunks = plan.workers[comm.rank].head == "chunked"
+    comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
+    worker = plan.workers[comm.rank]
+    in_chunks = worker.head == "chunked"
     parts = shard(
         anatomy,
         plan.stages[0],
@@ -75,6 +79,8 @@ def prepare(
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
     calls = Calls()
+    if worker.compile:
+        compile_units(parts.units.values(), sizes=worker.micro_batches, device=comm.device)
     for name, unit in parts.units.items():
         intercept(name, unit.module, calls)
     objective = loss or objective_of(model)

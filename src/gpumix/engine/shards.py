@@ -189,7 +189,7 @@ class FlatGroup:
         label = f"all-gather of unit '{self.label}'"
         if self._division.replicated:
             self.full.copy_(self.master)
-            return Pending((), label, self._division.comm.clock)
+            return Pending((), label, self._division.comm)
         return self._division.comm.gather(self.full, self.master, self.offsets, label)
 
     def install(self) -> None:

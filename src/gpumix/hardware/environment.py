@@ -7,8 +7,12 @@ their usual meaning; torchrun sets the others. Nothing here imports torch.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+COMPILERS = ("g++", "c++", "clang++")
 
 
 def visible_cuda_devices() -> tuple[str, ...] | None:
@@ -33,6 +37,13 @@ def hide_gpus() -> None:
 def chosen_compiler() -> str | None:
     """The C++ compiler that the user asked for, possibly with arguments."""
     return os.environ.get("CXX") or None
+
+
+def has_cpp_compiler() -> bool:
+    """Whether there is a C++ compiler: the chosen one, else one on the path."""
+    chosen = chosen_compiler()
+    names = COMPILERS if chosen is None else shlex.split(chosen)[:1]
+    return any(shutil.which(name) is not None for name in names)
 
 
 def cache_folder() -> Path:

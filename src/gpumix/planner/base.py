@@ -83,6 +83,7 @@ def assemble(
             micro_batch=parts[device.id].micro_batch,
             state_share=parts[device.id].share,
             mode=parts[device.id].mode,
+            compile=profile.of_class(device.device_class).compiled,
         )
         for device in setting.devices
     )

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from gpumix.hardware.environment import cache_folder
+from gpumix.hardware.environment import cache_folder, has_cpp_compiler
 from gpumix.profiler.code import code_of_factory, hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
+from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
@@ -45,6 +46,11 @@ class MeasurementCache:
         job: the job; what matters of it is the model, the shape, the precision and the optimizer.
         cluster: its devices.
         folder: where relative names in the job start from.
+
+    `compiled` are the names of the classes that are measured with compiled units.
+
+    Raises:
+        InputError: the job wants a class compiled that cannot be.
     """
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
@@ -53,11 +59,13 @@ class MeasurementCache:
         self._folder = folder
         self._where = job.profile.cache or cache_folder() / "profiles"
         self._work = work_key(job, folder)
+        self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
 
     def class_file(self, device_class: DeviceClass) -> Path:
         """The file of a class's measurement; what the class is called does not matter."""
         what = device_class.model_dump(exclude={"name"})
-        return self._where / f"class-{_hash({**self._work, 'class': what})}.json"
+        work = {**self._work, "class": what, "compiled": device_class.name in self.compiled}
+        return self._where / f"class-{_hash(work)}.json"
 
     def link_file(self) -> Path:
         """The file of the links' measurement: of these devices on these hosts."""

@@ -90,10 +90,12 @@ def sweep(
     Raises:
         torch.OutOfMemoryError: one sample is too much.
     """
-    begun = time.perf_counter()
     with MemoryCounter(runtime) as memory:
-        # What libraries allocate at their first call is none of the model's.
-        _Measurement(specimens, runtime, memory).warm_up(make_batch(1))
+        # What libraries allocate at their first call is none of the model's; nor is what compiling
+        # takes, which is done for one sample, and for more.
+        for size in (1, 2)[: largest if specimens.compiled else 1]:
+            _Measurement(specimens, runtime, memory).warm_up(make_batch(size))
+    begun = time.perf_counter()
     found, sizes, ran_out = Sweep((), []), list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
@@ -204,12 +206,13 @@ class _Measurement:
         return made[0]
 
     def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
+        with FlopCount() as flops:  # which compiled code does not show
+            self._specimens.cut(call, plain=True).forward()
+        self._point.flops[kind] = flops.total / self._point.size
         before = self._memory.current()
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
-        with FlopCount() as flops:
-            outputs = Outputs(cut.forward())
-        self._point.flops[kind] = flops.total / self._point.size
+        outputs = Outputs(cut.forward())
         kept = self._memory.current() - before  # what the cut keeps for its backward too
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)

@@ -6,7 +6,7 @@ Here the caller has made the process group, or runs as a single process; `gpumix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ from gpumix.engine.deferred import build as deferred
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import has_cpp_compiler
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import Profile
@@ -40,6 +42,7 @@ def profile(
     optimizer: OptimizerOf | None = None,
     loss: Objective | None = None,
     units: Sequence[str] = (),
+    compile: bool | Mapping[str, bool] = False,
     budget_s: float = 120.0,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = print,
@@ -54,6 +57,7 @@ def profile(
         optimizer: makes the optimizer for given parameters, without a layout; default: fused
             AdamW.
         loss, units: as for `gpumix.prepare`.
+        compile: whether units run in compiled code, on all classes that can, or by class.
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that.
         progress: is told a line for each measurement.
@@ -74,6 +78,7 @@ def profile(
             budget_s=budget_s,
             loss=loss,
             units=tuple(units),
+            compiled=compiled_classes(compile, found, cpp_compiler=has_cpp_compiler()),
         )
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:

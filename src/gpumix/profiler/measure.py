@@ -60,6 +60,7 @@ class Subject:
         optimizer_of: makes the optimizer for given parameters.
         budget_s: how long one device may measure.
         loss, units: as for `engine.prepare`.
+        compiled: the classes whose units are compiled.
     """
 
     build: Callable[[], nn.Module]
@@ -69,6 +70,7 @@ class Subject:
     budget_s: float
     loss: Objective | None = None
     units: tuple[str, ...] = ()
+    compiled: frozenset[str] = frozenset()
 
 
 def measure_class(
@@ -95,14 +97,18 @@ def _measured(
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
     dtype = subject.shape.precision
+    compiled = device_class in subject.compiled
+    specimens = Specimens(
+        model,
+        anatomy,
+        device=runtime.torch_device,
+        compute_dtype=TORCH_DTYPE[dtype],
+        objective=subject.loss or objective_of(model),
+    )
+    if compiled:
+        specimens.compile(range(1, subject.shape.global_batch + 1))
     found = sweep(
-        Specimens(
-            model,
-            anatomy,
-            device=runtime.torch_device,
-            compute_dtype=TORCH_DTYPE[dtype],
-            objective=subject.loss or objective_of(model),
-        ),
+        specimens,
         runtime,
         subject.make_batch,
         largest=subject.shape.global_batch,
@@ -118,6 +124,7 @@ def _measured(
             optimizer_s_per_element=optimizer.s_per_element,
             framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
             largest_micro_batch=found.points[-1].size,
+            compiled=compiled,
         ),
         model=measured,
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),

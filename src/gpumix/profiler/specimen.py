@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.boundary import Cut
 from gpumix.engine.comm import Communicator
+from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.glue import Glue, Link
@@ -49,6 +50,7 @@ class Specimens:
         self.model = model
         self.device = device
         self.compute_dtype = compute_dtype
+        self.compiled = False
         self._objective = objective
         self.root = self._alive(anatomy.root)
         self.of_kind: dict[str, ShardedUnit] = {}
@@ -77,15 +79,23 @@ class Specimens:
             _fill(group)
         return alive
 
+    def compile(self, sizes: range) -> None:
+        """Let the units compute by compiled code, for micro-batches of `sizes`."""
+        self.compiled = True
+        compile_units(self.of_kind.values(), sizes=sizes, device=self.device)
+
     def start(self, batch: Any) -> Walk:
         """Begin to run the model on `batch`, whose tensors are on the device."""
         return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
 
-    def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
-        """The specimen of the called unit, given what that was called with."""
+    def cut(self, call: UnitCall, *, recompute: bool = True, plain: bool = False) -> Cut:
+        """The specimen of the called unit, given what that was called with; `plain` is without
+        compiled code."""
+        unit = self.of_kind[self.kind_of[call.unit]]
         return Cut(
             call,
-            self.of_kind[self.kind_of[call.unit]],
+            unit,
+            forward=plain_forward(unit) if plain else None,
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
             recompute=recompute,

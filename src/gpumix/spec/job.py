@@ -262,6 +262,11 @@ class Job(Value):
     precision: ComputeDtype = Field(
         default="fp32", description="of compute; parameters and optimizer state are kept in fp32"
     )
+    compile: bool | dict[str, bool] = Field(
+        default=False,
+        description="whether blocks run in compiled code (torch.compile): `on`, `off`, or that for "
+        "each device class; classes that cannot are left out, unless they are named",
+    )
     seed: int = Field(
         default=0, ge=0, description="of initial weights, order of samples and dropout"
     )

@@ -101,6 +101,7 @@ class Worker(Value):
         description="whether a micro-batch's logits are made whole, or some rows at a time where "
         "the model takes nothing but its loss of them",
     )
+    compile: bool = Field(default=False, description="whether its units run in compiled code")
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:

@@ -147,6 +147,7 @@ class ClassProfile(Value):
         default=None, description="of the host, for one device; None is no limit"
     )
     estimated: bool = False
+    compiled: bool = Field(default=False, description="whether the times are of compiled units")
 
     def disturbed(self) -> str:
         """In words, a time that falls by far as the micro-batch grows; empty if none does."""

@@ -27,6 +27,7 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
     """Measure what is not in the cache. Every rank returns the profile."""
     job = task.job
     with joined(seat, task) as context:
+        cache = MeasurementCache(job, task.cluster, task.folder)
         subject = Subject(
             build=partial(_model_to_measure, task),
             make_batch=context.batch,
@@ -34,8 +35,8 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             shape=Shape(job.sequence_length, job.global_batch, job.precision),
             budget_s=job.profile.budget,
             units=job.model.units,
+            compiled=cache.compiled,
         )
-        cache = MeasurementCache(job, task.cluster, task.folder)
         profiler = ClusterProfiler(
             subject,
             task.cluster,

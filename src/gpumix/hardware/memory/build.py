@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from gpumix.hardware.environment import cache_folder, chosen_compiler
+from gpumix.hardware.environment import COMPILERS, cache_folder, chosen_compiler
 
 SOURCE = Path(__file__).with_name("capped_alloc.cpp")
-COMPILERS = ("g++", "c++", "clang++")
 BUILD_TIMEOUT_S = 120
 
 

@@ -1,0 +1,67 @@
+"""Which classes are compiled: all that can, or those that are named, which then must."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.compiling import compiled_classes
+from gpumix.spec.errors import InputError
+
+
+def gpus(**capabilities: str) -> Cluster:
+    classes = tuple(
+        DeviceClass(name=n, accelerator="cuda", memory_bytes=2**30, compute_capability=c)
+        for n, c in capabilities.items()
+    )
+    devices = tuple(Device(id=f"GPU-{c.name}", device_class=c.name) for c in classes)
+    return Cluster(classes=classes, devices=devices)
+
+
+def cpu(**settings) -> Cluster:
+    one = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**30, **settings)
+    return Cluster(classes=(one,), devices=(Device(id="c", device_class="cpu"),))
+
+
+MIXED = gpus(p40="6.1", v100="7.0", a100="8.0", b200="10.0")
+
+
+@pytest.mark.parametrize(
+    "wanted, found",
+    [
+        (False, set()),
+        (True, {"v100", "a100", "b200"}),
+        ({"a100": True}, {"a100"}),
+        ({"a100": True, "v100": False, "p40": False}, {"a100"}),
+    ],
+)
+def test_gpus(wanted, found):
+    assert compiled_classes(wanted, MIXED, cpp_compiler=False) == found
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        ({"p40": True}, r"class 'p40'\n  why: Triton needs compute capability 7.0, it has 6.1"),
+        ({"A100": True}, "names the device class 'A100', which is not there"),
+    ],
+)
+def test_what_is_named_must_be_possible(wanted, message):
+    with pytest.raises(InputError, match=message):
+        compiled_classes(wanted, MIXED, cpp_compiler=True)
+
+
+@pytest.mark.parametrize(
+    "cluster, cpp_compiler, message",
+    [
+        (cpu(), True, ""),
+        (cpu(), False, "there is no C\\+\\+ compiler"),
+        (cpu(emulate_flops_per_s=1e9), True, "emulated device counts operations"),
+    ],
+)
+def test_cpus(cluster, cpp_compiler, message):
+    found = compiled_classes(True, cluster, cpp_compiler=cpp_compiler)
+    assert found == (set() if message else {"cpu"})
+    if message:
+        with pytest.raises(InputError, match=message):
+            compiled_classes({"cpu": True}, cluster, cpp_compiler=cpp_compiler)
