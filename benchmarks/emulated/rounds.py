@@ -97,14 +97,14 @@ def work(seat: Seat, study: Study) -> Outcome:
 
 
 @contextmanager
-def joined(seat: Seat) -> Iterator[None]:
+def joined(seat: Seat, backend: str = "gloo") -> Iterator[None]:
     """The default process group of all ranks."""
     limit = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(
         seat.host, seat.port, is_master=False, wait_for_workers=False, timeout=limit
     )
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.PrefixStore(seat.run, store),
         rank=seat.rank,
         world_size=seat.world,
