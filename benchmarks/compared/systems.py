@@ -148,7 +148,8 @@ class Gpumix:
             forms=plan.collectives,
             device=device,
         )
-        return OnEngine(gpumix.prepare(model, plan, comm=comm))
+        engine = gpumix.prepare(model, plan, comm=comm)
+        return OnEngine(engine, optimizer_of(engine.parameters()))
 
 
 Entrant = Plain | Ddp | Fsdp | Gpumix
@@ -190,9 +191,9 @@ class Loop:
 class OnEngine:
     """The engine by a plan."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
-        self._optimizer = optimizer_of(engine.parameters())
+        self._optimizer = optimizer
 
     def step(self, batch: Batch) -> torch.Tensor:
         loss = self._engine.step(batch)
