@@ -81,10 +81,12 @@ class Fsdp:
             last one.
         whole_gradients: micro-batches add up whole gradients, which are exchanged once a step;
             else each micro-batch's are exchanged, and only shards are kept.
+        ahead: units are gathered ahead of use, which is faster and takes more memory.
     """
 
     reshard: bool
     whole_gradients: bool = False
+    ahead: bool = True
 
     @property
     def name(self) -> str:
@@ -93,7 +95,10 @@ class Fsdp:
         return f"FSDP2{', whole ' if kept else ''}{' and '.join(kept)}"
 
     def make(self, setting: Setting, device: torch.device) -> System:
-        model: Any = setting.model.build().to(device)
+        return self.wrap(setting.model.build().to(device), setting, device)
+
+    def wrap(self, model: Any, setting: Setting, device: torch.device) -> System:
+        """Shard a model that is there."""
         blocks = [unit.module for unit in dissect(model).units]
         if setting.recompute:
             recomputing(model)
@@ -119,7 +124,7 @@ class Fsdp:
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-        if device.type == "cpu":  # without streams it must be told to gather ahead
+        if self.ahead and device.type == "cpu":  # without streams it must be told to gather ahead
             model._set_unshard_async_op(True)
             for module, following in pairwise([model, *blocks]):
                 assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
