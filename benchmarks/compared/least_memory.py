@@ -1,23 +1,27 @@
 """The least that a rank can hold in a step by a plan, in bytes, computed and not measured.
 
-What a step needs at once, whoever runs it, if the next unit is gathered while one is computed and
-one gradient is reduced while the next is made. In fp32, with AdamW:
+What must be there at once, whoever runs the plan, if the next unit is gathered while one is
+computed. In fp32, with AdamW:
 
-* state: of each element that a rank owns its weight, its gradient and two moments, 16 bytes; below
-  ZeRO stage 3 every rank has all weights, below stage 2 all gradients, at stage 0 all moments;
-* stage 3: the root unit's weights, in use throughout, and those of two units;
-* stage 2 and 3: the root's whole gradient, and those of two units in the backward pass;
-* with recompute: the inputs of all calls (in layers: of all micro-batches; one after the other: of
-  one), the gradients at one boundary, and what autograd saves inside one unit for one micro-batch;
-* with graphs kept: what autograd saves inside all units, of as many samples;
-* in the head instead: logits of one micro-batch and their gradient.
+* weights: those that a rank owns; at stage 3 beside them the root unit's, in use throughout, and
+  those of the unit that is computed and of the next one; below stage 3 all of them;
+* moments: two numbers for each element that it owns, at stage 0 for all;
+* gradients, which come to be in the backward pass and are gone after the update: of what is done,
+  its own elements (below stage 2 all elements); of the root and of the unit that is computed,
+  whole ones. Where micro-batches run one after the other, all remain in between;
+* with recompute: the inputs of all calls that wait for their backward (in layers: of all
+  micro-batches; one after the other: of one), the gradients at one boundary, and what autograd
+  saves inside one unit for one micro-batch;
+* with graphs kept: what autograd saves inside all units that wait, of as many samples;
+* in the head: logits of one micro-batch and their gradient.
 
-Not in it, though nobody does without: temporaries of kernels, buffers in which gradients arrive,
-tokens, tables of positions. What autograd saves is counted on a plain model, without gpumix.
+Not in it, though hardly anybody does without: a gradient that is reduced while the next is made,
+buffers in which gradients arrive, temporaries of kernels, tokens, tables of positions. What autograd saves is counted on a plain model, without gpumix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,51 +70,72 @@ class Sizes:
 
 def least_bytes(sizes: Sizes, plan: Plan, rank: int) -> int:
     """The least peak of `rank` in a step of `plan`."""
-    worker, stage = plan.workers[rank], plan.zero_stage
-    owned = _owned(sizes, plan, rank)
-    state = ELEMENT * MOMENTS * (owned if stage else sizes.elements)
-    state += ELEMENT * (owned if stage >= 2 else sizes.elements)  # gradients
-    state += ELEMENT * (owned if stage == 3 else sizes.elements)  # weights
-    if stage >= 2:
-        state += ELEMENT * sizes.root  # its gradient, in the head and in the backward pass
-    if stage == 3:
-        state += ELEMENT * (sizes.root + sizes.unit)
-    return state + max(_head(sizes, worker), _backward(sizes, worker, plan))
+    return max(_Rank(sizes, plan, plan.workers[rank], rank).moments())
 
 
-def _owned(sizes: Sizes, plan: Plan, rank: int) -> int:
-    """Elements that a rank stores."""
-    shares = plan.stages[0].shares
-    unit, root = (cut_sizes(numel, shares)[rank] for numel in (sizes.unit, sizes.root))
-    return root + sizes.layers * unit
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank holds; amounts are bytes."""
 
+    sizes: Sizes
+    plan: Plan
+    worker: Worker
+    rank: int
 
-def _head(sizes: Sizes, worker: Worker) -> int:
-    return _kept(sizes, worker, sizes.layers) + 2 * worker.micro_batch * sizes.logits_bytes
+    def moments(self) -> Iterator[int]:
+        """All that is held in the head, in the backward of each unit, and at the end."""
+        sizes, stage = self.sizes, self.plan.zero_stage
+        yield self._state(ahead=1) + self._gradients(0, now=0) + self._head()
+        for done in range(sizes.layers):
+            state = self._state(ahead=2 if done + 1 < sizes.layers else 1)
+            yield state + self._gradients(done, now=1) + self._backward(done)
+        whole = ELEMENT * (self._owned() if stage >= 2 else sizes.elements)
+        yield self._state(ahead=0) + whole + (ELEMENT * sizes.root if stage >= 2 else 0)
 
+    def _state(self, ahead: int) -> int:
+        """Weights and moments; `ahead`: units whose weights are gathered."""
+        stage, sizes = self.plan.zero_stage, self.sizes
+        weights = sizes.elements
+        if stage == 3:
+            weights = self._owned() + sizes.root + ahead * sizes.unit
+        return ELEMENT * (weights + MOMENTS * (self._owned() if stage else sizes.elements))
 
-def _backward(sizes: Sizes, worker: Worker, plan: Plan) -> int:
-    """In the last unit, or in the one before, when the last one's gradient is on its way."""
-    sharded = ELEMENT * sizes.unit if plan.zero_stage >= 2 else 0
-    ahead = ELEMENT * sizes.unit if plan.zero_stage == 3 else 0
-    working = _together(worker) * sizes.boundary_bytes
-    if worker.mode.recompute:
-        working += worker.micro_batch * sizes.saved_bytes
-    return max(
-        _kept(sizes, worker, sizes.layers - done) + ahead + (1 + done) * sharded + working
-        for done in range(min(2, sizes.layers))
-    )
+    def _gradients(self, done: int, now: int) -> int:
+        """While `now` units are computed, after `done` others."""
+        sizes = self.sizes
+        if self.plan.zero_stage >= 2:
+            return ELEMENT * (sizes.root + now * sizes.unit + done * self._part(sizes.unit))
+        again = self.worker.mode.order == "sequential" and len(self.worker.micro_batches) > 1
+        return ELEMENT * (sizes.elements if again else sizes.root + (done + now) * sizes.unit)
 
+    def _head(self) -> int:
+        logits = self.worker.micro_batch * self.sizes.logits_bytes
+        return self._kept(self.sizes.layers) + 2 * logits
 
-def _kept(sizes: Sizes, worker: Worker, calls: int) -> int:
-    """What `calls` calls leave until their backward."""
-    of_call = sizes.boundary_bytes if worker.mode.recompute else sizes.saved_bytes
-    return _together(worker) * calls * of_call
+    def _backward(self, done: int) -> int:
+        """Of activations, in the unit after `done` others."""
+        working = self._together() * self.sizes.boundary_bytes
+        if self.worker.mode.recompute:
+            working += self.worker.micro_batch * self.sizes.saved_bytes
+        return self._kept(self.sizes.layers - done) + working
 
+    def _kept(self, calls: int) -> int:
+        """What `calls` calls leave until their backward."""
+        sizes = self.sizes
+        of_call = sizes.boundary_bytes if self.worker.mode.recompute else sizes.saved_bytes
+        return self._together() * calls * of_call
 
-def _together(worker: Worker) -> int:
-    """Samples that are under way at the same time."""
-    return worker.samples if worker.mode.order == "layered" else worker.micro_batch
+    def _together(self) -> int:
+        """Samples that are under way at the same time."""
+        worker = self.worker
+        return worker.samples if worker.mode.order == "layered" else worker.micro_batch
+
+    def _owned(self) -> int:
+        return self._part(self.sizes.root) + self.sizes.layers * self._part(self.sizes.unit)
+
+    def _part(self, numel: int) -> int:
+        """Of a unit's elements those that the rank owns."""
+        return cut_sizes(numel, self.plan.stages[0].shares)[self.rank]
 
 
 def _saved_inside(model: nn.Module, block: nn.Module, setting: Model) -> int:
