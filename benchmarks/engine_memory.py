@@ -48,18 +48,18 @@ from gpumix.train.launch import Seat, launch
 
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ROOMY = "2 GiB"
-WIDTH, VOCABULARY = 192, 4096
+WIDTH, VOCABULARY = 192, 2048
 MIXTURE = cluster_of(("large", 1, "256 MiB"), ("medium", 1, "128 MiB"), ("small", 2, "40 MiB"))
 BATCH = 8
 PROFILED_LAYERS = 4
 PROFILE_BUDGET_S = 30.0
 MOST_LAYERS = 256
-# One technique more at a time; a value that the engine does not run yet leaves the row out.
-TECHNIQUES: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
-    ("graphs kept", {"recompute": (False,), "boundaries": ("device",), "heads": ("whole",)}),
-    ("recompute", {"recompute": (True, False), "boundaries": ("device",), "heads": ("whole",)}),
-    ("host offload", {"boundaries": ("device", "host"), "heads": ("whole",)}),
-    ("chunked loss", {"boundaries": ("device", "host"), "heads": ("whole", "chunked")}),
+# One technique more at a time: its value of a field of the space that plans are searched in.
+TECHNIQUES: tuple[tuple[str, str, Any], ...] = (
+    ("graphs kept", "recompute", False),
+    ("recompute", "recompute", True),
+    ("host offload", "boundaries", "host"),
+    ("chunked loss", "heads", "chunked"),
 )
 
 
@@ -201,11 +201,11 @@ def largest_models() -> Figures:
     guess = largest(lambda layers: planned_even(layers) is not None, PROFILED_LAYERS)
     note("even", largest(partial(_even_trains, profile), max(1, guess)))
     note("fsdp2", largest(_fsdp_trains, max(1, guess)))
-    for name, wanted in TECHNIQUES:
-        space = _space(wanted)
-        if space is None:
+    for number, (name, field, value) in enumerate(TECHNIQUES):
+        if value not in getattr(ENGINE, field, ()):
             print(f"{name} left out: the engine or its planner has it not")
             continue
+        space = _without(TECHNIQUES[number + 1 :])
         asked = PlanRequest(global_batch=BATCH, space=space)
         deepest = partial(_planned, partial(optimal, request=asked), profile)
         planned = largest(lambda layers, of=deepest: of(layers) is not None, max(1, guess))
@@ -293,18 +293,14 @@ def _even_setting(layers: int) -> Setting:
     return Setting(_deep(layers), ranks, each, micro_batches=each, recompute=True)
 
 
-def _space(wanted: dict[str, tuple[Any, ...]]) -> Space | None:
-    """The engine's space, narrowed; None if it lacks a technique that is wanted."""
+def _without(later: Sequence[tuple[str, str, Any]]) -> Space:
+    """What the engine runs, without some techniques."""
     settings: dict[str, tuple[Any, ...]] = {"zero_stages": (3,), "orders": ("layered",)}
-    for name, values in wanted.items():
-        if name not in Space.model_fields:
-            if len(values) > 1:
-                return None
-            continue
-        if not set(values) <= set(getattr(ENGINE, name)):
-            return None
-        settings[name] = values
-    return ENGINE.model_copy(update=settings)
+    for _, field, value in later:
+        has = settings.get(field, getattr(ENGINE, field, ()))
+        settings[field] = tuple(other for other in has if other != value)
+    known = {name: values for name, values in settings.items() if name in Space.model_fields}
+    return ENGINE.model_copy(update=known)
 
 
 def _told(cluster: Cluster) -> str:

@@ -16,7 +16,8 @@ computed. In fp32, with AdamW:
 * in the head: logits of one micro-batch and their gradient.
 
 Not in it, though hardly anybody does without: a gradient that is reduced while the next is made,
-buffers in which gradients arrive, temporaries of kernels, tokens, tables of positions. What autograd saves is counted on a plain model, without gpumix.
+buffers in which gradients arrive, temporaries of kernels, tokens, tables of positions. What
+autograd saves is counted on a plain model, without gpumix.
 """
 
 from __future__ import annotations
