@@ -40,6 +40,7 @@ from compared.where import where_time_goes
 from emulated.results import aligned
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.space import ENGINE
+from gpumix.spec.units import show_bytes
 
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ORDERS: tuple[Order, ...] = ("layered", "sequential")
@@ -57,14 +58,14 @@ def main() -> None:
         arguments.model, width=arguments.width, layers=arguments.layers, sequence=arguments.sequence
     )
     every = [
-        Results.of(Study(setting, (*_others(setting), *ours), arguments.rounds, arguments.steps))
+        Results.of(Study(setting, (*others(setting), *mine), arguments.rounds, arguments.steps))
         for setting in _settings(model, arguments)
-        if (ours := list(_ours(setting)))
+        if (mine := list(ours(setting)))
     ]
     clocks: dict[int, Clock] = {n: _clock(n, arguments.clock) for n in (1, *arguments.ranks)}
     for results in every:
-        _show(results, clocks[results.study.setting.world])
-    _show_where(every)
+        show(results, clocks[results.study.setting.world])
+    show_where(every)
     for clock in CLOCKS:
         print(f"by {clock} time: {figures_of(every, dict.fromkeys(clocks, clock))}")
     figures = figures_of(every, clocks) | {f"clock_{n}_ranks": c for n, c in clocks.items()}
@@ -97,7 +98,7 @@ def _settings(model: Model, arguments: argparse.Namespace) -> Iterator[Setting]:
         yield Setting(model, world, arguments.samples, micro_batches, again)
 
 
-def _others(setting: Setting) -> tuple[Entrant, ...]:
+def others(setting: Setting) -> tuple[Entrant, ...]:
     """What the engine is compared with."""
     if setting.world == 1:
         return (PLAIN,)
@@ -107,7 +108,7 @@ def _others(setting: Setting) -> tuple[Entrant, ...]:
     return (DDP, *forms)
 
 
-def _ours(setting: Setting) -> Iterator[Gpumix]:
+def ours(setting: Setting) -> Iterator[Gpumix]:
     """The engine's stages and orders, as far as it runs them."""
     model, missing = setting.model.build(), set()
     for stage, order in product(STAGES, ORDERS):
@@ -144,7 +145,10 @@ def figures_of(every: Sequence[Results], clocks: dict[int, Clock]) -> Figures:
     """What comes of all settings; what was not measured is left out."""
     found: dict[str, list[float]] = {}
 
-    def note(name: str, results: Results, ours: Entrant, theirs: Entrant) -> None:
+    def note(name: str, results: Results, ours: Entrant | None, theirs: Entrant) -> None:
+        known = results.study.entrants
+        if ours is None or ours not in known or theirs not in known:
+            return
         clock = clocks[results.study.setting.world]
         found.setdefault(name, []).append(results.ratio(ours.name, theirs.name, clock).median)
 
@@ -152,16 +156,15 @@ def figures_of(every: Sequence[Results], clocks: dict[int, Clock]) -> Figures:
         setting = results.study.setting
         clock = clocks[setting.world]
         if setting.world == 1:
-            if fastest := _best(results, None, clock):
-                note("one_rank_vs_plain", results, fastest, PLAIN)
+            note("one_rank_vs_plain", results, _best(results, None, clock), PLAIN)
             continue
-        others = [e for e in results.study.entrants if not isinstance(e, Gpumix)]
-        best_other = max(others, key=lambda e: results.tokens_per_s(e.name, clock))
+        theirs = [e for e in results.study.entrants if not isinstance(e, Gpumix)]
+        best_other = max(theirs, key=lambda e: results.tokens_per_s(e.name, clock))
         for stage in STAGES:
-            if ours := _best(results, stage, clock):
-                note("worst_vs_fsdp2", results, ours, _like(stage, setting))
-                note("worst_vs_ddp", results, ours, DDP)
-                note("worst_vs_best_of_any_form", results, ours, best_other)
+            mine = _best(results, stage, clock)
+            note("worst_vs_fsdp2", results, mine, _like(stage, setting))
+            note("worst_vs_ddp", results, mine, DDP)
+            note("worst_vs_best_of_any_form", results, mine, best_other)
         if setting.micro_batches > 1:
             for name, other in (
                 ("accumulation_vs_fsdp2", SHARDED),
@@ -173,21 +176,24 @@ def figures_of(every: Sequence[Results], clocks: dict[int, Clock]) -> Figures:
     return figures
 
 
-def _show(results: Results, clock: Clock) -> None:
+def show(results: Results, clock: Clock) -> None:
     """One row per system: speeds by both clocks, and ours against each baseline."""
-    others = [e for e in results.study.entrants if not isinstance(e, Gpumix)]
-    rows = [("system", "tokens/s", "tokens per CPU s", *(f"vs {e.name}" for e in others))]
+    theirs = [e for e in results.study.entrants if not isinstance(e, Gpumix)]
+    headings = ("system", "tokens/s", "tokens per CPU s", "peak")
+    rows = [(*headings, *(f"vs {e.name}" for e in theirs))]
     for entrant in results.study.entrants:
         speeds = (f"{results.tokens_per_s(entrant.name, c):.0f}" for c in CLOCKS)
-        ratios = ["" for _ in others]
+        peak = results.peak_bytes(entrant.name)
+        ratios = ["" for _ in theirs]
         if isinstance(entrant, Gpumix):
-            ratios = [str(results.ratio(entrant.name, e.name, clock)) for e in others]
-        rows.append((entrant.name, *speeds, *ratios))
+            ratios = [str(results.ratio(entrant.name, e.name, clock)) for e in theirs]
+        known = "" if peak is None else show_bytes(peak)
+        rows.append((entrant.name, *speeds, known, *ratios))
     print(f"\n{results.study.setting}; ratios by {clock} time: median over rounds (quartiles)")
     print(aligned(rows), flush=True)
 
 
-def _show_where(every: Sequence[Results]) -> None:
+def show_where(every: Sequence[Results]) -> None:
     recorded = {
         f"{results.study.setting}: {entrant.name}": results.recordings(entrant.name)
         for results in every

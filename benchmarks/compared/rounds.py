@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import ceil
 from statistics import median, quantiles
 from typing import Literal
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from compared.setting import Setting
-from compared.systems import Entrant, OnEngine, System
+from compared.systems import Entrant, Fsdp, OnEngine, System
 from emulated.rounds import joined
 from gpumix.engine.record import Recording
 from gpumix.train.launch import Seat, launch
@@ -31,12 +32,16 @@ WARM_UP_STEPS = 1
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: every system for `steps` steps in each round."""
+    """What is measured: every system for `steps` steps in each round.
+
+    Ranks on CUDA have a GPU each, or share those that there are, each with its part of the memory.
+    """
 
     setting: Setting
     entrants: tuple[Entrant, ...]
     rounds: int
     steps: int
+    device: Literal["cpu", "cuda"] = "cpu"
     backend: Literal["gloo", "nccl"] = "gloo"
 
 
@@ -45,6 +50,7 @@ class Outcome:
     """What one rank brings home: by system its turns, losses of all steps, one step in detail.
 
     Attributes:
+        peak_bytes: by system, on GPUs alone.
         turn_s: by system and clock, seconds of one step in each round; CPU time of this rank alone.
     """
 
@@ -56,21 +62,30 @@ class Outcome:
 
 def work(seat: Seat, study: Study) -> Outcome:
     """One rank's part."""
+    device = _device(seat, study)
+    alone = seat.world == 1 and not any(isinstance(e, Fsdp) for e in study.entrants)
+    with nullcontext() if alone else joined(seat, study.backend):
+        return _Bench(seat.rank, study, device).run()
+
+
+def _device(seat: Seat, study: Study) -> torch.device:
     torch.set_num_threads(1)
-    with joined(seat, study.backend) if seat.world > 1 else nullcontext():
-        return _Bench(seat.rank, study).run()
+    if study.device == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", seat.rank % gpus)
+    torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(1 / ceil(seat.world / gpus), device)
+    return device
 
 
 class _Bench:
     """One rank with all systems on it."""
 
-    def __init__(self, rank: int, study: Study) -> None:
+    def __init__(self, rank: int, study: Study, device: torch.device) -> None:
         self.rank = rank
         self.study = study
-        self.device = torch.device("cpu")
-        if study.backend == "nccl":
-            self.device = torch.device("cuda", rank)
-            torch.cuda.set_device(self.device)
+        self.device = device
         self._turn_s: dict[tuple[str, Clock], list[float]] = {}
         self._losses: dict[str, list[float]] = {}
         self._peaks: dict[str, int] = {}
@@ -192,6 +207,12 @@ class Results:
         }
         wanted = means[self.study.entrants[0].name]
         return max(abs(a / b - 1) for losses in means.values() for a, b in zip(losses, wanted))
+
+    def peak_bytes(self, name: str) -> int | None:
+        """The highest of any rank, what other systems hold left out; None if it is not known."""
+        return max(
+            (o.peak_bytes[name] for o in self.outcomes if name in o.peak_bytes), default=None
+        )
 
     def recordings(self, name: str) -> list[Recording]:
         """One step of the engine, by rank."""

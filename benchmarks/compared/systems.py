@@ -50,7 +50,7 @@ class Plain:
         model = setting.model.build().to(device)
         if setting.recompute:
             recomputing(model)
-        return Loop(model, setting)
+        return Loop(model, setting, autocast=True)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Ddp:
         def exchanging(last: bool) -> AbstractContextManager[None]:
             return nullcontext() if last else replicas.no_sync()
 
-        return Loop(replicas, setting, exchanging)
+        return Loop(replicas, setting, exchanging, autocast=True)
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class Loop:
 
     Args:
         exchanging: called before each micro-batch with whether it is the step's last one.
+        autocast: compute in the setting's precision by `torch.autocast`; the model does not itself.
     """
 
     def __init__(
@@ -172,8 +173,11 @@ class Loop:
         model: nn.Module,
         setting: Setting,
         exchanging: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
+        *,
+        autocast: bool = False,
     ) -> None:
         self._model = model
+        self._autocast_to = TORCH_DTYPE[setting.dtype] if autocast else torch.float32
         self._micro_batches = setting.micro_batches
         self._exchanging = exchanging
         self._optimizer = optimizer_of(model.parameters())
@@ -183,14 +187,20 @@ class Loop:
         cut = {name: rows.to(device).chunk(self._micro_batches) for name, rows in batch.items()}
         total = torch.zeros((), device=device)
         for number in range(self._micro_batches):
+            part = {name: rows[number] for name, rows in cut.items()}
             with self._exchanging(number == self._micro_batches - 1):
-                loss = self._model(**{name: rows[number] for name, rows in cut.items()}).loss
-                loss = loss / self._micro_batches
+                with self._precision(device):
+                    loss = self._model(**part).loss / self._micro_batches
                 loss.backward()
             total += loss.detach()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[None]:
+        if self._autocast_to == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, self._autocast_to)
 
 
 class OnEngine:
