@@ -34,6 +34,7 @@ from gpumix.engine.record import Recording
 from gpumix.engine.units import dissect
 
 LEARNING_RATE = 1e-3
+ADAFACTOR_RATE = 1e-2  # torch's own default: it is relative to the size of a weight
 SHARES = (Share(5, 2, 0.2), Share(2, 2, 0.5), Share(1, 1, 0.3))
 BATCH = sum(share.samples for share in SHARES)
 WHOLE, CUT = BATCH, 3  # the truth's micro-batches, and those that it is compared with
@@ -52,11 +53,11 @@ def adamw_of_pieces(engine: Engine) -> torch.optim.Optimizer:
 
 
 def adafactor(model: nn.Module) -> Optimizers:
-    return [torch.optim.Adafactor(model.parameters(), lr=LEARNING_RATE)]
+    return [torch.optim.Adafactor(model.parameters(), lr=ADAFACTOR_RATE)]
 
 
 def adafactor_of_pieces(engine: Engine) -> torch.optim.Optimizer:
-    return gpumix.Adafactor(engine.parameters(), engine.layout(), lr=LEARNING_RATE)
+    return gpumix.Adafactor(engine.parameters(), engine.layout(), lr=ADAFACTOR_RATE)
 
 
 def muon(model: nn.Module) -> Optimizers:
