@@ -87,7 +87,7 @@ def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
 
 
 def laid_out(calls, joined=1):
-    """Bytes of all whole parameters at stage 3, in units of one of four blocks, and of gradients."""
+    """Bytes of all whole parameters at stage 3, in blocks, and of all gradients."""
     cards = [Card("c", 2, GIB, steady(1.0))]
     model = profile(cards, calls=("block",) * len(calls), kinds=[block(trainable=128)]).model
     model = model.model_copy(update={"calls": tuple(calls)})
