@@ -186,7 +186,7 @@ class Wire:
         if len(hosts) == 1:
             return 0
         sent = arrived = len(hosts) - 1
-        return 1 if len(set(hosts)) == 1 else 1 + sent + arrived + len(hosts)
+        return 2 if len(set(hosts)) == 1 else 2 + sent + arrived + 1
 
     def _alone(self) -> bool:
         return len(self.plan.workers) == 1

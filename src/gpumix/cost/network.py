@@ -177,12 +177,13 @@ class _Moves:
 
     @property
     def copied_rows(self) -> int:
-        """Own intervals in the sum over hosts: one that lasts; where hosts cut unlike, what is
-        sent to all others, what arrives from them, and a row for each host beside."""
+        """Own intervals in the sum over hosts: two that last, for the next bucket is reduced
+        meanwhile; where hosts cut unlike, also what is sent to all others and arrives from them,
+        and the sum."""
         layout = self._layout
         if layout.sharding == "all" or layout.zero_stage == 0 or layout.hosts == 1:
             return 0
-        return 1 if layout.alike else 1 + 2 * (layout.hosts - 1) + layout.hosts
+        return 2 if layout.alike else 2 + 2 * (layout.hosts - 1) + 1
 
     def padding_bytes(self, buckets: Buckets) -> int:
         """What padded collectives fill, the whole run: of a reduction, and of as many gathers as
