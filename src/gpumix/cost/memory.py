@@ -184,7 +184,8 @@ class MemoryModel:
     @cached_property
     def _rounding(self) -> int:
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        elements = ROUNDING_ELEMENTS * sum(self.counts.values())
+        filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
+        elements = ROUNDING_ELEMENTS * sum(filled)
         received = self._received_bytes(one_off, self.ranks)
         return elements * (self.sharded_per_element + 1) + received
 
