@@ -3,9 +3,9 @@
 Equal where all ranks are alike. At ZeRO stage 0, where ranks meet only at the end, never longer.
 At stage 3 the formula takes ranks to meet at the turn to the backward pass and nowhere in a
 pass; in truth they may run the head and the last call's backward before that, and are held together
-within a call or two. So the replay lies between the formula less these, and a step in which all ranks meet after
-every call. At stage 2, which gathers nothing in the backward pass, the latter holds; at stage 1
-too, where all go in layers. Contention c
+within a call or two. So the replay lies between the formula less these, and a step in which all
+ranks meet after every call. At stage 2, which gathers nothing in the backward pass, the latter
+holds. Contention c
 makes a step longer, by no more than 1 + c.
 """
 
