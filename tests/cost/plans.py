@@ -83,9 +83,11 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
             samples=n,
             micro_batch=draw(st.integers(1, n)) if n else 0,
             state_share=shares[device],
-            mode=draw(st.sampled_from(_modes(profile, device.device_class, stage))),
+            mode=mode,
+            kept_graphs=draw(_graphs(profile, device.device_class, mode)),
         )
         for device, n in zip(devices, samples)
+        for mode in [draw(st.sampled_from(_modes(profile, device.device_class, stage)))]
     )
     return Plan(
         strategy="random",
@@ -93,11 +95,26 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
         sequence_length=profile.sequence_length,
         global_batch=sum(samples),
         compute_dtype=profile.compute_dtype,
-        stages=(Stage(units=profile.model.calls, workers=workers),),
+        stages=(
+            Stage(
+                units=profile.model.calls,
+                workers=workers,
+                joined=draw(st.integers(1, 3)),
+                before=draw(st.sampled_from([(), profile.model.root.before.names])),
+                after=draw(st.sampled_from([(), profile.model.root.after.names])),
+            ),
+        ),
         zero_stage=stage,
         sharding=sharding,
         collectives=draw(_collectives(profile, sharding)),
     )
+
+
+def _graphs(profile: Profile, name: str, mode: Mode) -> st.SearchStrategy[int]:
+    """Some are kept where the mode recomputes from the device, and they were measured."""
+    if mode != Mode(order=mode.order) or Mode(recompute=False) not in _modes(profile, name, 3):
+        return st.just(0)
+    return st.sampled_from([0, 0, 1, 2, 3, 5, 9])
 
 
 def _some(least: int, most: int, count: int) -> st.SearchStrategy[list[int]]:

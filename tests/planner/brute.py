@@ -163,15 +163,18 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     cards = [draw(_cards(f"c{i}", count, names, state)) for i, count in enumerate(counts)]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     per_host = draw(st.sampled_from([0, 0, 1, 2]))
+    before, after = draw(ELEMENTS), draw(ELEMENTS)
     return profile(
         [replace(card, accelerator=accelerator, per_host=per_host) for card in cards],
         calls=calls,
         kinds=kinds,
         root_unit=root(
-            draw(ELEMENTS),
+            draw(ELEMENTS) + before + after,
             draw(st.integers(0, 500)),
             kept=draw(curves(50)),
             head=draw(curves(200)),
+            before=before,
+            after=after,
         ),
         network=draw(_networks()),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),

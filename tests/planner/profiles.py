@@ -13,6 +13,7 @@ from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
     CollectiveTimes,
+    End,
     ModelProfile,
     Profile,
     RootUnit,
@@ -85,8 +86,23 @@ def block(
     )
 
 
-def root(trainable: int = 0, buffers: int = 0, kept: Curve = FREE, head: Curve = FREE) -> RootUnit:
-    return RootUnit(trainable=trainable, buffer_bytes=buffers, kept=kept, head=head)
+def root(
+    trainable: int = 0,
+    buffers: int = 0,
+    kept: Curve = FREE,
+    head: Curve = FREE,
+    before: int = 0,
+    after: int = 0,
+) -> RootUnit:
+    """Of all its trainable elements, some are used at its ends only."""
+    return RootUnit(
+        trainable=trainable,
+        buffer_bytes=buffers,
+        kept=kept,
+        head=head,
+        before=End(names=("tokens.weight",) if before else (), trainable=before),
+        after=End(names=("head.weight",) if after else (), trainable=after),
+    )
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class StagedCommunicator(Communicator):
         _set(value, staged)
 
     def _borrow_like(self, full: torch.Tensor) -> Borrowed:
-        return self._host.borrow(torch.empty(0, dtype=full.dtype), 1, full.numel())
+        return self._host.borrow("staged", torch.empty(0, dtype=full.dtype), 1, full.numel())
 
 
 def _set(value: torch.Tensor, staged: torch.Tensor) -> None:

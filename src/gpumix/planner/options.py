@@ -15,6 +15,7 @@ from math import ceil, floor
 import numpy as np
 import numpy.typing as npt
 
+from gpumix.cost.buckets import SINGLE, buckets_of
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import free_links
@@ -303,7 +304,7 @@ class Paces:
     def __init__(self, profile: Profile, batch: int) -> None:
         self.batch = batch
         self.grids = Grids(profile, batch)
-        self._free = free_links(profile.model)
+        self._free = free_links(buckets_of(profile.model, SINGLE))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, Mode], tuple[IntArray, Activations]] = {}
         self._paces: dict[tuple[str, ZeroStage], _Pace] = {}
@@ -403,7 +404,7 @@ class Paces:
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
-        fixed = self._stateless[zero_stage].demands(held).fixed.max(axis=0)
+        fixed = self._stateless[zero_stage].demands(held).fixed
         return np.asarray(fixed <= free_bytes(setting.profile, name))
 
 

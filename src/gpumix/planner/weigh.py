@@ -56,9 +56,9 @@ def peak_bytes(setting: Setting, micro: MicroBatches, mode: Mode, share: float) 
     """What each of `micro` takes beside a share of the state, the framework apart."""
     demands = setting.memory.demands(Activations(setting.profile.model, micro, mode))
     if setting.zero_stage == 0:
-        return np.asarray(demands.fixed.max(axis=0))
+        return np.asarray(demands.fixed)
     held = demands.fixed + demands.rounding + share * demands.per_share
-    return np.asarray(held.max(axis=0))
+    return np.asarray(held)
 
 
 def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
