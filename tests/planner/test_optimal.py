@@ -33,13 +33,13 @@ def test_no_plan_is_faster(profile, batch):
         assert found == about(expected)
 
 
-@settings(MANY, max_examples=25)
+@settings(MANY, max_examples=12)
 @given(linked_profiles(), st.integers(1, 3))
 def test_no_plan_on_some_devices_is_faster_where_links_are_stated(profile, batch):
     assert step_of(profile, batch) == best_of_some(profile, batch, lambda some: True)
 
 
-@settings(MANY, max_examples=15)
+@settings(MANY, max_examples=5)
 @given(linked_profiles(), st.integers(1, 3))
 def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
     def whole(some):
@@ -68,7 +68,7 @@ def subsets(devices):
         yield from combinations(devices, size)
 
 
-@MANY
+@settings(MANY, max_examples=25)
 @given(small_profiles(), st.integers(2, 12))
 def test_a_rough_answer_first_changes_nothing(profile, batch):
     expected = step_of(profile, batch)
