@@ -47,8 +47,15 @@ class Pending:
         self._finish = finish
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """The same, with something to do at the end of the wait."""
-        self._finish = finish
+        """The same, with something more to do at the end of the wait."""
+        before = self._finish
+
+        def both() -> None:
+            if before is not None:
+                before()
+            finish()
+
+        self._finish = both
         return self
 
     def wait(self) -> None:
