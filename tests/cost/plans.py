@@ -13,6 +13,7 @@ from gpumix.cost.wire import Free, Measured
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import Device
+from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
@@ -21,7 +22,9 @@ from gpumix.spec.space import EVERYTHING
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
     """The collectives of ZeRO-3 over all ranks."""
     wire = Measured(profile.network) if profile.network else Free()
-    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares)))
+    return links_for(
+        profile, wire, Layout(3, "all", collectives, Cuts.at(shares), profile.model.compute_dtype)
+    )
 
 
 @st.composite
@@ -83,21 +86,39 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
             samples=n,
             micro_batch=draw(st.integers(1, n)) if n else 0,
             state_share=shares[device],
-            mode=draw(st.sampled_from(_modes(profile, device.device_class, stage))),
+            mode=mode,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
+            kept_graphs=draw(_graphs(profile, device.device_class, mode)),
         )
         for device, n in zip(devices, samples)
+        for mode in [draw(st.sampled_from(_modes(profile, device.device_class, stage)))]
     )
     return Plan(
         strategy="random",
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=sum(samples),
-        compute_dtype=profile.compute_dtype,
-        stages=(Stage(units=profile.model.calls, workers=workers),),
+        communication_dtype=communication_dtype(c.compute_dtype for c in profile.classes),
+        stages=(
+            Stage(
+                units=profile.model.calls,
+                workers=workers,
+                joined=draw(st.integers(1, 3)),
+                before=draw(st.sampled_from([(), profile.model.root.before.names])),
+                after=draw(st.sampled_from([(), profile.model.root.after.names])),
+            ),
+        ),
         zero_stage=stage,
         sharding=sharding,
         collectives=draw(_collectives(profile, sharding)),
     )
+
+
+def _graphs(profile: Profile, name: str, mode: Mode) -> st.SearchStrategy[int]:
+    """Some are kept where the mode recomputes from the device, and they were measured."""
+    if mode != Mode(order=mode.order) or Mode(recompute=False) not in _modes(profile, name, 3):
+        return st.just(0)
+    return st.sampled_from([0, 0, 1, 2, 3, 5, 9])
 
 
 def _some(least: int, most: int, count: int) -> st.SearchStrategy[list[int]]:

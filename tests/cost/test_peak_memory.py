@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
+from gpumix.cost.buckets import Joining, buckets_of
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes, usable_bytes
 from gpumix.cost.phases import phases
@@ -16,7 +17,6 @@ from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.plan import PLAIN, Collectives
-from gpumix.spec.profile import ROOT
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -45,15 +45,15 @@ def one_worker(samples=4, micro_batch=2, **changes):
 
 
 def test_a_peak_by_hand():
-    # It lies in the backward of the second call: three units gathered, two gradients and the
-    # receive buffer of the third call's reduction beside the root's gradient.
+    # It lies in the backward of the last call. Two of three units are there at a time, and two of
+    # their gradients, so the first and the last take turns; all begin at multiples of 512 bytes.
     assert one_worker().memory_bytes == {
         "state": 16 * (400 + 3 * 1000) // 2,
         "replicas": 0,
         "buffers": 5,
-        "gathered": 4 * (400 + 1000 + 1000),
-        "gradients": 4 * (400 + 1000 + 1000) + 2 * 500 * 4,
-        "activations": 4 * 3 + 2 * 4 * 10,
+        "gathered": 2048 + 2 * 4096,
+        "gradients": 2048 + 2 * 4096 + 2 * 500 * 4,
+        "activations": 4 * 3 + 3 * 4 * 10,
         "boundary gradients": 4 * 20,
         "working set": 2 * 300,
         "framework": 7,
@@ -86,22 +86,27 @@ def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
     assert len(moments(200)) == len(moments(5))
 
 
+def laid_out(calls, joined=1):
+    """Bytes of all whole parameters at stage 3, in blocks, and of all gradients."""
+    cards = [Card("c", 2, GIB, steady(1.0))]
+    model = profile(cards, calls=("block",) * len(calls), kinds=[block(trainable=128)]).model
+    model = model.model_copy(update={"calls": tuple(calls)})
+    buckets = buckets_of(model, Joining(joined))
+    return buckets.full_bytes("fp32", 3) / 512, buckets.gradient_bytes(3) / 512
+
+
+def test_few_buckets_are_there_at_a_time():
+    assert laid_out("abcdefgh") == (2, 2)
+    assert laid_out("abcdefgh", joined=2) == (4, 4)
+    assert laid_out("abcdefgh", joined=8) == (8, 8)
+
+
 def test_gradients_of_units_called_again_live_until_their_first_call_is_done():
-    cards = [Card("c", 2, GIB, steady(1.0))]
-    model = profile(cards, calls=("block",) * 4).model
-    shared = model.model_copy(update={"calls": ("a", "b", "a", "b")})
-    ending = [phase for phase in phases(shared) if phase.reduced]
-    # The root's gradient and those of both units, while the first is reduced: nothing before.
-    assert {phase.gradients for phase in ending[:-1]} == {(ROOT, "block", "block")}
-    assert ending[-1].reduced == ("block", ROOT)
+    assert laid_out("abcabc") == (3, 3)
 
 
-def test_a_unit_called_in_succession_is_gathered_once():
-    cards = [Card("c", 2, GIB, steady(1.0))]
-    model = profile(cards, calls=("block",) * 4).model
-    same = model.model_copy(update={"calls": ("a",) * 4})
-    assert {phase.gathered.count("block") for phase in phases(same)} == {0, 1}
-    assert max(phase.gathered.count("block") for phase in phases(model)) == 2
+def test_a_unit_called_in_succession_is_there_once():
+    assert laid_out("aaaa") == (1, 1)
 
 
 def test_a_unit_that_is_called_twice_is_stored_once():

@@ -6,6 +6,7 @@ import pytest
 from plans import links_of
 from profiles import Card, Network, block, curve, line, profile, root
 
+from gpumix.cost.buckets import SINGLE, buckets_of
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.network import Links
 from gpumix.cost.predict import predict
@@ -15,6 +16,9 @@ from gpumix.planner.even import even
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives, Mode
 from gpumix.spec.profile import ROOT, UnitTimes
+from gpumix.spec.space import Space
+
+STAGE_3 = Space(zero_stages=(3,))
 
 
 def two_cards(network=None, count=1):
@@ -51,17 +55,18 @@ def test_computing_hides_the_next_gather_but_not_the_first():
         gather={"broadcast": curve(1.0, 3.0, sizes=(2000, 4000))},
         reduce={"all_to_all": curve(1.5, 5.0, sizes=(2000, 4000))},
     )
-    plan = even(two_cards(wire), PlanRequest(global_batch=2))
+    plan = even(two_cards(wire), PlanRequest(global_batch=2, space=STAGE_3))
     fast, slow = plan.prediction.workers
     # Root 2000 bytes: 1 s to gather, 1.5 s to reduce. Block 4000 bytes: 3 s and 5 s. The root's
-    # own code (0.1 s before the first call, 0.5 s after the last) runs while a block is gathered.
+    # own code before the first call (0.1 s) runs while a block is gathered; the last one stays for
+    # its backward, so the head (0.5 s) runs beside nothing.
     assert fast.forward_s == pytest.approx(3 + max(1, 3) + 1)
     assert slow.forward_s == pytest.approx(3 + max(2, 3) + 2)
-    assert fast.backward_s == pytest.approx(3 + max(3, 3) + max(3, 5))
-    assert slow.backward_s == pytest.approx(3 + max(6, 3) + max(6, 5))
+    assert fast.backward_s == pytest.approx(0.5 + max(3, 3) + max(3, 5))
+    assert slow.backward_s == pytest.approx(0.5 + max(6, 3) + max(6, 5))
     exposed = 1 + 5 + 1.5
-    assert plan.prediction.step_s == pytest.approx(0.25 + exposed + 8 + 15 + 2.5)
-    waited = exposed + (8 - 4.1) + (15 - 12.5)
+    assert plan.prediction.step_s == pytest.approx(0.25 + exposed + 8 + 12.5 + 2.5)
+    waited = exposed + (8 - 4.1)
     assert plan.prediction.exposed_communication_s == pytest.approx(waited)
 
 
@@ -98,26 +103,28 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     wire = Network(gather={"broadcast": curve(10.0)}, reduce={"all_to_all": curve(10.0)})
     setting = two_cards(wire)
     model = setting.model.model_copy(update={"calls": ("layer", "layer")})
-    plan = even(setting.model_copy(update={"model": model}), PlanRequest(global_batch=2))
+    request = PlanRequest(global_batch=2, space=STAGE_3)
+    plan = even(setting.model_copy(update={"model": model}), request)
     fast, _ = plan.prediction.workers
     gather = links_of(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
     assert fast.forward_s == pytest.approx(gather + 1 + 1)
-    assert fast.backward_s == pytest.approx(gather + 3 + 3)
+    assert fast.backward_s == pytest.approx(0.5 + 3 + 3)
 
 
 def test_one_after_the_other_the_smaller_micro_batch_goes_first():
     """3 samples by 2: gathers hide behind the forward of 1, reductions behind the backward of 2."""
     links = Links(
-        gather_s={"block": 4.0, ROOT: 0.0},
-        regather_s={"block": 0.0, ROOT: 0.0},
-        reduce_s={"block": 10.0, ROOT: 0.0},
-        all_to_all=frozenset(),
+        buckets_of(two_cards().model, SINGLE),
+        gather_s={"block": 4.0},
+        regather_s={"block": 0.0},
+        reduce_s={"block": 10.0},
     )
     micro, mode = MicroBatches.of([3], [2]), Mode(order="sequential")
     forward, backward = pass_seconds(two_cards(), "fast", links, micro, mode)
     root, first_call, second_call = 0.3 + (4.0 - 0.1), 3.0 + (4.0 - 1.0), 3.0
-    assert forward[0] == pytest.approx(root + first_call + second_call)
-    head, second_call, first_call = 1.5, 9.0, 9.0 + (10.0 - 6.0)
+    smaller = 0.5 + 3.0 + 3.0  # head and backward, before anything is reduced
+    assert forward[0] == pytest.approx(root + first_call + second_call + smaller)
+    head, second_call, first_call = 1.0, 6.0, max(6.0, 10.0)
     assert backward[0] == pytest.approx(head + second_call + first_call)
 
 

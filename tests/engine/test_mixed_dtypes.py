@@ -167,7 +167,11 @@ frozen_names = {n: p.requires_grad for n, p in frozen().named_parameters()}
 
 def test_frozen_parameters_have_one_value_for_all():
     one, other = run_ranks(_frozen, 2, [Share(3, 2, 1), Share(3, 3, 2)])
-    values = {n: p for n, p in initialised(GPT2.factory).named_parameters() if not frozen_names.get(n, True)}
+    values = {
+        n: p
+        for n, p in initialised(GPT2.factory).named_parameters()
+        if not frozen_names.get(n, True)
+    }
     assert one.keys() == other.keys() == values.keys()
     for name, value in values.items():
         expected = value.detach().to(torch.bfloat16).float().numpy()

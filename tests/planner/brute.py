@@ -26,7 +26,7 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.network import Link, LinkOf
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Collectives, Plan
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
@@ -163,20 +163,29 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     cards = [draw(_cards(f"c{i}", count, names, state)) for i, count in enumerate(counts)]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     per_host = draw(st.sampled_from([0, 0, 1, 2]))
+    before, after = draw(ELEMENTS), draw(ELEMENTS)
     return profile(
         [replace(card, accelerator=accelerator, per_host=per_host) for card in cards],
         calls=calls,
         kinds=kinds,
         root_unit=root(
-            draw(ELEMENTS),
+            draw(ELEMENTS) + before + after,
             draw(st.integers(0, 500)),
             kept=draw(curves(50)),
             head=draw(curves(200)),
+            before=before,
+            after=after,
         ),
         network=draw(_networks()),
-        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        dtype=draw(_dtypes(len(cards))),
         overhead=draw(st.sampled_from([0.0, 0.01])),
     )
+
+
+def _dtypes(cards: int) -> st.SearchStrategy[list[str]]:
+    """The same on all cards, or not."""
+    alike = st.sampled_from(["fp32", "bf16"]).map(lambda dtype: [dtype] * cards)
+    return alike | st.lists(st.sampled_from(list(DTYPE_BYTES)), min_size=cards, max_size=cards)
 
 
 @st.composite

@@ -1,19 +1,23 @@
 """What a plan takes and holds, one worker, call and micro-batch after the other.
 
 Written from the docstrings of `gpumix.cost` and the design page, without numpy and without any of
-the functions there: curves, links, step time and memory in plain loops. Seconds and bytes.
+the functions there: curves, buckets, links, step time and memory in plain loops. Seconds and bytes.
+Only which buffers take turns in one slot is asked of the engine's own function, for the times that
+a walk finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, log2
 
+from gpumix.cost.slots import Buffer, share_slots
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Link
 from gpumix.spec.plan import Plan, Worker, cut_sizes
-from gpumix.spec.profile import ROOT, ClassProfile, Profile, UnitKind
+from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 GRADIENT, MASTER = 4, 4  # fp32
@@ -47,6 +51,67 @@ def _between(curve: Curve, values: list[float], size: float) -> float:
     return values[-1] * size / sizes[-1]
 
 
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bucket:
+    """What is gathered and reduced as one, and the numbers of the calls that use it."""
+
+    elements: int
+    frozen: int
+    calls: list[int]
+
+
+@dataclass
+class Buckets:
+    """Those of units, in order, and the three of the root; `rows` are calls that need the same
+    bucket, one row after the other."""
+
+    units: list[Bucket]
+    before: Bucket
+    after: Bucket
+    root: Bucket
+    rows: list[tuple[Bucket, list[int]]]
+
+    @property
+    def all(self) -> list[Bucket]:
+        return [*self.units, self.before, self.after, self.root]
+
+    def done_at(self, row: int) -> bool:
+        """Whether nothing before this row uses its bucket."""
+        bucket, calls = self.rows[row]
+        return bucket.calls[0] == calls[0]
+
+
+def buckets(profile: Profile, plan: Plan) -> Buckets:
+    model, stage = profile.model, plan.stages[0]
+    units: list[Bucket] = []
+    of_name: dict[str, Bucket] = {}
+    for number, (name, kind) in enumerate(zip(model.calls, model.kind_of_call)):
+        if name not in of_name:
+            if len(of_name) % stage.joined == 0:
+                units.append(Bucket(0, 0, []))
+            of_name[name] = units[-1]
+            units[-1].elements += _kind(profile.model, kind).trainable
+            units[-1].frozen += _kind(profile.model, kind).frozen_bytes
+        of_name[name].calls.append(number)
+    rows: list[tuple[Bucket, list[int]]] = []
+    for number, name in enumerate(model.calls):
+        if not rows or rows[-1][0] is not of_name[name]:
+            rows.append((of_name[name], []))
+        rows[-1][1].append(number)
+    root = Bucket(model.root.trainable, model.root.frozen_bytes, [])
+    ends = [
+        Bucket(end.trainable, end.frozen_bytes, []) if named else Bucket(0, 0, [])
+        for end, named in ((model.root.before, stage.before), (model.root.after, stage.after))
+    ]
+    for end in ends:
+        root.elements -= end.elements
+        root.frozen -= end.frozen
+    return Buckets(units, *ends, root, rows)
+
+
 # -- links -----------------------------------------------------------------------------------------
 
 
@@ -55,29 +120,28 @@ class Wire:
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
+        self.buckets = buckets(profile, plan)
         self.group = "inside" if plan.sharding == "host" else "all"
         self.shares = _least_even(plan)
         self.stated = profile.cluster.network if not profile.network else None
 
-    def gather(self, unit: str, again: bool) -> float:
-        """Of a unit's parameters, before its forward, or before its backward (`again`)."""
+    def gather(self, bucket: Bucket, again: bool = False) -> float:
+        """Of a bucket's parameters, before its forward, or before its backward (`again`)."""
         stage = self.plan.zero_stage
         if stage == 0 or (again and stage < 3):
             return 0.0
-        elements, frozen = _elements(self.profile, unit), _frozen(self.profile, unit)
-        width = WIDTH[self.profile.compute_dtype]
-        total = self._collective("gather", elements, elements * width)
+        width = WIDTH[self.plan.communication_dtype]
+        total = self._collective("gather", bucket.elements, bucket.elements * width)
         if stage == 3:
-            total += self._collective("gather", frozen, frozen)
+            total += self._collective("gather", bucket.frozen, bucket.frozen)
         return total
 
-    def reduce(self, unit: str) -> float:
-        """Of a unit's gradient, until whoever needs the sum has it."""
-        elements = _elements(self.profile, unit)
-        size = elements * GRADIENT
-        total = self._collective("reduce", elements, size)
+    def reduce(self, bucket: Bucket) -> float:
+        """Of a bucket's gradient, until whoever needs the sum has it."""
+        size = bucket.elements * GRADIENT
+        total = self._collective("reduce", bucket.elements, size)
         if self.plan.zero_stage == 0:
-            total += self._collective("gather", elements, size)
+            total += self._collective("gather", bucket.elements, size)
         elif self.plan.sharding == "host":
             total += self._time("reduce", "native", "across", size)
         return total
@@ -89,21 +153,40 @@ class Wire:
         return "native" if equal and self._known(operation, "native") else named
 
     def padding_bytes(self) -> int:
-        """Beside the units' buffers: those of one gather and one reduction, filled up."""
-        longest = {"gather": 0, "reduce": 0}
-        for unit in _units(self.profile):
-            n = _elements(self.profile, unit)
-            sizes = {"gather": _gathered(self.profile, unit), "reduce": n * GRADIENT}
-            for operation, size in sizes.items():
-                if not self._alone() and self.form(operation, n) == "padded":
-                    longest[operation] = max(longest[operation], size)
-        return int(self.plan.collectives.padding * sum(longest.values()))
+        """Beside the buckets' own buffers: each rank's interval filled up, and one more of them, of
+        a reduction, and of the gathers that begin a step, of which the last may grow."""
+        if self.plan.zero_stage == 0:
+            return 0
+        of = self.buckets
+        others = max(self._padded_gather(bucket) for bucket in (*of.units, of.after))
+        reductions = max(self._padded("reduce", bucket.elements, GRADIENT) for bucket in of.all)
+        return self._padded_gather(of.before) + self._padded_gather(of.root) + others + reductions
 
-    def receives(self, unit: str) -> bool:
+    def _padded_gather(self, bucket: Bucket) -> int:
+        size = self._padded("gather", bucket.elements, WIDTH[self.plan.communication_dtype])
+        return size + (self._padded("gather", bucket.frozen, 1) if self.plan.zero_stage == 3 else 0)
+
+    def _padded(self, operation: str, numel: int, width: int) -> int:
+        if self._alone() or not numel or self.form(operation, numel) != "padded":
+            return 0
+        ranks = len(self.shares)
+        return (ranks + 1) * (ceil(numel * self.plan.collectives.padding / ranks) + 1) * width
+
+    def receives(self, bucket: Bucket) -> bool:
         """Whether all ranks' parts of the own interval arrive in a buffer of their own."""
-        return not self._alone() and self.form("reduce", _elements(self.profile, unit)) == (
-            "all_to_all"
-        )
+        if self._alone() or self.plan.zero_stage == 0:
+            return False
+        return self.form("reduce", bucket.elements) == "all_to_all"
+
+    def copied_rows(self) -> int:
+        """How many of its own intervals a rank fills to sum over hosts."""
+        if self.plan.sharding == "all" or self.plan.zero_stage == 0:
+            return 0
+        hosts = [tuple(w.state_share for w in host) for host in _hosts(self.plan).values()]
+        if len(hosts) == 1:
+            return 0
+        sent = arrived = len(hosts) - 1
+        return 2 if len(set(hosts)) == 1 else 2 + sent + arrived + 1
 
     def _alone(self) -> bool:
         return len(self.plan.workers) == 1
@@ -197,7 +280,7 @@ def _least_even(plan: Plan) -> tuple[float, ...]:
 def step_seconds(profile: Profile, plan: Plan) -> float:
     passes = [worker_seconds(profile, plan, rank) for rank in range(len(plan.workers))]
     update = max(update_seconds(profile, plan, rank) for rank in range(len(plan.workers)))
-    if plan.zero_stage >= 2:
+    if plan.zero_stage >= 1:
         longest = max(f for f, _ in passes) + max(b for _, b in passes)
     else:
         longest = max(f + b for f, b in passes)
@@ -205,11 +288,12 @@ def step_seconds(profile: Profile, plan: Plan) -> float:
 
 
 def exposed_seconds(profile: Profile, plan: Plan) -> float:
-    """The root's gather begins the step, and the reductions of the first call and of the root end
+    """The root's gathers begin the step, and the reductions of the first bucket and of the root end
     it."""
     wire = Wire(profile, plan)
-    ends = wire.reduce(profile.model.kind_of_call[0]) + wire.reduce(ROOT)
-    return wire.gather(ROOT, again=False) + ends + profile.step_overhead_s
+    of = wire.buckets
+    ends = wire.reduce(of.rows[0][0]) + wire.reduce(of.root) + wire.reduce(of.before)
+    return wire.gather(of.before) + wire.gather(of.root) + ends + profile.step_overhead_s
 
 
 def update_seconds(profile: Profile, plan: Plan, rank: int) -> float:
@@ -223,41 +307,58 @@ def update_seconds(profile: Profile, plan: Plan, rank: int) -> float:
 def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, float]:
     """Forward; and backward, with head and loss."""
     model, worker, wire = profile.model, plan.workers[rank], Wire(profile, plan)
-    times, calls, kinds = _class(profile, worker).units, model.calls, model.kind_of_call
-    micro_batches, last = sorted(worker.micro_batches), len(calls) - 1  # the smaller one first
-    in_layers = worker.mode.order == "layered"
+    times, kinds = _class(profile, worker).units, model.kind_of_call
+    rows, in_layers = wire.buckets.rows, worker.mode.order == "layered"
+    sizes = list(enumerate(worker.micro_batches))[::-1]  # the last one first; it may be smaller
 
-    def beside(curve: Curve, moved: float, at: int) -> float:
-        """All micro-batches, while a collective runs: beside all of them, or, if they run one
-        after the other, beside the `at`-th alone."""
-        each = [seconds(curve, n) for n in micro_batches]
-        alone = sum(each) if in_layers else (each[at] if each else 0.0)
-        rest = sum(each) - alone
-        return rest + max(alone, moved) + profile.contention * min(alone, moved)
+    def beside(moved: float, taken: list[float], at: int) -> float:
+        """Micro-batches that take so long, while a collective runs: beside all of them, or, if they
+        run one after the other, beside the `at`-th alone."""
+        alone = sum(taken) if in_layers else (taken[at] if taken else 0.0)
+        return sum(taken) - alone + max(alone, moved) + profile.contention * min(alone, moved)
 
-    def copied(kind: str) -> float:
+    def copied(calls: list[int]) -> float:
         if worker.mode.boundary == "device":
             return 0.0
-        kept = _kind(profile, kind).kept
-        return sum(seconds(_class(profile, worker).host_copy, held(kept, n)) for n in micro_batches)
+        copy = _class(profile, worker).host_copy
+        of = [_kind(_model(profile, worker), kinds[call]).kept for call in calls]
+        return sum(seconds(copy, held(kept, n)) for kept in of for _, n in sizes)
 
-    def backward_of(kind: str) -> Curve:
-        of = times[kind]
-        return of.backward if worker.mode.recompute or kind == ROOT else of.gradient
+    def backward_of(call: int, place: int, n: int) -> float:
+        of = times[kinds[call]]
+        return seconds(of.gradient if _keeps(profile, worker, call, place) else of.backward, n)
 
-    forward = beside(times[ROOT].forward, wire.gather(kinds[0], again=False), 0)
-    for k, kind in enumerate(kinds):
-        another = k < last and calls[k + 1] != calls[k]
-        moved = wire.gather(kinds[k + 1], again=False) if another else 0.0
-        forward += max(beside(times[kind].forward, moved, 0), copied(kind))
-    backward = beside(times[ROOT].backward, wire.gather(kinds[last], again=True), -1)
-    for k in reversed(range(last + 1)):
-        another = k > 0 and calls[k - 1] != calls[k]
-        moved = wire.gather(kinds[k - 1], again=True) if another else 0.0
-        if k < last and calls[k + 1] not in calls[: k + 1]:  # its gradient is complete
-            moved += wire.reduce(kinds[k + 1])
-        backward += max(beside(backward_of(kinds[k]), moved, -1), copied(kinds[k]))
-    return forward, backward
+    forward = beside(
+        wire.gather(rows[0][0]), [seconds(times[ROOT].forward, n) for _, n in sizes], 0
+    )
+    for number, (_, calls) in enumerate(rows):
+        following = rows[number + 1][0] if number + 1 < len(rows) else wire.buckets.after
+        taken = [sum(seconds(times[kinds[c]].forward, n) for c in calls) for _, n in sizes]
+        forward += max(beside(wire.gather(following), taken, 0), copied(calls))
+    heads = [seconds(times[ROOT].backward, n) for _, n in sizes]
+    backward, last = sum(heads), sum(heads[-1:])
+    for number in reversed(range(len(rows))):
+        calls = rows[number][1]
+        moved = wire.gather(rows[number - 1][0], again=True) if number else 0.0
+        if number + 1 == len(rows):
+            moved += wire.reduce(wire.buckets.after)
+        elif wire.buckets.done_at(number + 1):
+            moved += wire.reduce(rows[number + 1][0])
+        taken = [sum(backward_of(c, place, n) for c in calls) for place, n in sizes]
+        taken_last = sum(taken[-1:])
+        whole = max(beside(moved, taken, -1), copied(calls))
+        backward += whole
+        last += whole - (sum(taken) - taken_last)
+    return (forward, backward) if in_layers else (forward + backward - last, last)
+
+
+def _keeps(profile: Profile, worker: Worker, call: int, place: int) -> bool:
+    """Whether a micro-batch keeps the graph of a call."""
+    if not worker.mode.recompute:
+        return True
+    batches, calls = len(worker.micro_batches), len(profile.model.calls)
+    later = [(c, p) for c in range(calls) for p in range(batches) if (c, p) > (call, place)]
+    return len(later) < worker.kept_graphs
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -273,105 +374,157 @@ def moments_bytes(profile: Profile, plan: Plan, rank: int) -> list[tuple[int, in
     """What is held at each moment of a step that counts, on the device and on its host."""
     always = _state(profile, plan, rank) + profile.model.root.buffer_bytes
     always += _class(profile, plan.workers[rank]).framework_bytes
+    always += _laid_out(profile, plan, plan.workers[rank].compute_dtype) + _arriving(
+        profile, plan, rank
+    )
     always += Wire(profile, plan).padding_bytes()
     return [(always + device, host) for device, host in _moments(profile, plan, rank)]
 
 
+def _laid_out(profile: Profile, plan: Plan, dtype: str) -> int:
+    """Whole parameters and gradients: each in memory of its own, or, from stage 3 and 2 on, in
+    memory that buckets take turns in. Parameters in another dtype than they are gathered in arrive
+    elsewhere, one bucket after the other."""
+    of, width, gathered = buckets(profile, plan), WIDTH[dtype], WIDTH[plan.communication_dtype]
+    wider = max(1, width // gathered)
+    full = {id(b): _aligned(b.elements * width) + _aligned(b.frozen * wider) for b in of.all}
+    gradients = {id(b): _aligned(b.elements * GRADIENT) for b in of.all}
+    gathered_at, filled_at = _in_use(of)
+    total = 0
+    if dtype != plan.communication_dtype:
+        total = max(_aligned(b.elements * gathered) + _aligned(b.frozen) for b in of.all)
+    for sizes, times, shared in (
+        (full, gathered_at, plan.zero_stage == 3),
+        (gradients, filled_at, plan.zero_stage >= 2),
+    ):
+        if shared:
+            slots = share_slots([Buffer(sizes[id(b)], tuple(times[id(b)])) for b in of.all])
+            total += slots.total_bytes
+        else:
+            total += sum(sizes.values())
+    return total
+
+
+def _aligned(size: int) -> int:
+    return ceil(size / 512) * 512
+
+
+def _in_use(of: Buckets) -> tuple[dict[int, list], dict[int, list]]:
+    """By identity of a bucket, from and until which moments of a step its parameters are there, and
+    its gradient; moment 0 is before the first row, n that of row n, then comes the head, then rows
+    backward."""
+    gathered: dict[int, list] = {id(b): [] for b in of.all}
+    filled: dict[int, list] = {id(b): [] for b in of.all}
+    last, order = len(of.rows), [bucket for bucket, _ in of.rows]
+    end = 2 * last + 2
+    for number, bucket in enumerate(order):
+        forward, backward = number + 1, 2 * last + 1 - number
+        if number == last - 1:
+            gathered[id(bucket)].append((forward - 1, backward))
+        else:
+            gathered[id(bucket)] += [(forward - 1, forward), (backward - 1, backward)]
+    gathered[id(of.root)] = [(0, end)]
+    gathered[id(of.before)] = [(0, 0)]
+    gathered[id(of.after)] = [(last, last + 1)]
+    done = [n for n in reversed(range(last)) if of.done_at(n)]
+    for place, number in enumerate(done):
+        bucket = order[number]
+        begun = 2 * last + 1 - max(n for n in range(last) if order[n] is bucket)
+        gone = 2 * last + 1 - done[place + 1] if place + 1 < len(done) else end
+        filled[id(bucket)] = [(begun, gone)]
+    filled[id(of.root)] = filled[id(of.before)] = [(last + 1, end)]
+    filled[id(of.after)] = [(last + 1, 2 * last + 1 - done[0])]
+    return gathered, filled
+
+
+def _arriving(profile: Profile, plan: Plan, rank: int) -> int:
+    """Where all ranks' parts of the own interval arrive, and hosts add up: as large as ever."""
+    if plan.zero_stage == 0:
+        return 0
+    wire, own = Wire(profile, plan), plan.workers[rank]
+    together = [w for w in plan.workers if plan.sharding == "all" or w.host == own.host]
+    of = wire.buckets.all
+    arriving = [_owned_of(plan, rank, b.elements) for b in of if wire.receives(b)]
+    rows = len(together) if len(together) > 1 else 0
+    copied = wire.copied_rows() * max(_owned_of(plan, rank, b.elements) for b in of)
+    return (rows * max(arriving, default=0) + copied) * GRADIENT
+
+
 def _state(profile: Profile, plan: Plan, rank: int) -> int:
     """What lasts: of its own intervals, and of what is not divided."""
-    stage, narrow = plan.zero_stage, profile.compute_dtype != "fp32"
-    model, width = profile.model, WIDTH[profile.compute_dtype]
-    units = [ROOT, *dict(zip(model.calls, model.kind_of_call)).values()]
-    whole = sum(_elements(profile, unit) for unit in units)
-    owned = sum(_owned(profile, plan, rank, unit) for unit in units)
-    frozen = sum(_frozen(profile, unit) for unit in units)
-    frozen_owned = sum(_owned_of(plan, rank, _frozen(profile, unit)) for unit in units)
+    stage, dtype = plan.zero_stage, plan.workers[rank].compute_dtype
+    rounded = {dtype, plan.communication_dtype} != {"fp32"}
+    of = buckets(profile, plan).all
+    whole = sum(b.elements for b in of)
+    owned = sum(_owned_of(plan, rank, b.elements) for b in of)
+    frozen_owned = sum(_owned_of(plan, rank, b.frozen) for b in of)
     moments = profile.optimizer_bytes_per_element
     if stage == 3:
         return owned * (MASTER + GRADIENT + moments) + frozen_owned
-    master = MASTER if narrow else 0  # else the parameters themselves
-    total = whole * width + frozen
-    total += (owned if stage == 2 else whole) * GRADIENT
+    master = MASTER if rounded else 0  # else the parameters themselves
+    total = owned * GRADIENT if stage == 2 else 0
+    if dtype != plan.communication_dtype:  # as they are gathered
+        total += frozen_owned if stage else sum(b.frozen for b in of)
     return total + (owned if stage else whole) * (master + moments)
 
 
 def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """Bytes on the device and on its host, beside what lasts, as a step goes on."""
-    model, worker, wire = profile.model, plan.workers[rank], Wire(profile, plan)
-    calls, kinds, stage = model.calls, model.kind_of_call, plan.zero_stage
-    micro_batches, mode, last = worker.micro_batches, worker.mode, len(calls) - 1
-    ranks = len(_least_even(plan))
+    worker = plan.workers[rank]
+    model = _model(profile, worker)
+    kinds, micro_batches, mode = model.kind_of_call, worker.micro_batches, worker.mode
+    in_layers = mode.order == "layered"
 
     def under_way(curve: Curve) -> int:
         """Of all micro-batches in layers; of one if they run one after the other."""
         each = [held(curve, n) for n in micro_batches] or [0.0]
-        return ceil(sum(each) if mode.order == "layered" else max(each))
+        return ceil(sum(each) if in_layers else max(each))
 
     def largest(curve: Curve, times: int = 1) -> int:
-        return ceil(times * max((held(curve, n) for n in micro_batches), default=0.0))
+        return ceil(times * _most(curve, micro_batches))
 
-    def left(kind: str) -> Curve:
-        of = _kind(profile, kind)
-        return of.kept if mode.recompute else of.saved
+    def graphs(upto: int) -> int:
+        """What graphs add that are kept one by one; one after the other, the largest counts."""
+        total = 0
+        for call in range(upto if worker.kept_graphs else 0):
+            of = _kind(model, kinds[call])
+            keeping = [n for p, n in enumerate(micro_batches) if _keeps(profile, worker, call, p)]
+            if in_layers:
+                total += max(
+                    0, sum(ceil(held(of.saved, n)) - ceil(held(of.kept, n)) for n in keeping)
+                )
+            elif keeping:
+                kept = ceil(held(of.kept, micro_batches[0]))
+                total += max(0, ceil(held(of.saved, max(keeping))) - kept)
+        return total
 
     def kept(upto: int) -> tuple[int, int]:
         """By the calls before `upto`: on the device, and on the host."""
-        device, host = under_way(model.root.kept), 0
+        device, host = under_way(model.root.kept) + graphs(upto), 0
         for kind in sorted(set(kinds[:upto])):
-            all_calls = kinds[:upto].count(kind) * under_way(left(kind))
+            of = _kind(model, kind)
+            left = of.kept if mode.recompute else of.saved
+            all_calls = kinds[:upto].count(kind) * under_way(left)
             if mode.boundary == "host":
                 host += all_calls
-                all_calls = min(all_calls, largest(left(kind), 2))
+                all_calls = min(all_calls, largest(left, 2))
             device += all_calls
         return device, host
-
-    def gathered(*units: str) -> int:
-        return sum(_gathered(profile, unit) for unit in units) if stage == 3 else 0
-
-    def buffers(names: set[str]) -> int:
-        """Whole gradients, where ranks do not keep them anyway."""
-        kind_of = dict(zip(calls, kinds)) | {ROOT: ROOT}
-        return sum(_elements(profile, kind_of[n]) * GRADIENT for n in names) if stage >= 2 else 0
-
-    def arriving(*units: str) -> int:
-        if stage == 0:
-            return 0
-        own = [_owned(profile, plan, rank, unit) for unit in units if wire.receives(unit)]
-        return ranks * sum(own) * GRADIENT
 
     def moment(upto: int, *sizes: int) -> tuple[int, int]:
         device, host = kept(upto)
         return device + sum(sizes), host
 
-    for k, kind in enumerate(kinds):
-        ahead = kinds[k + 1 : k + 2] if calls[k + 1 : k + 2] != (calls[k],) else ()
-        yield moment(k + 1, gathered(ROOT, kind, *ahead), largest(_kind(profile, kind).forward))
-    between = under_way(_kind(profile, kinds[last]).gradient)
-    yield moment(
-        last + 1, gathered(ROOT, kinds[last]), buffers({ROOT}), between, largest(model.root.head)
-    )
-    alive, reducing = {ROOT}, []
-    for k in reversed(range(last + 1)):
-        of = _kind(profile, kinds[k])
-        ahead = kinds[k - 1 : k] if k and calls[k - 1] != calls[k] else ()
-        alive.add(calls[k])
-        on_the_way = [kinds[calls.index(name)] for name in reducing]
+    for call, kind in enumerate(kinds):
+        yield moment(call + 1, largest(_kind(model, kind).forward))
+    yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(model.root.head))
+    for call in reversed(range(len(kinds))):
+        of = _kind(model, kinds[call])
         work = largest(of.backward)
-        if not mode.recompute:  # what was kept need not be made again
+        again = not all(_keeps(profile, worker, call, p) for p in range(len(micro_batches)))
+        if micro_batches and not again:  # what was kept need not be made again
             work = ceil(max(_most(of.backward, micro_batches) - _most(of.saved, micro_batches), 0))
-        yield moment(
-            k + 1, gathered(ROOT, kinds[k], *ahead), buffers(alive), under_way(of.gradient), work,
-            arriving(*on_the_way),
-        )  # fmt: skip
-        if calls[k] not in calls[:k]:
-            yield moment(
-                k, gathered(ROOT, *ahead), buffers(alive), under_way(of.gradient),
-                arriving(*on_the_way, kinds[k]),
-            )  # fmt: skip
-            alive -= set(reducing)
-            reducing = [calls[k]]
-    on_the_way = [kinds[calls.index(name)] for name in reducing]
-    yield moment(0, gathered(ROOT), buffers(alive), arriving(*on_the_way, ROOT))
+        yield moment(call + 1, under_way(of.gradient), work)
 
 
 def _most(curve: Curve, micro_batches: tuple[int, ...]) -> float:
@@ -381,12 +534,14 @@ def _most(curve: Curve, micro_batches: tuple[int, ...]) -> float:
 # -- the profile -----------------------------------------------------------------------------------
 
 
-def _units(profile: Profile) -> list[str]:
-    return [ROOT, *(kind.name for kind in profile.model.kinds)]
+def _kind(model: ModelProfile, name: str) -> UnitKind:
+    return next(kind for kind in model.kinds if kind.name == name)
 
 
-def _kind(profile: Profile, name: str) -> UnitKind:
-    return next(kind for kind in profile.model.kinds if kind.name == name)
+def _model(profile: Profile, worker: Worker) -> ModelProfile:
+    """In the dtype that the worker computes in."""
+    models = (profile.model, *profile.other_models)
+    return next(model for model in models if model.compute_dtype == worker.compute_dtype)
 
 
 def _class(profile: Profile, worker: Worker) -> ClassProfile:
@@ -394,19 +549,13 @@ def _class(profile: Profile, worker: Worker) -> ClassProfile:
 
 
 def _elements(profile: Profile, unit: str) -> int:
-    return profile.model.root.trainable if unit == ROOT else _kind(profile, unit).trainable
+    return profile.model.root.trainable if unit == ROOT else _kind(profile.model, unit).trainable
 
 
 def _frozen(profile: Profile, unit: str) -> int:
-    return profile.model.root.frozen_bytes if unit == ROOT else _kind(profile, unit).frozen_bytes
-
-
-def _gathered(profile: Profile, unit: str) -> int:
-    return _elements(profile, unit) * WIDTH[profile.compute_dtype] + _frozen(profile, unit)
-
-
-def _owned(profile: Profile, plan: Plan, rank: int, unit: str) -> int:
-    return _owned_of(plan, rank, _elements(profile, unit))
+    return (
+        profile.model.root.frozen_bytes if unit == ROOT else _kind(profile.model, unit).frozen_bytes
+    )
 
 
 def _owned_of(plan: Plan, rank: int, numel: int) -> int:

@@ -11,7 +11,7 @@ from gpumix.cost.time import can
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.program import OUTSIDE, Task
+from gpumix.simulate.program import BACK, FRONT, OUTSIDE, Task
 from gpumix.spec.plan import PLAIN, Mode, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING
@@ -102,33 +102,35 @@ def lockstep_s(replay: Replay) -> float:
             key = (task.kind, task.call)
             longest[key] = max(longest.get(key, 0.0), task.seconds, task.copied_s)
     moved = {(c.kind, c.call): c.seconds for c in program.collectives}
-    total = program.overhead_s + moved.get(("gather", OUTSIDE), 0.0)
+    total = program.overhead_s
+    total += moved.get(("gather", OUTSIDE), 0.0) + moved.get(("gather", FRONT), 0.0)
     last = len(program.calls) - 1
     for (kind, call), seconds in longest.items():
         total += max(seconds, sum(moved.get(move, 0.0) for move in _beside(kind, call, last)))
-    ends = (("reduce", 0), ("reduce", OUTSIDE))
+    ends = (("reduce", 0), ("reduce", OUTSIDE), ("reduce", FRONT))
     return total + sum(moved.get(move, 0.0) for move in ends)
 
 
 def _beside(kind: str, call: int, last: int) -> list[tuple[str, int]]:
     if kind == "forward":
-        return [("gather", call + 1)]  # of the root, whose number is one below: the first call's
-    if kind == "head":
-        return [("regather", last)]
+        following = BACK if call == last else call + 1  # the root's number is one below the first
+        return [("gather", following)]
     if kind == "backward":
-        return [("reduce", call + 1)] + ([("regather", call - 1)] if call else [])
+        following = BACK if call == last else call + 1
+        return [("reduce", following)] + ([("regather", call - 1)] if call else [])
     return []
 
 
 def head_s(replay: Replay) -> float:
-    """The longest of the heads, and of the gather beside them."""
+    """What a rank may do before it waits for others that are not through their forward: the
+    longest of the heads with the last call's backward, and what moves beside that."""
     tasks: list[Task] = [task for lane in replay.program.lanes for task in lane.tasks]
-    heads = [task.seconds for task in tasks if task.kind == "head"]
     last = len(replay.program.calls) - 1
-    gathers = [
-        c.seconds for c in replay.program.collectives if (c.kind, c.call) == ("regather", last)
-    ]
-    return max([*heads, *gathers])
+    heads = [task.seconds for task in tasks if task.kind == "head"]
+    of_last = [t.seconds for t in tasks if (t.kind, t.call) == ("backward", last)]
+    beside = [("reduce", BACK), ("regather", last - 1)]
+    moved = (c.seconds for c in replay.program.collectives if (c.kind, c.call) in beside)
+    return max(heads) + max(of_last) + sum(moved)
 
 
 def on_stream(replay: Replay, lane: int) -> dict[str, list[Event]]:

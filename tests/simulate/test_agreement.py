@@ -1,10 +1,11 @@
 """The replay against the closed form of `cost`.
 
-Equal where all ranks are alike. At ZeRO stages 0 and 1, where ranks meet only at the end, never
-longer. At stage 3 the formula takes ranks to meet at the turn to the backward pass and nowhere in a
-pass; in truth they may run the head before that, and are held together within a call or two. So the
-replay lies between the formula less the longest head, and a step in which all ranks meet after
-every call. At stage 2, which gathers nothing in the backward pass, the latter holds. Contention c
+Equal where all ranks are alike. At ZeRO stage 0, where ranks meet only at the end, never longer.
+At stage 3 the formula takes ranks to meet at the turn to the backward pass and nowhere in a
+pass; in truth they may run the head and the last call's backward before that, and are held together
+within a call or two. So the replay lies between the formula less these, and a step in which all ranks meet after
+every call. At stage 2, which gathers nothing in the backward pass, the latter holds; at stage 1
+too, where all go in layers. Contention c
 makes a step longer, by no more than 1 + c.
 """
 
@@ -49,7 +50,7 @@ def test_a_step_by_hand():
     # The slow card binds: its calls take 2 and 6 s, its root 1 and 2 s. Collectives take 3 and 5 s.
     ends = 3 + 5 + 5
     forward = max(1, 3) + max(2, 3) + 2
-    backward = max(2, 3) + max(6, 3) + max(6, 5)
+    backward = 2 + max(6, 3) + max(6, 5)
     update = 0.5 * 2500 * 2e-4
     assert simulate(measured, plan).step_s == pytest.approx(
         0.25 + ends + forward + backward + update
@@ -94,7 +95,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     replay = simulate(measured.model_copy(update={"model": model}), plan)
     assert agrees(replay)
     assert [(c.kind, c.call) for c in replay.program.collectives] == [
-        ("gather", -1), ("gather", 0), ("regather", 1), ("reduce", 0), ("reduce", -1), ("meet", -1)
+        ("gather", -1), ("gather", 0), ("reduce", 0), ("reduce", -1), ("meet", -1)
     ]  # fmt: skip
 
 
@@ -107,8 +108,7 @@ def test_of_frozen_units_only_parameters_move():
     measured = measured.model_copy(update={"model": frozen})
     replay = simulate(measured, plan_by_hand(measured, (1, 1)))
     moves = [(event.kind, event.call) for event in replay.events if event.lane is None]
-    assert moves == [("gather", -1), ("gather", 0), ("gather", 1), ("regather", 1), ("regather", 0),
-                     ("reduce", -1)]  # fmt: skip
+    assert moves == [("gather", -1), ("gather", 0), ("gather", 1), ("regather", 0), ("reduce", -1)]  # fmt: skip
     assert agrees(replay)
 
 
@@ -117,9 +117,9 @@ def test_of_frozen_units_only_parameters_move():
 
 @EASY
 @given(small_profiles(), st.data())
-def test_below_stage_2_no_longer_than_the_formula_says(profile, data):
+def test_at_stage_0_no_longer_than_the_formula_says(profile, data):
     profile = without_contention(profile)
-    plan = data.draw(any_plans(profile, (0, 1)))
+    plan = data.draw(any_plans(profile, (0,)))
     replay = simulate(profile, plan)
     assert replay.step_s <= replay.predicted_s * (1 + ROUNDING)
 

@@ -97,13 +97,13 @@ def test_collectives_are_issued_in_the_order_of_the_engine():
         program = program_of(measured, plan_by_hand(measured, samples))
         assert [(c.kind, c.call) for c in program.collectives] == [
             ("gather", -1), ("gather", 0), ("gather", 1), ("gather", 2),
-            ("regather", 2), ("regather", 1), ("reduce", 2), ("regather", 0), ("reduce", 1),
-            ("reduce", 0), ("reduce", -1), ("meet", -1),
+            ("regather", 1), ("reduce", 2), ("regather", 0), ("reduce", 1), ("reduce", 0),
+            ("reduce", -1), ("meet", -1),
         ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "gathers", "regathers", "reductions"), [(0, 0, 0, 4), (1, 4, 0, 4), (3, 4, 3, 4)]
+    ("zero_stage", "gathers", "regathers", "reductions"), [(0, 0, 0, 4), (1, 4, 0, 4), (3, 4, 2, 4)]
 )
 def test_collectives_of_each_stage(zero_stage, gathers, regathers, reductions):
     measured = cards((1.0, 2.0), calls=3, network=wire(1.0, 1.0))
@@ -162,7 +162,7 @@ def test_what_all_devices_do_together_is_one_event():
     lanes, calls = replay.program.lanes, len(profile.model.calls)
     assert len(lanes) == 64
     computed = len(lanes) * (2 * calls + 3)  # both passes of calls and root, and the update
-    moved = 3 * calls + 2
+    moved = 3 * calls + 1  # the last call stays between the passes
     assert sum(event.lane is None for event in replay.events) == moved
     assert len(replay.events) == computed + moved
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gpumix.hardware.decoder import Decoder
     from gpumix.planner.base import PlanRequest
     from gpumix.spec.cluster import Cluster
-    from gpumix.spec.job import Job, OptimizerSpec
     from gpumix.spec.dtypes import Precision
+    from gpumix.spec.job import Job, OptimizerSpec
     from gpumix.spec.profile import Profile
     from gpumix.spec.space import Space
 

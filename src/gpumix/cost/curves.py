@@ -102,6 +102,16 @@ class MicroBatches:
         """Samples of the smallest micro-batch."""
         return np.where(self.rest > 0, self.rest, self.size)
 
+    @property
+    def count(self) -> IntArray:
+        """How many micro-batches there are."""
+        return self.full + (self.rest > 0)
+
+    def last_of(self, number: IntArray) -> tuple[IntArray, IntArray]:
+        """Of the last so many micro-batches: those of `size`, and those of `rest` samples."""
+        rest = np.where(self.rest > 0, np.minimum(number, 1), 0)
+        return number - rest, rest
+
     def seconds(self, curve: Curve) -> FloatArray:
         """Seconds of all micro-batches together."""
         return self._once("all", curve, lambda: self.over_all(partial(seconds_at, curve)))

@@ -1,14 +1,15 @@
 """How many bytes a worker holds at its peak, by cause. All amounts are bytes.
 
-The peak is the largest of the moments in `cost.phases`. Each is linear in the worker's share of the
-state (its state, and the buffer that receives gradients), so a choice of samples and micro-batch
-leaves room for a largest share: `MemoryModel.capacity`, which the planner searches with.
-`cost.predict` counts a finished plan exactly, by the intervals that `spec.plan.cut` gives.
+Parameters, gradients and what collectives fill lie where the engine laid them out before the first
+step; what samples hold is largest at one of the moments in `cost.phases`. What is laid out is
+linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
+choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, which the
+planner searches with. `cost.predict` counts a finished plan exactly, by the intervals that
+`spec.plan.cut` gives.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,13 @@ from math import ceil
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at
-from gpumix.cost.network import GRADIENT_BYTES, Links, UnitSize, unit_sizes
+from gpumix.cost.buckets import GRADIENT_BYTES, Buckets, UnitSize
+from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at
+from gpumix.cost.network import Links
 from gpumix.cost.phases import Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import DTYPE_BYTES, Mode, ZeroStage, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, ZeroStage, cut_sizes
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
@@ -34,16 +36,18 @@ SHARD_GRADIENT_BYTES = 4
 CUDA_RESERVE = 0.06
 CPU_RESERVE = 0.02
 
-# A cut rounds both ends of an interval: at most one element a unit, one more for the float sums.
+# A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
 ROUNDING_ELEMENTS = 2
 
 
 @dataclass(frozen=True)
 class Owned:
-    """What one rank stores: elements of one unit of each kind, and all its frozen bytes."""
+    """What one rank stores: elements of one bucket of each name, and all its frozen bytes; and how
+    many ranks divide the state with it, itself among them."""
 
-    elements: tuple[tuple[str, int], ...]  # by kind
+    elements: tuple[tuple[str, int], ...]  # by name
     frozen_bytes: int
+    ranks: int
 
 
 def usable_bytes(device_class: DeviceClass) -> int:
@@ -52,20 +56,16 @@ def usable_bytes(device_class: DeviceClass) -> int:
     return int(device_class.memory_bytes * (1.0 - reserve))
 
 
-def unit_counts(model: ModelProfile) -> Counter[str]:
-    """Units of each kind, the root among them; a unit that is called twice is one unit."""
-    return Counter({ROOT: 1}) + Counter(dict(zip(model.calls, model.kind_of_call)).values())
-
-
-def owned_by_rank(model: ModelProfile, shares: tuple[float, ...]) -> tuple[Owned, ...]:
+def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, ...]:
     """What each rank stores at these shares, to the element."""
-    counts, sizes = unit_counts(model), unit_sizes(model)
+    counts, sizes = buckets.counts(), buckets.sizes
     trainable = {name: cut_sizes(size.trainable, shares) for name, size in sizes.items()}
     frozen = {name: cut_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
     return tuple(
         Owned(
             elements=tuple((name, owned[rank]) for name, owned in trainable.items()),
             frozen_bytes=sum(n * frozen[name][rank] for name, n in counts.items()),
+            ranks=len(shares),
         )
         for rank in range(len(shares))
     )
@@ -73,14 +73,14 @@ def owned_by_rank(model: ModelProfile, shares: tuple[float, ...]) -> tuple[Owned
 
 @dataclass(frozen=True)
 class Demands:
-    """Bytes by phase (first axis) of many choices: without state, and what a share of it adds.
+    """Bytes of many choices: without state, and what a share of it adds.
 
     `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
     """
 
     fixed: FloatArray
-    rounding: FloatArray
-    per_share: FloatArray
+    rounding: float
+    per_share: float
 
     def capacity(self, free_bytes: float) -> FloatArray:
         """The largest share of the state, at most 1, that each choice leaves room for.
@@ -89,111 +89,39 @@ class Demands:
         even without state.
         """
         room = free_bytes - self.fixed
-        share = ((room - self.rounding) / self.per_share).min(axis=0)
-        return np.where(room.min(axis=0) >= 0, np.clip(share, 0.0, 1.0), -1.0)
+        share = (room - self.rounding) / self.per_share
+        return np.where(room >= 0, np.clip(share, 0.0, 1.0), -1.0)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
     """What a model holds whose state is divided over `ranks` ranks, for any samples, micro-batch,
-    mode and share.
-
-    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
-    parameters beside a narrower copy (1), the gradients (2), the parameters (3). Parameters that
-    are computed with in fp32 are their own masters.
-    """
+    mode and share, in any dtype that was measured."""
 
     profile: Profile
     links: Links
     ranks: int
     zero_stage: ZeroStage = 3
 
-    @cached_property
-    def sizes(self) -> Mapping[str, UnitSize]:
-        return unit_sizes(self.profile.model)
-
-    @cached_property
-    def counts(self) -> Mapping[str, int]:
-        return unit_counts(self.profile.model)
-
-    @cached_property
-    def sharded_per_element(self) -> float:
-        """Bytes of one element's state that its owner alone keeps; the mean over the model."""
-        masters = MASTER_BYTES if self.zero_stage == 3 or self._narrow else 0
-        gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
-        return masters + gradient + self.profile.optimizer_bytes_per_element
-
-    @cached_property
-    def sharded_bytes(self) -> int:
-        """State of the whole model, as far as the shares divide it."""
-        if self.zero_stage == 0:
-            return 0
-        frozen = self._frozen_bytes if self.zero_stage == 3 else 0
-        return ceil(self._parameters * self.sharded_per_element) + frozen
-
-    @cached_property
-    def replicated_bytes(self) -> int:
-        """State that every rank keeps whole."""
-        elements = self._parameters
-        if self.zero_stage == 3:
-            return 0
-        held = elements * DTYPE_BYTES[self.profile.compute_dtype] + self._frozen_bytes
-        if self.zero_stage <= 1:
-            held += elements * SHARD_GRADIENT_BYTES
-        if self.zero_stage == 0:
-            held += ceil(elements * self.sharded_per_element)
-        return held
-
-    @cached_property
-    def _parameters(self) -> int:
-        return self.profile.model.parameters
-
-    @cached_property
-    def _narrow(self) -> bool:
-        return self.profile.compute_dtype != "fp32"
-
-    @cached_property
-    def _frozen_bytes(self) -> int:
-        return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
-
     def demands(self, held: Activations) -> Demands:
-        """What each choice takes in each phase, to compare with any amount of memory."""
-        alike, spare, per_share = self._in_phases
+        """What each choice takes at its peak, to compare with any amount of memory."""
+        state = self.state(held.compute_dtype)
         return Demands(
-            fixed=held.column(alike) + held.in_phases,
-            rounding=held.column(spare),
-            per_share=held.column(per_share),
+            fixed=sum(state.laid_out.values()) + held.most,
+            rounding=state.rounding,
+            per_share=state.bytes_per_share,
         )
+
+    def state(self, compute_dtype: ComputeDtype) -> StateModel:
+        """What does not depend on samples, on a device that computes in this dtype."""
+        if compute_dtype not in self._states:
+            made = StateModel(self.profile, self.links, self.ranks, self.zero_stage, compute_dtype)
+            self._states[compute_dtype] = made
+        return self._states[compute_dtype]
 
     @cached_property
-    def _in_phases(self) -> tuple[list[float], list[int], list[int]]:
-        """By phase: what all choices take, what is set aside for rounding, what a share adds."""
-        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        an_element = ceil(self.sharded_per_element) + 1
-        rounding = ROUNDING_ELEMENTS * sum(self.counts.values()) * an_element
-        moments = phases(self.profile.model)
-        return (
-            [float(sum(self._of_any_choice(phase).values())) for phase in moments],
-            [rounding + self._received_bytes(phase, one_off) for phase in moments],
-            [max(1, self.bytes_per_share(phase)) for phase in moments],
-        )
-
-    def _of_any_choice(self, phase: Phase) -> dict[str, FloatArray | float]:
-        """Bytes of `phase` by cause that depend neither on samples nor on the share."""
-        gathered = phase.gathered if self.zero_stage == 3 else ()
-        gradients = phase.gradients if self.zero_stage >= 2 else ()
-        return {
-            "replicas": self.replicated_bytes,
-            "buffers": self.profile.model.root.buffer_bytes,
-            "gathered": self.links.padding_bytes
-            + sum(self.sizes[n].gathered_bytes(self.profile.compute_dtype) for n in gathered),
-            "gradients": sum(self.sizes[n].gradient_bytes for n in gradients),
-        }
-
-    def bytes_per_share(self, phase: Phase) -> int:
-        """What `phase` holds more at share 1 than at share 0."""
-        whole = {name: size.trainable for name, size in self.sizes.items()}
-        return self.sharded_bytes + self._received_bytes(phase, whole)
+    def _states(self) -> dict[ComputeDtype, StateModel]:
+        return {}
 
     def ones_are_least(self, largest: int) -> bool:
         """Whether no cut of samples takes less memory than micro-batches of one sample.
@@ -201,48 +129,168 @@ class MemoryModel:
         True where keeping m samples at once takes at least m times what one takes, up to `largest`
         and but for the last digits.
         """
-        model, sizes = self.profile.model, np.arange(1, largest + 1)
-        of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
-        together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
-        return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
+        models = (self.profile.model, *self.profile.other_models)
+        return all(_ones_are_least(model, largest) for model in models)
 
     def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
         """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
-        state = np.asarray([self._owned_bytes(o) for o in owned], np.float64)
-        elements = [dict(o.elements) for o in owned]
-        received = np.asarray(
-            [[self._received_bytes(phase, own) for own in elements] for phase in held.phases],
-            np.float64,
-        )
-        alike = [float(sum(self._of_any_choice(phase).values())) for phase in held.phases]
-        highest = np.argmax(held.column(alike) + held.in_phases + received, axis=0)
-        peaks: list[dict[str, int]] = [{}] * len(owned)
-        for number in set(highest.tolist()):
-            phase, places = held.phases[number], np.flatnonzero(highest == number)
-            causes = {"state": state} | self._of_any_choice(phase) | held.by_cause(phase)
-            causes["gradients"] = causes["gradients"] + received[number]
-            by_cause = {
-                cause: np.broadcast_to(size, state.shape)[places].astype(np.int64).tolist()
-                for cause, size in causes.items()
-            }
-            for k, place in enumerate(places):
-                peaks[place] = {cause: sizes[k] for cause, sizes in by_cause.items()}
-        return peaks
+        found: list[dict[str, int]] = []
+        state = self.state(held.compute_dtype)
+        of_samples = [held.by_cause(phase) for phase in held.phases]
+        for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
+            laid_out = state.laid_out
+            arriving = state.received_bytes(dict(own.elements), own.ranks)
+            causes = {"state": state.owned_bytes(own)} | laid_out
+            causes["gradients"] = laid_out["gradients"] + arriving
+            samples = of_samples[number]
+            found.append(causes | {cause: _at(samples[cause], place) for cause in samples})
+        return found
 
-    def _owned_bytes(self, owned: Owned) -> int:
+
+def _ones_are_least(model: ModelProfile, largest: int) -> bool:
+    sizes = np.arange(1, largest + 1)
+    of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
+    together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
+    return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
+
+
+@dataclass(frozen=True)
+class StateModel:
+    """What a device holds of the state, and of what collectives fill, whatever its samples are.
+
+    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
+    parameters beside a rounded copy (1), the gradients (2), the parameters (3). Parameters that
+    nothing rounds are their own masters. What arrives in another dtype than that of this device
+    needs memory of its own, and frozen parameters are stored as they are gathered.
+    """
+
+    profile: Profile
+    links: Links
+    ranks: int
+    zero_stage: ZeroStage
+    compute_dtype: ComputeDtype
+
+    @property
+    def buckets(self) -> Buckets:
+        return self.links.buckets
+
+    @property
+    def sizes(self) -> Mapping[str, UnitSize]:
+        return self.buckets.sizes
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        return self.buckets.counts()
+
+    @property
+    def gathered_dtype(self) -> ComputeDtype:
+        return self.links.communication_dtype or self.compute_dtype
+
+    @property
+    def _casts(self) -> bool:
+        return self.gathered_dtype != self.compute_dtype
+
+    @cached_property
+    def sharded_per_element(self) -> float:
+        """Bytes of one element's state that its owner alone keeps; the mean over the model."""
+        rounded = self._casts or self.compute_dtype != "fp32"
+        masters = MASTER_BYTES if self.zero_stage == 3 or rounded else 0
+        gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
+        return masters + gradient + self.profile.optimizer_bytes_per_element
+
+    @cached_property
+    def sharded_bytes(self) -> int:
+        """State of the whole model, as far as the shares divide it."""
+        return 0 if self.zero_stage == 0 else self._whole_bytes
+
+    @cached_property
+    def _whole_bytes(self) -> int:
+        frozen = self._frozen_bytes if self._stores_frozen else 0
+        return ceil(self._parameters * self.sharded_per_element) + frozen
+
+    @cached_property
+    def replicated_bytes(self) -> int:
+        """State that every rank keeps whole."""
+        if self.zero_stage == 3:
+            return 0
+        held = self._full_bytes
+        if self.zero_stage <= 1:
+            held += self.buckets.gradient_bytes(self.zero_stage)
+        if self.zero_stage == 0:
+            held += self._whole_bytes
+        return held
+
+    @property
+    def _full_bytes(self) -> int:
+        width, stored = DTYPE_BYTES[self.compute_dtype], DTYPE_BYTES[self.gathered_dtype]
+        widened = max(1, width // stored)
+        return self.buckets.full_bytes(self.compute_dtype, self.zero_stage, widened=widened)
+
+    @cached_property
+    def _parameters(self) -> int:
+        return self.profile.model.parameters
+
+    @property
+    def _stores_frozen(self) -> bool:
+        """Whether frozen parameters are stored beside those that are computed with."""
+        return self.zero_stage == 3 or self._casts
+
+    @cached_property
+    def _frozen_bytes(self) -> int:
+        return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
+
+    @cached_property
+    def laid_out(self) -> dict[str, int]:
+        """Bytes by cause that depend neither on samples nor on the share."""
+        gathered = gradients = 0
+        if self.zero_stage == 3:
+            gathered = self._full_bytes
+        if self.zero_stage >= 2:
+            gradients = self.buckets.gradient_bytes(self.zero_stage)
+        if self._casts:
+            gathered += self.buckets.arriving_bytes(self.gathered_dtype)
+        return {
+            "replicas": self.replicated_bytes,
+            "buffers": self.profile.model.root.buffer_bytes,
+            "gathered": gathered + self.links.padding_bytes,
+            "gradients": gradients,
+        }
+
+    @cached_property
+    def rounding(self) -> float:
+        """What is set aside for the rounding of a cut."""
+        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
+        elements = ROUNDING_ELEMENTS * sum(self.counts.values())
+        received = self.received_bytes(one_off, self.ranks)
+        return elements * (self.sharded_per_element + 1) + received
+
+    @cached_property
+    def bytes_per_share(self) -> int:
+        """What is held more at share 1 than at share 0; at least 1."""
+        whole = {name: size.trainable for name, size in self.sizes.items()}
+        return max(1, self.sharded_bytes + self.received_bytes(whole, self.ranks))
+
+    def owned_bytes(self, owned: Owned) -> int:
+        """State of a rank that stores `owned`."""
         if self.zero_stage == 0:
             return 0
         elements = sum(self.counts[name] * n for name, n in owned.elements)
-        frozen = owned.frozen_bytes if self.zero_stage == 3 else 0
+        frozen = owned.frozen_bytes if self._stores_frozen else 0
         return ceil(elements * self.sharded_per_element) + frozen
 
-    def _received_bytes(self, phase: Phase, own: Mapping[str, int]) -> int:
-        """The buffers in which all ranks' parts of the own interval arrive, to be summed there;
-        `own` is the length of that interval by kind."""
-        if self.zero_stage == 0 or not self.links.all_to_all:
+    def received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
+        """The buffers in which all ranks' parts of the own interval arrive, to be summed there, and
+        in which hosts add up theirs; `own` is the length of that interval by bucket. One reduction
+        runs at a time, and the next one finds the same memory."""
+        if self.zero_stage == 0:
             return 0
-        arriving = [own[name] for name in phase.reduced if name in self.links.all_to_all]
-        return self.ranks * sum(arriving) * GRADIENT_BYTES
+        arriving = [own[name] for name in self.links.all_to_all] if ranks > 1 else []
+        copied = self.links.copied_rows * max(own.values())
+        return (ranks * max(arriving, default=0) + copied) * GRADIENT_BYTES
+
+
+def _at(sizes: FloatArray | float, place: int) -> int:
+    return int(sizes if isinstance(sizes, float) else sizes[place])
 
 
 class Activations:
@@ -251,14 +299,25 @@ class Activations:
     In layers all micro-batches wait at every call; one after the other, only one does. Without
     recompute a call leaves its graph behind, and its backward needs so much less for itself. What
     is kept on the host passes through two buffers of one micro-batch each.
+
+    Args:
+        kept_graphs: of each worker's pairs of call and micro-batch, how many keep their graph
+            though the mode recomputes; those that come last in the forward pass.
     """
 
-    def __init__(self, model: ModelProfile, micro: MicroBatches, mode: Mode) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        micro: MicroBatches,
+        mode: Mode,
+        kept_graphs: IntArray | None = None,
+    ) -> None:
         self._model = model
         self._micro = micro
         self._mode = mode
         self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
-        together = micro.bytes if mode.order == "layered" else micro.largest_bytes
+        self._layered = mode.order == "layered"
+        together = micro.bytes if self._layered else micro.largest_bytes
         left = {name: self._left_behind(kind) for name, kind in self._kinds.items()}
         self._kept = {name: _up(together(curve)) for name, curve in left.items()}
         self._kept[ROOT] = _up(together(model.root.kept))
@@ -269,12 +328,19 @@ class Activations:
         self._working = {(ROOT, "head"): _up(micro.largest_bytes(model.root.head))}
         for name, kind in self._kinds.items():
             self._working[name, "forward"] = _up(micro.largest_bytes(kind.forward))
-            self._working[name, "backward"] = _up(self._of_backward(kind))
+            self._working[name, "backward"] = _up(self._of_backward(kind, kept=not mode.recompute))
+        self._graphs: _KeptGraphs | None = None
+        if kept_graphs is not None and kept_graphs.any():
+            self._graphs = _KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        return self._model.compute_dtype
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The moments of a step."""
-        return phases(self._model)
+        return phases(self._model, every_call=self._graphs is not None)
 
     @cached_property
     def in_phases(self) -> FloatArray:
@@ -283,6 +349,11 @@ class Activations:
         for place, phase in enumerate(self.phases):
             found[place] = sum(self.by_cause(phase).values())
         return found
+
+    @cached_property
+    def most(self) -> FloatArray:
+        """Bytes on the device at the peak."""
+        return np.asarray(self.in_phases.max(axis=0))
 
     @cached_property
     def on_host(self) -> FloatArray:
@@ -294,19 +365,19 @@ class Activations:
                 most = np.maximum(most, sum(kept))
         return most
 
-    def column(self, by_phase: Sequence[float]) -> FloatArray:
-        """One number a phase, to go with `in_phases`."""
-        return np.asarray(by_phase, np.float64).reshape(-1, *(1,) * self._micro.size.ndim)
-
     def by_cause(self, phase: Phase) -> dict[str, FloatArray | float]:
         """Bytes on the device in `phase`: what calls leave until their backward, gradients between
         two calls of all micro-batches that are under way, and what the one that is computed needs.
         """
-        boundary, working = phase.boundary, phase.working
+        boundary, working = phase.boundary, self._working[phase.working]
+        if self._graphs is not None and phase.working[1] == "backward":
+            kind = self._kinds[phase.working[0]]
+            whole = self._graphs.all_kept(phase.calls - 1)
+            working = np.where(whole, _up(self._of_backward(kind, kept=True)), working)
         return {
             "activations": self._kept_in(phase),
             "boundary gradients": 0.0 if boundary is None else self._boundary[boundary],
-            "working set": 0.0 if working is None else self._working[working],
+            "working set": working,
         }
 
     def _kept_in(self, phase: Phase) -> FloatArray | float:
@@ -314,11 +385,13 @@ class Activations:
         for name, count in phase.kept:
             kept, passing = count * self._kept[name], self._passing.get(name)
             total = total + (kept if passing is None else np.minimum(kept, passing))
+        if self._graphs is not None:
+            total = total + self._graphs.bytes_before[phase.calls]
         return total
 
-    def _of_backward(self, kind: UnitKind) -> FloatArray:
+    def _of_backward(self, kind: UnitKind, *, kept: bool) -> FloatArray:
         whole = self._micro.largest_bytes(kind.backward)
-        if kind.saved is None or self._mode.recompute:
+        if kind.saved is None or not kept:
             return whole
         return np.maximum(whole - self._micro.largest_bytes(kind.saved), 0.0)
 
@@ -327,6 +400,44 @@ class Activations:
             return kind.kept
         assert kind.saved is not None, "the mode keeps graphs, which were not measured"
         return kind.saved
+
+
+class _KeptGraphs:
+    """What graphs add that are kept though the mode recomputes.
+
+    Attributes:
+        bytes_before: of all calls before each, and of all, as rows: what is held at once.
+    """
+
+    def __init__(
+        self, model: ModelProfile, micro: MicroBatches, kept: IntArray, *, in_layers: bool
+    ) -> None:
+        self._micro, self._kept, self._calls = micro, kept, len(model.calls)
+        rows = [np.zeros(micro.size.shape)]
+        for call, name in enumerate(model.kind_of_call):
+            kind = model.kind(name)
+            assert kind.saved is not None, "graphs are kept, which were not measured"
+            full, rest = micro.last_of(self.of_call(call))
+            more = [_up(bytes_at(kind.saved, n)) - _up(bytes_at(kind.kept, n)) for n in
+                    (micro.size, micro.rest)]  # fmt: skip
+            if in_layers:
+                added = full * more[0] + rest * more[1]
+            else:  # one micro-batch at a time: the one that keeps the most of this call
+                smaller = _up(bytes_at(kind.saved, micro.rest)) - _up(
+                    bytes_at(kind.kept, micro.size)
+                )
+                added = np.where(full > 0, more[0], np.where(rest > 0, smaller, 0.0))
+            rows.append(rows[-1] + np.maximum(added, 0.0))
+        self.bytes_before = np.stack(rows)
+
+    def of_call(self, call: int) -> IntArray:
+        """How many of the micro-batches keep the graph of `call`."""
+        count = self._micro.count
+        return np.asarray(np.clip(self._kept - (self._calls - 1 - call) * count, 0, count))
+
+    def all_kept(self, call: int) -> IntArray:
+        """Where all micro-batches keep the graph of `call`."""
+        return np.asarray(self.of_call(call) == self._micro.count)
 
 
 def free_bytes(profile: Profile, device_class: str) -> int:

@@ -1,40 +1,31 @@
 """How long the collectives of a plan take, and which form each of them has.
 
-`Links` holds, by unit kind and for `ROOT`, the seconds of each gather and reduction. They come from
-a `Wire`: measured over the ranks that ran, or worked out from stated links. As in `engine.comm`, a
-buffer whose intervals are equal goes by the backend's native collective, where there is one; all
-others go by the form that the plan names.
+`Links` holds, by name of the bucket (`cost.buckets`), the seconds of each gather and reduction.
+They come from a `Wire`: measured over the ranks that ran, or worked out from stated links. As in
+`engine.comm`, a buffer whose intervals are equal goes by the backend's native collective, where
+there is one; all others go by the form that the plan names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Self
 
+from gpumix.cost.buckets import (
+    BEFORE,
+    GRADIENT_BYTES,
+    SINGLE,
+    Buckets,
+    Joining,
+    UnitSize,
+    buckets_of,
+)
 from gpumix.cost.wire import Operation, Wire
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, Sharding, ZeroStage, cut_sizes
-from gpumix.spec.profile import ROOT, ModelProfile, Profile, RankGroup
-
-GRADIENT_BYTES = 4  # gradients are filled and reduced in fp32
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What one unit of a kind puts on the wire: elements with a gradient, and bytes without."""
-
-    trainable: int
-    frozen_bytes: int
-
-    def gathered_bytes(self, compute_dtype: str) -> int:
-        """Bytes of the unit's gathered parameters."""
-        return self.trainable * DTYPE_BYTES[compute_dtype] + self.frozen_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the unit's whole gradient."""
-        return self.trainable * GRADIENT_BYTES
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Sharding, ZeroStage, cut_sizes
+from gpumix.spec.profile import ROOT, Profile, RankGroup
 
 
 @dataclass(frozen=True)
@@ -73,15 +64,21 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the state is divided: the ZeRO stage, among whom, by which collectives, into which cuts.
+    """How the state is divided: the ZeRO stage, among whom, by which collectives, into which cuts,
+    in which buckets.
 
-    Where each host divides the whole state, the cuts are those of one host.
+    Where each host divides the whole state, the cuts are those of one host; `hosts` of them do, and
+    `alike` says whether all cut in the same way.
     """
 
     zero_stage: ZeroStage
     sharding: Sharding
     collectives: Collectives
     cuts: Cuts
+    communication_dtype: ComputeDtype
+    joining: Joining = SINGLE
+    hosts: int = 1
+    alike: bool = False
 
     @property
     def group(self) -> RankGroup:
@@ -91,19 +88,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of each collective by unit kind (and `ROOT`), and who needs a receive buffer.
+    """Seconds of each collective by bucket, and who needs a receive buffer.
 
     `gather_s` is of the forward pass, `regather_s` of the backward pass, `reduce_s` of all that
     happens to a gradient. `contention` is what a collective and computing cost each other.
-    `padding_bytes` is what padded collectives fill beside the units' own buffers.
+    `padding_bytes` is what padded collectives fill beside the units' own buffers. `copied_rows` is
+    how many times its own interval a rank needs to sum its gradient over hosts. Without a
+    `communication_dtype` parameters are rounded to nothing but what a rank computes in.
     """
 
+    buckets: Buckets
     gather_s: Mapping[str, float]
     regather_s: Mapping[str, float]
     reduce_s: Mapping[str, float]
-    all_to_all: frozenset[str]
+    all_to_all: frozenset[str] = frozenset()
     contention: float = 0.0
     padding_bytes: int = 0
+    copied_rows: int = 0
+    communication_dtype: ComputeDtype | None = None
 
     @property
     def take_no_time(self) -> bool:
@@ -112,47 +114,51 @@ class Links:
         return not any(any(seconds.values()) for seconds in every)
 
 
-def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
-    """The size of each unit kind, and of the root under `ROOT`."""
-    sizes = {k.name: UnitSize(k.trainable, k.frozen_bytes) for k in model.kinds}
-    return sizes | {ROOT: UnitSize(model.root.trainable, model.root.frozen_bytes)}
-
-
 def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
     """The collectives of a plan whose state is divided by `layout`.
 
     Raises:
         InputError: nothing is known of a form that is needed.
     """
-    moves = _Moves(profile, wire, layout)
-    sizes = unit_sizes(profile.model)
+    moves, buckets = _Moves(wire, layout), _buckets_of(profile, layout)
+    sizes = buckets.sizes
     gather = {name: moves.gather_s(size) for name, size in sizes.items()}
     none = dict.fromkeys(sizes, 0.0)
     if layout.cuts.ranks == 1 and layout.sharding == "all":
-        return free_links(profile.model)
+        return replace(free_links(buckets), communication_dtype=layout.communication_dtype)
     return Links(
+        buckets,
         gather_s=none if layout.zero_stage == 0 else gather,
         regather_s=gather if layout.zero_stage == 3 else none,
         reduce_s={name: moves.reduce_s(size) for name, size in sizes.items()},
         all_to_all=frozenset(n for n, s in sizes.items() if moves.needs_receive_buffer(s)),
         contention=profile.contention,
-        padding_bytes=moves.padding_bytes(sizes),
+        padding_bytes=moves.padding_bytes(buckets),
+        copied_rows=moves.copied_rows,
+        communication_dtype=layout.communication_dtype,
     )
 
 
-def free_links(model: ModelProfile) -> Links:
+def _buckets_of(profile: Profile, layout: Layout) -> Buckets:
+    """As they are gathered. Only frozen parameters depend on the dtype; they are taken as measured
+    where nothing was measured in that of the communication."""
+    known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
+    return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
+
+
+def free_links(buckets: Buckets) -> Links:
     """Collectives that take neither time nor memory: those of one rank, and of no network."""
-    none = dict.fromkeys(unit_sizes(model), 0.0)
-    return Links(none, none, none, frozenset())
+    none = dict.fromkeys(buckets.sizes, 0.0)
+    return Links(buckets, none, none, none)
 
 
 class _Moves:
     """The collectives of one layout."""
 
-    def __init__(self, profile: Profile, wire: Wire, layout: Layout) -> None:
+    def __init__(self, wire: Wire, layout: Layout) -> None:
         self._wire = wire
         self._layout = layout
-        self._dtype = profile.compute_dtype
+        self._dtype = layout.communication_dtype
         self._padding = layout.collectives.padding
 
     def gather_s(self, size: UnitSize) -> float:
@@ -177,22 +183,41 @@ class _Moves:
 
     def needs_receive_buffer(self, size: UnitSize) -> bool:
         """Whether all ranks' parts of the own interval arrive in a buffer of their own."""
-        return self._form("reduce", size.trainable) == "all_to_all"
+        divided = self._layout.zero_stage > 0
+        return divided and self._form("reduce", size.trainable) == "all_to_all"
 
-    def padding_bytes(self, sizes: Mapping[str, UnitSize]) -> int:
-        """The buffers that padded collectives fill beside the units': one gather and one reduction
-        are in flight at a time."""
-        gathers = [
-            s.gathered_bytes(self._dtype)
-            for s in sizes.values()
-            if self._form("gather", s.trainable) == "padded"
-        ]
-        reductions = [
-            s.gradient_bytes
-            for s in sizes.values()
-            if self._form("reduce", s.trainable) == "padded"
-        ]
-        return int(self._padding * (max(gathers, default=0) + max(reductions, default=0)))
+    @property
+    def copied_rows(self) -> int:
+        """Own intervals in the sum over hosts: two that last, for the next bucket is reduced
+        meanwhile; where hosts cut unlike, also what is sent to all others and arrives from them,
+        and the sum."""
+        layout = self._layout
+        if layout.sharding == "all" or layout.zero_stage == 0 or layout.hosts == 1:
+            return 0
+        return 2 if layout.alike else 2 + 2 * (layout.hosts - 1) + 1
+
+    def padding_bytes(self, buckets: Buckets) -> int:
+        """What padded collectives fill, the whole run: of a reduction, and of as many gathers as
+        there are at once, which are three at the beginning of a step."""
+        if self._layout.zero_stage == 0:
+            return 0
+        gathers = {name: self._padded_gather(size) for name, size in buckets.sizes.items()}
+        reductions = [self._padded("reduce", s, GRADIENT_BYTES) for s in buckets.sizes.values()]
+        ends = gathers.pop(ROOT) + gathers.pop(BEFORE)
+        return ends + max(gathers.values(), default=0) + max(reductions, default=0)
+
+    def _padded_gather(self, size: UnitSize) -> int:
+        trainable = self._padded("gather", size, DTYPE_BYTES[self._dtype])
+        if self._layout.zero_stage < 3:
+            return trainable
+        return trainable + self._padded("gather", UnitSize(size.frozen_bytes, 0), 1)
+
+    def _padded(self, operation: Operation, size: UnitSize, width: int) -> int:
+        """Every rank's interval as long as the longest may be, and one more of them."""
+        ranks = self._layout.cuts.ranks
+        if not size.trainable or self._form(operation, size.trainable) != "padded":
+            return 0
+        return (ranks + 1) * (ceil(size.trainable * self._padding / ranks) + 1) * width
 
     def _seconds(self, operation: Operation, numel: int, size: int) -> float:
         if not size:

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, MicroBatches
+from gpumix.cost.buckets import Joining
+from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.memory import (
     Activations,
     MemoryModel,
@@ -30,7 +31,7 @@ from gpumix.cost.time import (
 )
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
+from gpumix.spec.plan import ComputeDtype, Mode, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
 
 
@@ -65,6 +66,10 @@ class _Alike:
     mode: Mode
     ranks: list[int]
     micro: MicroBatches
+    kept_graphs: IntArray
+
+
+_Holding = tuple[Mode, bool, ComputeDtype]  # whether it keeps some graphs though it recomputes
 
 
 class _Step:
@@ -96,7 +101,7 @@ class _Step:
         forward, backward = self._passes_s
         free_forward, free_backward = forward, backward
         if not self._links.take_no_time:
-            free_forward, free_backward = self._passes(free_links(self._profile.model))
+            free_forward, free_backward = self._passes(free_links(self._links.buckets))
         hidden = self._longest(free_forward, free_backward) + float(update.max())
         busy = free_forward + free_backward + update
         peaks, host = self._peaks()
@@ -131,39 +136,47 @@ class _Step:
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
         for alike in self._alike():
             forward[alike.ranks], backward[alike.ranks] = pass_seconds(
-                self._profile, alike.device_class, links, alike.micro, alike.mode
+                self._profile,
+                alike.device_class,
+                links,
+                alike.micro,
+                alike.mode,
+                alike.kept_graphs,
             )
         return forward, backward
 
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
-        same: dict[Mode, dict[tuple[int, int, Owned], list[int]]] = {}
+        same: dict[_Holding, dict[tuple[int, int, int, Owned], list[int]]] = {}
         for rank, worker in enumerate(self._workers):
-            key = (worker.samples, worker.micro_batch, owned[rank])
-            same.setdefault(worker.mode, {}).setdefault(key, []).append(rank)
+            kept = worker.kept_graphs
+            key = (worker.samples, worker.micro_batch, kept, owned[rank])
+            holding = (worker.mode, kept > 0, worker.compute_dtype)
+            same.setdefault(holding, {}).setdefault(key, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
         framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
-        for mode, alike in same.items():
-            micro = MicroBatches.of([n for n, _, _ in alike], [m for _, m, _ in alike])
-            held = Activations(self._profile.model, micro, mode)
-            found = self._memory.peaks(held, [own for _, _, own in alike])
-            for ranks, peak, kept in zip(alike.values(), found, held.on_host):
+        for (mode, _, dtype), alike in same.items():
+            samples, sizes, graphs, stored = zip(*alike)
+            micro = MicroBatches.of(samples, sizes)
+            held = Activations(self._profile.model_in(dtype), micro, mode, np.asarray(graphs))
+            found = self._memory.peaks(held, stored)
+            for ranks, peak, on_host in zip(alike.values(), found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
                 for rank in ranks:
-                    peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(kept)
+                    peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(on_host)
         return peaks, host
 
     def _owned(self) -> list[Owned]:
         if self._plan.sharding == "all":
-            return list(owned_by_rank(self._profile.model, self._plan.stages[0].shares))
+            return list(owned_by_rank(self._links.buckets, self._plan.stages[0].shares))
         owned: dict[int, Owned] = {}
         known: dict[tuple[float, ...], tuple[Owned, ...]] = {}
         for ranks in by_host(self._workers).values():
             shares = tuple(self._workers[rank].state_share for rank in ranks)
             if shares not in known:
-                known[shares] = owned_by_rank(self._profile.model, shares)
+                known[shares] = owned_by_rank(self._links.buckets, shares)
             owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
@@ -174,7 +187,8 @@ class _Step:
         for (name, mode), ranks in groups.items():
             samples = [self._workers[rank].samples for rank in ranks]
             sizes = [self._workers[rank].micro_batch for rank in ranks]
-            yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes))
+            kept = np.asarray([self._workers[rank].kept_graphs for rank in ranks])
+            yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes), kept)
 
 
 def links_of_plan(profile: Profile, plan: Plan) -> Links:
@@ -183,8 +197,17 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
-    cuts = Cuts.at(shares_of_group(plan))
-    layout = Layout(plan.zero_stage, plan.sharding, plan.collectives, cuts)
+    shares = shares_by_host(plan)
+    layout = Layout(
+        plan.zero_stage,
+        plan.sharding,
+        plan.collectives,
+        Cuts.at(shares_of_group(plan)),
+        plan.communication_dtype,
+        Joining.of(profile.model, plan),
+        hosts=len(shares),
+        alike=len(set(shares)) == 1,
+    )
     wire = wire_for(profile, on_hosts((w.host, w.device_class) for w in plan.workers))
     return links_for(profile, wire, layout)
 
@@ -205,16 +228,20 @@ def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
     return found
 
 
+def shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
+    """The shares of the ranks of each host."""
+    workers = plan.workers
+    return [
+        tuple(workers[rank].state_share for rank in ranks) for ranks in by_host(workers).values()
+    ]
+
+
 def shares_of_group(plan: Plan) -> tuple[float, ...]:
     """The shares of those that divide the state between them; of several hosts, those that are the
     least even, for all wait for them."""
     if plan.sharding == "all":
         return plan.stages[0].shares
-    workers = plan.workers
-    groups = [
-        tuple(workers[rank].state_share for rank in ranks) for ranks in by_host(workers).values()
-    ]
-    return max(groups, key=lambda shares: (max(shares) * len(shares), len(shares)))
+    return max(shares_by_host(plan), key=lambda shares: (max(shares) * len(shares), len(shares)))
 
 
 def check_match(profile: Profile, plan: Plan) -> None:
@@ -226,20 +253,30 @@ def check_match(profile: Profile, plan: Plan) -> None:
     for what, planned, profiled in (
         ("model", plan.model, profile.model.fingerprint),
         ("sequence length", plan.sequence_length, profile.sequence_length),
-        ("precision", plan.compute_dtype, profile.compute_dtype),
     ):
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
-    for name, mode in sorted(
-        {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
+    _check_classes(profile, plan)
+
+
+def _check_classes(profile: Profile, plan: Plan) -> None:
+    measured = {c.device_class: c.compute_dtype for c in profile.classes}
+    for name, mode, dtype in sorted(
+        {(w.device_class, w.mode, w.compute_dtype) for w in plan.workers}, key=repr
     ):
-        if name not in {c.device_class for c in profile.classes}:
+        if name not in measured:
             raise InputError(
                 f"the profile knows nothing of device class '{name}'",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
+        if dtype != measured[name]:
+            raise InputError(
+                f"the plan's precision is {dtype}, the profile's is {measured[name]}",
+                where=f"device class '{name}'",
+                fix="give the profile that the plan was made from, or plan again from this one",
             )
         if not can(profile, name, mode):
             raise InputError(

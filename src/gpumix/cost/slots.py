@@ -6,12 +6,20 @@ a step allocates nothing; the memory model counts what it lays out. Both ask her
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what it gives out
 
 # Closed intervals of whole numbers.
 Times = tuple[tuple[int, int], ...]
 ALWAYS: Times = ((-(2**60), 2**60),)
+
+
+def aligned(size: int) -> int:
+    """`size` in bytes, rounded up so that what lies behind it is aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -20,10 +28,6 @@ class Buffer:
 
     bytes: int
     times: Times
-
-    def meets(self, other: Buffer) -> bool:
-        """Whether both are in use at the same time."""
-        return any(a <= d and c <= b for a, b in self.times for c, d in other.times)
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,39 @@ def _size(slots: Slots) -> int:
 
 
 def _in_order(buffers: Sequence[Buffer], order: Sequence[int]) -> Slots:
-    held: list[list[int]] = []
+    held: list[_Held] = []
     slot_of = [0] * len(buffers)
     for number in order:
-        free = (s for s, held_by in enumerate(held) if not _any_meets(buffers, number, held_by))
-        slot = next(free, len(held))
+        buffer = buffers[number]
+        slot = next((s for s, used in enumerate(held) if used.free(buffer)), len(held))
         if slot == len(held):
-            held.append([])
-        held[slot].append(number)
+            held.append(_Held())
+        held[slot].take(buffer)
         slot_of[number] = slot
-    return Slots(tuple(slot_of), tuple(max(buffers[n].bytes for n in slot) for slot in held))
+    return Slots(tuple(slot_of), tuple(slot.bytes for slot in held))
 
 
-def _any_meets(buffers: Sequence[Buffer], number: int, others: Sequence[int]) -> bool:
-    return any(buffers[number].meets(buffers[other]) for other in others)
+class _Held:
+    """A slot: when it is in use, by buffers none of which meets another."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._times: list[tuple[int, int]] = []  # sorted
+
+    def free(self, buffer: Buffer) -> bool:
+        """Whether nobody uses the slot while `buffer` is in use."""
+        for begin, end in buffer.times:
+            after = bisect_left(self._times, (begin, begin))
+            if after < len(self._times) and self._times[after][0] <= end:
+                return False
+            if after and self._times[after - 1][1] >= begin:
+                return False
+        return True
+
+    def take(self, buffer: Buffer) -> None:
+        self.bytes = max(self.bytes, buffer.bytes)
+        for time in buffer.times:
+            insort(self._times, time)
 
 
 # -- the engine's buffers --------------------------------------------------------------------------

@@ -1,19 +1,20 @@
 """How long a step of a plan takes. One formula, for the planner's search and for the report.
 
-What happens in a step of layered accumulation with ZeRO-3 (`engine.layered`), and what it costs:
+What happens in a step of layered accumulation at ZeRO stage 3 (`engine.layered`), and what it
+costs. A *run* is a row of calls that compute with one bucket (`cost.buckets`).
 
-* The root is gathered first, and nothing hides that. The code before the first unit then runs while
-  the first call is gathered: max(root forward, G_first).
-* Forward. All of a worker's micro-batches run through unit call k while the parameters of call k+1
-  are gathered, so call k takes the longer of the two: max(F_k, G_{k+1}), where F_k is the sum over
-  the micro-batches.
-* Head and loss of each micro-batch run forward and backward while the last call is gathered again:
-  max(root backward, G_last).
-* Backward. While call k is recomputed and differentiated, call k-1 is gathered and the gradient of
-  call k+1 is reduced. Both use the same links, so their times add: max(B_k, G_{k-1} + R_{k+1}).
-  A unit that is called in succession is gathered once; one that is called again is reduced once,
-  after the first of its calls.
-* Nothing hides the reductions of the first call and of the root, which end the step.
+* The root is gathered first, what only its beginning uses before the rest, and nothing hides that.
+  The code before the first unit then runs while the first run's bucket is gathered:
+  max(root forward, G_first).
+* Forward. All of a worker's micro-batches run through run k while the bucket of run k+1 is
+  gathered, so run k takes the longer of the two: max(F_k, G_{k+1}), where F_k is the sum over its
+  calls and the micro-batches. While the last run computes, what only the head uses is gathered.
+* Head and loss of each micro-batch run forward and backward. The last run's bucket stays.
+* Backward. While run k is recomputed and differentiated, the bucket of run k-1 is gathered and the
+  gradient of run k+1 is reduced, beside the last run that of what only the head uses. Both use the
+  same links, so their times add: max(B_k, G_{k-1} + R_{k+1}). A bucket that several runs use is
+  reduced once, after the first of them.
+* Nothing hides the reductions of the first run and of the root, which end the step.
 * The optimizer updates what a worker stores: its share x parameters x seconds per element.
 
     step = exposed + max_w forward_w + max_w backward_w + max_w optimizer_w
@@ -21,19 +22,22 @@ What happens in a step of layered accumulation with ZeRO-3 (`engine.layered`), a
 
 The maxima are taken apart because ranks wait for one another at the turn from forward to backward
 (nobody's first backward reduction ends before everybody has come there) and before the optimizer.
-Within a pass every rank's own sum counts: ranks drift by a call or so and need not meet at each.
+Within a pass every rank's own sum counts: ranks drift by a run or so and need not meet at each.
 A rank without samples still takes part in every collective. All times are seconds.
 
 Below ZeRO stage 3 parameters stay gathered, so the backward gathers nothing; at stage 0 nothing is
-gathered at all, and R is an all-reduce. At stages 0 and 1 every rank has room for all gradients, so
-no reduction has to end before the next unit goes on, and ranks meet only at the end: there the
-longest sum of forward and backward counts. A worker that runs its micro-batches one after the other
-(`sequential`) hides gathers behind its first forward only, reductions behind its last backward; if
-one is smaller it goes first, for there is more to reduce than to gather.
+gathered at all, and R is an all-reduce. There no reduction has to end before the next one begins,
+and ranks meet only at the end: the longest sum of forward and backward counts.
+
+A worker that runs its micro-batches one after the other (`sequential`) hides gathers behind its
+first forward only, reductions behind its last backward; if one is smaller it goes first, for there
+is more to reduce than to gather. All but its last head and backward counts as its forward: before
+those it reduces nothing. Of pairs of call and micro-batch whose graph is kept though the mode
+recomputes, the backward takes what that of a kept graph takes.
 
 What runs at the same time is not free: max(a, b) above stands for max(a, b) + c min(a, b), where
 the profile's contention c is between 0 (perfect overlap) and 1 (none). Inputs that are kept on the
-host are copied beside it all: a call takes no less than its copies.
+host are copied beside it all: a run takes no less than its copies.
 """
 
 from __future__ import annotations
@@ -41,38 +45,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, MicroBatches, bytes_at, seconds_at
+from gpumix.cost.buckets import BEFORE, Beside, Names
+from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import Mode, ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
 
-Names = tuple[str, ...]
-T = TypeVar("T")
-Counts = tuple[tuple[T, int], ...]
-
-NOTHING = ""  # in the place of a unit kind: no collective runs
-
 
 def pass_seconds(
-    profile: Profile, name: str, links: Links, micro: MicroBatches, mode: Mode
+    profile: Profile,
+    name: str,
+    links: Links,
+    micro: MicroBatches,
+    mode: Mode,
+    kept_graphs: IntArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of the forward and of the backward pass, the head and loss with the latter, for each
     worker, or each choice, of `micro` on a device of class `name`."""
-    computing = Computing(profile.model, profile.of_class(name), micro, mode)
-    work = _Work(computing, links)
-    return work.forward_seconds(), work.backward_seconds()
+    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
+    work = _Work(computing, links, kept_graphs)
+    forward, backward = work.forward_seconds(), work.backward_seconds()
+    if mode.order == "layered":
+        return forward, backward
+    early = computing.seconds_before_last()
+    return forward + early, backward - early
 
 
 def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """Seconds of all that a device of class `name` computes and copies in both passes, one after
     the other: of ways that take as long, the one with the least work is the better one."""
-    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
     for kind, count in Counter(profile.model.kind_of_call).items():
         both = computing.forward_s(kind) + computing.backward_s(kind)
@@ -82,27 +88,25 @@ def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -
 
 def passes_meet(zero_stage: ZeroStage) -> bool:
     """Whether all ranks wait for one another between forward and backward."""
-    return zero_stage >= 2
+    return zero_stage >= 1
 
 
 def exposed_seconds(profile: Profile, links: Links) -> float:
     """Seconds of a step that no computing hides, whatever the workers' samples are."""
-    first = profile.model.kind_of_call[0]
-    ends = links.gather_s[ROOT] + links.reduce_s[first] + links.reduce_s[ROOT]
+    ends = links.gather_s[ROOT] + links.gather_s[BEFORE]
+    ends += links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
     return ends + profile.step_overhead_s
 
 
-def moved_seconds(profile: Profile, links: Links) -> tuple[float, float]:
+def moved_seconds(links: Links) -> tuple[float, float]:
     """Seconds of the two passes of a rank without samples: it waits for the collectives."""
-    model = profile.model
-    calls, kinds = model.calls, model.kind_of_call
-    forward = links.gather_s[kinds[0]]
-    for (_, gathered), count in _forward_counts(calls, kinds):
-        forward += count * links.gather_s.get(gathered, 0.0)
-    backward = links.regather_s[kinds[-1]]
-    for (_, gathered, reduced), count in _backward_counts(calls, kinds):
-        moved = links.regather_s.get(gathered, 0.0) + links.reduce_s.get(reduced, 0.0)
-        backward += count * moved
+    forward = links.gather_s[links.buckets.kind(0)]
+    for beside, count in links.buckets.forward_counts:
+        forward += count * links.gather_s.get(beside.gathered, 0.0)
+    backward = 0.0
+    for beside, count in links.buckets.backward_counts:
+        moved = links.regather_s.get(beside.gathered, 0.0)
+        backward += count * (moved + links.reduce_s.get(beside.reduced, 0.0))
     return forward, backward
 
 
@@ -137,6 +141,19 @@ class Computing:
         kept, copy = self.model.kind(kind).kept, self.device.host_copy
         return self.micro.over_all(lambda sizes: seconds_at(copy, bytes_at(kept, sizes)))
 
+    def backward_with_graphs(self, kind: str, kept: IntArray, call: int) -> FloatArray:
+        """Of call number `call` if of all pairs of call and micro-batch the last `kept` of the
+        forward pass keep their graph."""
+        times, micro = self.device.units[kind], self.micro
+        assert times.gradient is not None, "graphs are kept, which were not measured"
+        later = (len(self.model.calls) - 1 - call) * micro.count
+        full, rest = micro.last_of(np.clip(kept - later, 0, micro.count))
+        less = [
+            seconds_at(times.backward, sizes) - seconds_at(times.gradient, sizes)
+            for sizes in (micro.size, micro.rest)
+        ]
+        return np.asarray(micro.seconds(times.backward) - full * less[0] - rest * less[1])
+
     def forward_curve(self, kind: str) -> Curve:
         """Of one micro-batch by its samples."""
         return self.device.units[kind].forward
@@ -149,6 +166,14 @@ class Computing:
         assert times.gradient is not None, "the mode keeps graphs, which were not measured"
         return times.gradient
 
+    def seconds_before_last(self) -> FloatArray:
+        """Of heads and backward passes of all micro-batches but the one that runs last."""
+        micro, total = self.micro, np.zeros(self.micro.size.shape)
+        for kind, count in ((ROOT, 1), *Counter(self.model.kind_of_call).items()):
+            curve = self.backward_curve(kind)
+            total = total + count * (micro.seconds(curve) - micro.largest_seconds(curve))
+        return total
+
 
 @dataclass(frozen=True)
 class _Work:
@@ -156,52 +181,95 @@ class _Work:
 
     computing: Computing
     links: Links
+    kept_graphs: IntArray | None = None
 
     def forward_seconds(self) -> FloatArray:
         computing, gathers = self.computing, self.links.gather_s
-        kinds, beside = computing.model.kind_of_call, computing.micro.smallest_seconds
-        total = self._beside(computing.forward_curve(ROOT), gathers[kinds[0]], beside)
-        for (kind, gathered), count in self._forward_counts:
-            moved = gathers.get(gathered, 0.0)
-            computed = self._beside(computing.forward_curve(kind), moved, beside)
-            total = total + count * np.maximum(computed, computing.copied_s(kind))
+        first = gathers[self.links.buckets.kind(0)]
+        total = self._beside([computing.forward_curve(ROOT)], first, self._first)
+        for beside, count in self.links.buckets.forward_counts:
+            moved = gathers.get(beside.gathered, 0.0)
+            curves = [computing.forward_curve(kind) for kind in beside.kinds]
+            total = total + count * self._no_less_than_copies(
+                self._beside(curves, moved, self._first), beside.kinds
+            )
         return total
 
     def backward_seconds(self) -> FloatArray:
-        computing = self.computing
-        kinds, beside = computing.model.kind_of_call, computing.micro.largest_seconds
-        gathers, reductions = self.links.regather_s, self.links.reduce_s
-        total = self._beside(computing.backward_curve(ROOT), gathers[kinds[-1]], beside)
-        for (kind, gathered, reduced), count in self._backward_counts:
-            moved = gathers.get(gathered, 0.0) + reductions.get(reduced, 0.0)
-            computed = self._beside(computing.backward_curve(kind), moved, beside)
-            total = total + count * np.maximum(computed, computing.copied_s(kind))
+        if self.kept_graphs is not None and self.kept_graphs.any():
+            return self._backward_with_graphs(self.kept_graphs)
+        total = self.computing.backward_s(ROOT)
+        for beside, count in self.links.buckets.backward_counts:
+            total = total + count * self._backward_of(beside)
         return total
 
-    @property
-    def _forward_counts(self) -> Counts[tuple[str, str]]:
-        model = self.computing.model
-        return _forward_counts(model.calls, model.kind_of_call)
+    def _backward_of(self, beside: Beside) -> FloatArray:
+        curves = [self.computing.backward_curve(kind) for kind in beside.kinds]
+        taken = self._beside(curves, self._moved_behind(beside), self._last)
+        return self._no_less_than_copies(taken, beside.kinds)
+
+    def _backward_with_graphs(self, kept: IntArray) -> FloatArray:
+        """Run by run: each may keep other graphs."""
+        computing, total = self.computing, self.computing.backward_s(ROOT)
+        call = len(computing.model.calls)
+        for beside in reversed(self.links.buckets.backward):
+            computed = np.zeros(computing.micro.size.shape)
+            for kind in reversed(beside.kinds):
+                call -= 1
+                computed = computed + computing.backward_with_graphs(kind, kept, call)
+            hiding = computed
+            if computing.mode.order == "sequential":
+                curves = [computing.backward_curve(kind) for kind in beside.kinds]
+                hiding = np.minimum(sum(map(self._last, curves), np.zeros(1)), computed)
+            moved = self._moved_behind(beside)
+            total = total + computed + self._longer(hiding, moved) - hiding
+        return total
+
+    def _moved_behind(self, beside: Beside) -> float:
+        links = self.links
+        moved = links.regather_s.get(beside.gathered, 0.0)
+        return moved + links.reduce_s.get(beside.reduced, 0.0)
+
+    def _no_less_than_copies(self, taken: FloatArray, kinds: Names) -> FloatArray:
+        if self.computing.mode.boundary == "device":
+            return taken
+        copied = sum((self.computing.copied_s(kind) for kind in kinds), np.zeros(1))
+        return np.maximum(taken, copied)
 
     @property
-    def _backward_counts(self) -> Counts[tuple[str, str, str]]:
-        model = self.computing.model
-        return _backward_counts(model.calls, model.kind_of_call)
+    def _first(self) -> Callable[[Curve], FloatArray]:
+        """What hides a gather: in layers, all micro-batches; else the first that runs."""
+        micro = self.computing.micro
+        in_layers = self.computing.mode.order == "layered"
+        return micro.seconds if in_layers else micro.smallest_seconds
+
+    @property
+    def _last(self) -> Callable[[Curve], FloatArray]:
+        """The same of a reduction: the last that runs."""
+        micro = self.computing.micro
+        in_layers = self.computing.mode.order == "layered"
+        return micro.seconds if in_layers else micro.largest_seconds
 
     def _beside(
-        self, curve: Curve, moved_s: float, at_once: Callable[[Curve], FloatArray]
+        self, curves: list[Curve], moved_s: float, at_once: Callable[[Curve], FloatArray]
     ) -> FloatArray:
-        """All micro-batches, with a collective beside them: in layers, beside all of them; one
-        after the other, beside the one that `at_once` tells of."""
-        computed = self.computing.micro.seconds(curve)
+        """All micro-batches, with a collective beside what `at_once` tells of."""
+        computed = _sum(self.computing.micro.seconds, curves)
         if moved_s == 0.0:
             return computed
-        if self.computing.mode.order == "layered":
-            at_once = self.computing.micro.seconds
-        hiding = at_once(curve)
-        both = np.maximum(hiding, moved_s)
-        both = both + self.links.contention * np.minimum(hiding, moved_s)
-        return computed + (both - hiding)
+        hiding = _sum(at_once, curves)
+        return computed + (self._longer(hiding, moved_s) - hiding)
+
+    def _longer(self, computed: FloatArray, moved_s: float) -> FloatArray:
+        shorter = np.minimum(computed, moved_s)
+        return np.maximum(computed, moved_s) + self.links.contention * shorter
+
+
+def _sum(seconds: Callable[[Curve], FloatArray], curves: list[Curve]) -> FloatArray:
+    total = seconds(curves[0])
+    for curve in curves[1:]:
+        total = total + seconds(curve)
+    return total
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
@@ -211,40 +279,8 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
         return False
     if mode.recompute:
         return True
-    kinds = set(profile.model.kind_of_call)
+    model = profile.model_of(device_class)
+    kinds = set(model.kind_of_call)
     return all(
-        profile.model.kind(k).saved is not None and device.units[k].gradient is not None
-        for k in kinds
+        model.kind(k).saved is not None and device.units[k].gradient is not None for k in kinds
     )
-
-
-@lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
-def _forward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str]]:
-    return tuple(Counter(forward_calls(calls, kinds)).items())
-
-
-@lru_cache(maxsize=64)
-def _backward_counts(calls: Names, kinds: Names) -> Counts[tuple[str, str, str]]:
-    return tuple(Counter(backward_calls(calls, kinds)).items())
-
-
-def forward_calls(calls: Names, kinds: Names) -> list[tuple[str, str]]:
-    """Of each call: its kind, and the kind that is gathered meanwhile."""
-    found = []
-    for k, kind in enumerate(kinds):
-        more = k + 1 < len(calls) and calls[k + 1] != calls[k]
-        found.append((kind, kinds[k + 1] if more else NOTHING))
-    return found
-
-
-def backward_calls(calls: Names, kinds: Names) -> list[tuple[str, str, str]]:
-    """Of each call, in the order of the forward pass: its kind, and the kinds that are gathered and
-    reduced meanwhile."""
-    first_call = {name: k for k, name in reversed(list(enumerate(calls)))}
-    found = []
-    for k, kind in enumerate(kinds):
-        more = k > 0 and calls[k - 1] != calls[k]
-        reduces = k + 1 < len(calls) and first_call[calls[k + 1]] == k + 1
-        gathered = kinds[k - 1] if more else NOTHING
-        found.append((kind, gathered, kinds[k + 1] if reduces else NOTHING))
-    return found

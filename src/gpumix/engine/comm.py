@@ -168,7 +168,7 @@ class Communicator:
         self._of = of
         self._record: Record = SILENT
         # Memory for what arrives before it is where it belongs, kept for the next collective.
-        self._pool: list[torch.Tensor] = []
+        self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
@@ -236,7 +236,7 @@ class Communicator:
     def _start_padded_gather(
         self, full: torch.Tensor, parts: list[torch.Tensor], label: str
     ) -> Pending:
-        room = self.borrow(full, self.world, self._padded_length(parts))
+        room = self.borrow("gather", full, self.world, self._padded_length(parts))
         rows = room.tensor
         mine = rows[self.rank].clone() if self.on_gloo else rows[self.rank]  # NCCL gathers in place
         mine[: len(parts[self.rank])] = parts[self.rank]
@@ -287,7 +287,7 @@ class Communicator:
         if form == "native" and self.on_gloo:
             form = "all_to_all"
         if form == "all_to_all":
-            room = self.borrow(full, self.world, mine.numel())
+            room = self.borrow("reduce", full, self.world, mine.numel())
             work = dist.all_to_all_single(
                 room.tensor.view(-1),
                 full,
@@ -319,7 +319,7 @@ class Communicator:
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
         length = self._padded_length(parts)
-        room = self.borrow(full, self.world + 1, length)
+        room = self.borrow("reduce", full, self.world + 1, length)
         rows, mine = room.tensor[:-1], room.tensor[-1]
         for owner, part in enumerate(parts):
             rows[owner, : len(part)] = part
@@ -331,18 +331,20 @@ class Communicator:
 
         return Pending([work], label, self, finish)
 
-    def borrow(self, like: torch.Tensor, rows: int, length: int) -> Borrowed:
-        """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool."""
+    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
+        """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool of what is
+        borrowed for this purpose: it grows to what was borrowed at once."""
         needed = rows * length * like.element_size()
-        fitting = [memory for memory in self._pool if memory.numel() >= needed]
+        pool = self._pools.setdefault(purpose, [])
+        fitting = [memory for memory in pool if memory.numel() >= needed]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
-            self._pool.pop(next(n for n, held in enumerate(self._pool) if held is memory))
+            pool.pop(next(n for n, held in enumerate(pool) if held is memory))
         else:
-            if self._pool:  # too small; the larger one serves in its place
-                self._pool.pop()
+            if pool:  # too small; the larger one serves in its place
+                pool.pop()
             memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, self._pool)
+        return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, pool)
 
     def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
         """Begin to sum `value` over ranks, in place."""

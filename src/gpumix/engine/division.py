@@ -135,12 +135,13 @@ class _Overlaps(Copies):
         received, pending = self.comm.exchange_parts(sent, sizes, sizes, label)
 
         def finish() -> None:
-            rows = part.new_zeros(len(self.hosts), part.numel())
-            rows[self.own] = part
             pieces = received.split([high - low for _, _, low, high in common])
-            for piece, (_, host, low, high) in zip(pieces, common):
-                rows[host, low:high] = piece
-            torch.sum(rows, 0, out=part)
+            terms = [(host, low, high, p) for p, (_, host, low, high) in zip(pieces, common)]
+            terms.append((self.own, 0, part.numel(), part))
+            total = torch.zeros_like(part)
+            for _, low, high, piece in sorted(terms, key=lambda term: term[:2]):
+                total[low:high] += piece
+            part.copy_(total)
 
         return pending.then(finish)
 

@@ -35,13 +35,12 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
         unit = parts.call(number)
         unit.bucket.gathered()
         record.computes("forward", unit.name)
-        following = parts.after if number == last else parts.bucket(number + 1)
-        following.start_gather()
+        parts.ahead[number].start_gather()
         for batch in batches:
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
-        if number < last and following is not unit.bucket:
+        if number < last and parts.bucket(number + 1) is not unit.bucket:
             unit.bucket.release()
 
 
@@ -85,9 +84,9 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         bucket = unit.bucket
         bucket.gathered()
         record.computes("backward", unit.name)
-        following = parts.bucket(number - 1) if number else None
-        if following is not None:
-            following.start_gather()
+        behind = parts.behind[number]
+        if behind is not None:
+            behind.start_gather()
         if id(bucket) not in begun:
             begun.add(id(bucket))
             bucket.begin_gradient()
@@ -97,7 +96,7 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
             elif number:
                 batches[0].prefetch(number - 1)
             batch.backward(number)
-        if following is not bucket:
+        if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
         if number in reduced_after:
             reductions.start(bucket)

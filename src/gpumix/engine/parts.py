@@ -13,7 +13,15 @@ from itertools import groupby
 
 import torch
 
-from gpumix.cost.slots import ALWAYS, BucketUses, Buffer, bucket_uses, end_uses, share_slots
+from gpumix.cost.slots import (
+    ALWAYS,
+    BucketUses,
+    Buffer,
+    aligned,
+    bucket_uses,
+    end_uses,
+    share_slots,
+)
 from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.division import Division
@@ -25,7 +33,6 @@ from gpumix.spec.plan import Stage
 from gpumix.spec.profile import ROOT
 
 IN_USE = BucketUses(gathered=ALWAYS, gradient=ALWAYS)  # throughout
-ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what it gives out
 
 
 class ShardedUnit:
@@ -79,6 +86,26 @@ class Parts:
     def bucket(self, number: int) -> Bucket:
         """The bucket of unit call `number`."""
         return self.call(number).bucket
+
+    @cached_property
+    def ahead(self) -> tuple[Bucket, ...]:
+        """Of each call, the bucket that the forward pass needs once it is through with that of the
+        call; `after` where there is none."""
+        found, ahead = [self.after], self.after
+        for number in reversed(range(self.last_call)):
+            if self.bucket(number) is not self.bucket(number + 1):
+                ahead = self.bucket(number + 1)
+            found.append(ahead)
+        return tuple(reversed(found))
+
+    @cached_property
+    def behind(self) -> tuple[Bucket | None, ...]:
+        """The same for the backward pass."""
+        found: list[Bucket | None] = [None]
+        for number in range(self.last_call):
+            alike = self.bucket(number) is self.bucket(number + 1)
+            found.append(found[-1] if alike else self.bucket(number))
+        return tuple(found)
 
     @cached_property
     def reduced_after(self) -> dict[int, Bucket]:
@@ -162,16 +189,16 @@ class _Request:
 
     def full(self, *, shared: bool) -> Buffer:
         sizes = [alike.full_bytes for alike in self.alike]
-        return Buffer(sum(map(_aligned, sizes)), self.uses.gathered if shared else ALWAYS)
+        return Buffer(sum(map(aligned, sizes)), self.uses.gathered if shared else ALWAYS)
 
     def gradient(self, *, shared: bool) -> Buffer:
         sizes = [alike.gradient_bytes for alike in self.alike]
-        return Buffer(sum(map(_aligned, sizes)), self.uses.gradient if shared else ALWAYS)
+        return Buffer(sum(map(aligned, sizes)), self.uses.gradient if shared else ALWAYS)
 
     @property
     def arriving(self) -> list[int]:
         """Bytes of each group."""
-        return [_aligned(alike.arriving_bytes) for alike in self.alike]
+        return [aligned(alike.arriving_bytes) for alike in self.alike]
 
     def bucket(
         self,
@@ -196,8 +223,8 @@ class _Request:
                     source=source,
                 )
             )
-            full = full[_aligned(alike.full_bytes) :]
-            gradient = gradient[_aligned(alike.gradient_bytes) :]
+            full = full[aligned(alike.full_bytes) :]
+            gradient = gradient[aligned(alike.gradient_bytes) :]
         return Bucket(self.name, groups, division, arrivals)
 
 
@@ -232,7 +259,3 @@ class _Memory:
             size = self._slots.bytes[slot]
             self._held[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._held[slot]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -115,8 +115,7 @@ class _Gathering:
             parts.after.gathered()
             return
         parts.bucket(number).gathered()
-        following = parts.after if number == parts.last_call else parts.bucket(number + 1)
-        following.start_gather()
+        parts.ahead[number].start_gather()
 
     def finish(self) -> None:
         """Without any samples."""

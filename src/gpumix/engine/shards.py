@@ -272,7 +272,7 @@ class FlatGroup:
                 self.gradient, self.offsets, label, lambda rows: self._deliver(rows, scale)
             )
         else:
-            room = division.comm.borrow(self.gradient, 1, self.end - self.start)
+            room = division.comm.borrow("copies", self.gradient, 1, self.end - self.start)
             part = room.tensor[0]
             yield division.comm.reduce(
                 self.gradient, self.offsets, label, lambda rows: _sum(rows, part)

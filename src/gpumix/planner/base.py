@@ -84,6 +84,7 @@ def assemble(
             state_share=parts[device.id].share,
             mode=parts[device.id].mode,
             compile=profile.of_class(device.device_class).compiled,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
         )
         for device in setting.devices
     )
@@ -92,8 +93,8 @@ def assemble(
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=global_batch,
-        compute_dtype=profile.compute_dtype,
-        stages=(Stage(units=profile.model.calls, workers=workers),),
+        communication_dtype=setting.fleet.communication_dtype,
+        stages=(_stage(setting, workers),),
         zero_stage=setting.zero_stage,
         sharding=setting.sharding,
         collectives=setting.collectives,
@@ -104,6 +105,17 @@ def assemble(
     if bound_s is not None:
         bound_s = min(bound_s, expected.step_s)
     return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def _stage(setting: Setting, workers: tuple[Worker, ...]) -> Stage:
+    model, joining = setting.profile.model, setting.joining
+    return Stage(
+        units=model.calls,
+        workers=workers,
+        joined=joining.joined,
+        before=model.root.before.names if joining.before else (),
+        after=model.root.after.names if joining.after else (),
+    )
 
 
 def predicted(plan: Plan) -> Prediction:

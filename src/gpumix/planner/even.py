@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpumix.cost.buckets import Buckets
 from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Activations, Owned, free_bytes, owned_by_rank
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
@@ -21,7 +22,7 @@ from gpumix.planner.weigh import Load, even_settings, host_excess, step_seconds
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan
-from gpumix.spec.profile import ModelProfile, Profile
+from gpumix.spec.profile import Profile
 
 
 def even(profile: Profile, request: PlanRequest) -> Plan:
@@ -40,11 +41,9 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         )
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]
-    kinds = _kinds(profile.model, devices, samples)
-    tried = [
-        _Even.of(setting, mode, kinds)
-        for setting, mode in even_settings(profile, devices, request.space)
-    ]
+    ways = list(even_settings(profile, devices, request.space))
+    kinds = _kinds(ways[0][0].links.buckets, devices, samples) if ways else []
+    tried = [_Even.of(setting, mode, kinds) for setting, mode in ways]
     fitting = [way for way in tried if way.micro_batch is not None]
     if not fitting:
         raise too_large("an even plan", ((way.setting, way.excess) for way in tried))
@@ -99,9 +98,9 @@ class _Kind:
     owned: Owned
 
 
-def _kinds(model: ModelProfile, devices: Sequence[Device], samples: Sequence[int]) -> list[_Kind]:
+def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) -> list[_Kind]:
     """What devices hold if all own as much, to the element: each kind once."""
-    owned = owned_by_rank(model, (1.0 / len(devices),) * len(devices))
+    owned = owned_by_rank(buckets, (1.0 / len(devices),) * len(devices))
     every = (_Kind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
     return list(dict.fromkeys(every))
 
@@ -109,7 +108,7 @@ def _kinds(model: ModelProfile, devices: Sequence[Device], samples: Sequence[int
 def _excess(setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray) -> IntArray:
     """Bytes by which a device exceeds its memory, for each micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
-    held = Activations(setting.profile.model, micro, mode)
+    held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
     over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
     over_host = host_excess(setting, kind.name, micro, mode).astype(np.int64)

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.memory import unit_counts
 from gpumix.cost.network import free_links
 from gpumix.cost.time import pass_seconds
 from gpumix.planner.base import PlanRequest, ranked_devices
@@ -88,7 +87,7 @@ def _division(setting: Setting, mode: Mode, batch: int) -> Division | None:
 def _speed(setting: Setting, name: str, mode: Mode, batch: int) -> _Speed:
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
     micro = MicroBatches.of(sizes, sizes)
-    free = free_links(setting.profile.model)
+    free = free_links(setting.links.buckets)
     forward, backward = pass_seconds(setting.profile, name, free, micro, mode)
     fits = np.logical_and.accumulate(_fits(setting, name, micro, mode))
     return _Speed(name, len(setting.classes[name]), (forward + backward)[fits])
@@ -188,7 +187,7 @@ def _least_times(
 
 def _collective_seconds(setting: Setting) -> float:
     """All collectives of one micro-batch in their engine, which gathers in each anew."""
-    links, counts = setting.links, unit_counts(setting.profile.model)
+    links, counts = setting.links, setting.links.buckets.counts()
     return sum(
         number * (links.gather_s[kind] + links.regather_s[kind] + links.reduce_s[kind])
         for kind, number in counts.items()

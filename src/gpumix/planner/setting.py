@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from gpumix.cost.buckets import Joining
 from gpumix.cost.curves import FloatArray
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import Cuts, Layout, Links, links_for
@@ -43,6 +44,7 @@ class Setting:
     sharding: Sharding
     collectives: Collectives
     cap: float
+    joining: Joining
     links: Links
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
@@ -68,7 +70,7 @@ class Setting:
     @cached_property
     def moved_s(self) -> tuple[float, float]:
         """Seconds of the two passes of a device without samples; no other takes less."""
-        return moved_seconds(self.profile, self.links)
+        return moved_seconds(self.links)
 
     @property
     def equal_shares(self) -> bool:
@@ -126,7 +128,7 @@ def _forms(
     for cap, collectives in choices:
         yield _setting(
             fleet,
-            Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap)),
+            _layout(fleet, zero_stage, sharding, collectives, cap),
             cap,
             modes,
         )
@@ -145,7 +147,7 @@ def setting_of(
     """One setting; without `collectives` by the forms that serve unequal intervals best."""
     fleet = Fleet.of(profile, devices)
     collectives = collectives or forms_for(profile)
-    layout = Layout(zero_stage, sharding, collectives, _cuts(fleet, sharding, cap))
+    layout = _layout(fleet, zero_stage, sharding, collectives, cap)
     return _setting(fleet, layout, cap, fleet.measured(modes))
 
 
@@ -159,9 +161,27 @@ def _setting(
         sharding=layout.sharding,
         collectives=layout.collectives,
         cap=cap,
+        joining=layout.joining,
         links=links,
         memory=MemoryModel(fleet.profile, links, layout.cuts.ranks, layout.zero_stage),
         modes=modes,
+    )
+
+
+def _layout(
+    fleet: Fleet, zero_stage: ZeroStage, sharding: Sharding, collectives: Collectives, cap: float
+) -> Layout:
+    """Hosts surely cut alike where all have as many devices with equal shares."""
+    root = fleet.profile.model.root
+    return Layout(
+        zero_stage,
+        sharding,
+        collectives,
+        _cuts(fleet, sharding, cap),
+        fleet.communication_dtype,
+        Joining(before=bool(root.before.names), after=bool(root.after.names)),
+        hosts=len(fleet.per_host),
+        alike=cap == 1.0 and len(set(fleet.per_host)) == 1,
     )
 
 

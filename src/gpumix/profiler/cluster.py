@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gpumix.cost.network import GRADIENT_BYTES
+from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.cache import MeasurementCache, assemble

@@ -2,10 +2,11 @@
 
 A rank's script reads as `engine.layered` does: it issues collectives, waits for them, and computes.
 Seconds are those of `cost`. Ranks that are alike share one script. A worker that runs its
-micro-batches one after the other goes through all calls for each; its gathers go with the first
-forward, its regathers and reductions with the last backward. Below ZeRO stage 3 parameters have a
-place for life, so all gathers are issued at once; below stage 2 gradients do, so nothing computed
-waits for a reduction.
+micro-batches one after the other goes through all calls for each (`engine.sequential`); its gathers
+go with the first forward, its reductions with the last backward. At ZeRO stage 0 all reductions may
+be under way at once; else one ends before the next one begins.
+
+A collective is named by a call: the first of the run of calls that it is for.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from gpumix.cost.buckets import AFTER, BEFORE, Run
 from gpumix.cost.curves import MicroBatches
-from gpumix.cost.network import Links, unit_sizes
+from gpumix.cost.network import Links
 from gpumix.cost.predict import check_match, links_of_plan, update_seconds
-from gpumix.cost.time import NOTHING, Computing, backward_calls, forward_calls
+from gpumix.cost.time import Computing
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker, ZeroStage
-from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.trace import Move, Work
 
-OUTSIDE = -1  # in the place of a call's number: the root unit
+# In the place of a call's number: the root unit, and what is used at one of its ends only.
+OUTSIDE, FRONT, BACK = -1, -2, -3
+ROOTS = {OUTSIDE: ROOT, FRONT: BEFORE, BACK: AFTER}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Program:
 
     def unit(self, call: int) -> str:
         """The name of the unit of a call."""
-        return ROOT if call == OUTSIDE else self.calls[call]
+        return ROOTS[call] if call < 0 else self.calls[call]
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:
@@ -86,7 +92,7 @@ def program_of(profile: Profile, plan: Plan) -> Program:
     check_match(profile, plan)
     _check_devices(profile, plan)
     links, ranks = links_of_plan(profile, plan), len(plan.workers)
-    moves = _Moves(profile.model, links, plan.zero_stage, ranks)
+    moves = _Moves(links, plan.zero_stage, ranks)
     lanes: list[Lane] = []
     order: list[tuple[Move, int]] = []
     for worker, update_s, alike in _alike(plan, update_seconds(profile, plan)):
@@ -120,7 +126,7 @@ def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, li
     ranks: dict[object, list[int]] = {}
     workers = plan.workers
     for rank, (w, update_s) in enumerate(zip(workers, updates)):
-        alike = (w.device_class, w.samples, w.micro_batch, w.mode, update_s)
+        alike = (w.device_class, w.samples, w.micro_batch, w.mode, w.kept_graphs, update_s)
         ranks.setdefault(alike, []).append(rank)
     for found in ranks.values():
         yield workers[found[0]], updates[found[0]], found
@@ -130,32 +136,29 @@ class _Moves:
     """Which collectives a step has, and how long each takes. One that takes no time is there all
     the same: ranks meet in it."""
 
-    def __init__(
-        self, model: ModelProfile, links: Links, zero_stage: ZeroStage, ranks: int
-    ) -> None:
-        self._kinds, self._links, self._ranks = model.kind_of_call, links, ranks
-        self._sizes = unit_sizes(model)
-        self._last = len(model.calls) - 1
-        calls, kinds = model.calls, model.kind_of_call
-        self._ahead = [gathered != NOTHING for _, gathered in forward_calls(calls, kinds)]
-        self._behind = backward_calls(calls, kinds)
+    def __init__(self, links: Links, zero_stage: ZeroStage, ranks: int) -> None:
+        self._links, self._ranks = links, ranks
         self.zero_stage = zero_stage
+        self.runs = links.buckets.runs
+        self.run_of = {run.first: number for number, run in enumerate(self.runs)}
 
     def has(self, kind: Move, call: int) -> bool:
-        """Whether this collective is issued for this call, rather than for a neighbour or not at
-        all."""
+        """Whether there is this collective."""
         if self._ranks == 1:
             return False
-        size = self._sizes[self._kind(call)]
+        if kind == "meet":
+            return True
+        size = self._links.buckets.sizes[self._name(call)]
+        anything = bool(size.trainable or size.frozen_bytes)
         if kind == "gather":
-            gathered = size.trainable or (size.frozen_bytes and self.zero_stage == 3)
-            return self.zero_stage > 0 and bool(gathered) and (call < 1 or self._ahead[call - 1])
+            gathered = anything if self.zero_stage == 3 else size.trainable > 0
+            return self.zero_stage > 0 and gathered
         if kind == "regather":
-            here = call == self._last or self._behind[call + 1][1] != NOTHING
-            return self.zero_stage == 3 and here and bool(size.trainable or size.frozen_bytes)
-        if kind == "reduce":
-            return size.trainable > 0 and (call < 1 or self._behind[call - 1][2] != NOTHING)
-        return True
+            return self.zero_stage == 3 and anything
+        return size.trainable > 0 and self._reduces(call)
+
+    def _reduces(self, call: int) -> bool:
+        return call < 0 or self.run_of[call] in self._links.buckets.reduced_after
 
     def collective(self, kind: Move, call: int) -> Collective:
         links = self._links
@@ -164,12 +167,12 @@ class _Moves:
             "regather": links.regather_s,
             "reduce": links.reduce_s,
             "meet": dict.fromkeys(links.reduce_s, 0.0),
-        }[kind][self._kind(call)]
-        exposed = call == OUTSIDE or (kind == "reduce" and call == 0)
-        return Collective(kind, call, seconds, exposed)
+        }[kind][self._name(call)]
+        ends = (OUTSIDE, FRONT) if kind == "gather" else (OUTSIDE, FRONT, 0)
+        return Collective(kind, call, seconds, exposed=kind != "regather" and call in ends)
 
-    def _kind(self, call: int) -> str:
-        return ROOT if call == OUTSIDE else self._kinds[call]
+    def _name(self, call: int) -> str:
+        return ROOTS[call] if call < 0 else self._links.buckets.kind(self.run_of[call])
 
 
 class _Script:
@@ -177,7 +180,7 @@ class _Script:
 
     def __init__(self, profile: Profile, worker: Worker, moves: _Moves) -> None:
         self._profile, self._worker, self._moves = profile, worker, moves
-        self._calls = range(len(profile.model.calls))
+        self._runs = moves.runs
         self._needs = 0
         self._reducing: int | None = None  # the call whose reduction may be under way
         self._seconds: dict[object, tuple[float, float]] = {}
@@ -187,78 +190,93 @@ class _Script:
 
     def write(self, update_s: float) -> None:
         """The whole step."""
-        whole = self._moves.zero_stage < 3
-        self._issue("gather", OUTSIDE)
-        for call in self._calls if whole else (0,):
+        for call in (FRONT, OUTSIDE, 0):
             self._issue("gather", call)
+        self._wait("gather", FRONT)
         self._wait("gather", OUTSIDE)
         rounds = self._rounds()
-        for number, micro in enumerate(rounds):
-            self._forward(micro, gathers=number == 0)
-            self._backward(micro, reduces=number == len(rounds) - 1)
-        self._issue("reduce", OUTSIDE)
+        for number, places in enumerate(rounds):
+            self._forward(places, gathers=number == 0)
+            self._backward(places, reduces=number == len(rounds) - 1)
+        for call in (OUTSIDE, FRONT):
+            self._reduce(call)
         self._issue("meet", OUTSIDE)
         self._wait("meet", OUTSIDE)
         self.tasks.append(Task("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """Micro-batches that go through each unit together; one after the other, the smaller one
-        first."""
-        micro = self._worker.micro_batches
-        if self._worker.mode.order == "layered" or not micro:
-            return [micro]
-        return [(samples,) for samples in reversed(micro)]
+        """Places of the micro-batches that go through each unit together; one after the other, the
+        last one first."""
+        places = tuple(range(len(self._worker.micro_batches)))
+        if self._worker.mode.order == "layered" or not places:
+            return [places]
+        return [(place,) for place in reversed(places)]
 
-    def _forward(self, micro: tuple[int, ...], *, gathers: bool) -> None:
-        self._compute("forward", OUTSIDE, micro)
-        for call in self._calls:
+    def _forward(self, places: tuple[int, ...], *, gathers: bool) -> None:
+        self._compute("forward", OUTSIDE, places)
+        ahead = [*(run.first for run in self._runs[1:]), BACK]
+        for run, following in zip(self._runs, ahead):
             if gathers:
-                self._wait("gather", call)
-                if call + 1 < len(self._calls):
-                    self._issue("gather", call + 1)
-            self._compute("forward", call, micro)
+                self._wait("gather", run.first)
+                self._issue("gather", following)
+            for call in _calls(run):
+                self._compute("forward", call, places)
+        if gathers:
+            self._wait("gather", BACK)
 
-    def _backward(self, micro: tuple[int, ...], *, reduces: bool) -> None:
+    def _backward(self, places: tuple[int, ...], *, reduces: bool) -> None:
+        self._compute("head", OUTSIDE, places)
         if reduces:
-            self._issue("regather", self._calls[-1])
-        self._compute("head", OUTSIDE, micro)
-        for call in reversed(self._calls):
+            self._reduce(BACK)
+        for number in reversed(range(len(self._runs))):
+            run = self._runs[number]
             if reduces:
-                self._wait("regather", call)
-                if call:
-                    self._issue("regather", call - 1)
-            self._compute("backward", call, micro)
+                self._wait("regather", run.first)
+                if number:
+                    self._issue("regather", self._runs[number - 1].first)
+            for call in reversed(_calls(run)):
+                self._compute("backward", call, places)
             if reduces:
-                self._reduce(call)
+                self._reduce(run.first)
 
     def _reduce(self, call: int) -> None:
-        """From stage 2 on, no more than two gradients are on their way at a time."""
-        if self._issue("reduce", call) and self._moves.zero_stage >= 2:
-            if self._reducing is not None:
-                self._wait("reduce", self._reducing)
-            self._reducing = call
+        """Where parts of the state are divided, one reduction ends before the next one begins."""
+        if not self._moves.has("reduce", call):
+            return
+        if self._reducing is not None and self._moves.zero_stage > 0:
+            self._wait("reduce", self._reducing)
+        self._issue("reduce", call)
+        self._reducing = call
 
-    def _issue(self, kind: Move, call: int) -> bool:
-        """Whether there is such a collective, and it was not issued before."""
-        if (kind, call) in self.order or not self._moves.has(kind, call):
-            return False
-        self.order[kind, call] = len(self.order)
-        self.issued.append(len(self.tasks))
-        return True
+    def _issue(self, kind: Move, call: int) -> None:
+        if self._moves.has(kind, call):
+            self.order[kind, call] = len(self.order)
+            self.issued.append(len(self.tasks))
 
     def _wait(self, kind: Move, call: int) -> None:
         if (kind, call) in self.order:
             self._needs = max(self._needs, self.order[kind, call] + 1)
 
-    def _compute(self, kind: Work, call: int, micro: tuple[int, ...]) -> None:
-        seconds, copied_s = self._times(kind, call, micro)
+    def _compute(self, kind: Work, call: int, places: tuple[int, ...]) -> None:
+        micro = tuple(self._worker.micro_batches[place] for place in places)
+        graphs = self._kept(call, places) if kind == "backward" else 0
+        seconds, copied_s = self._times(kind, call, micro, graphs)
         self.tasks.append(Task(kind, call, seconds, copied_s, micro, self._needs))
 
-    def _times(self, kind: Work, call: int, micro: tuple[int, ...]) -> tuple[float, float]:
+    def _kept(self, call: int, places: tuple[int, ...]) -> int:
+        """How many of these micro-batches, the last ones, keep the graph of `call`."""
+        batches = len(self._worker.micro_batches)
+        calls = len(self._profile.model.calls)
+        first = calls * batches - self._worker.kept_graphs
+        return sum(call * batches + place >= first for place in places)
+
+    def _times(
+        self, kind: Work, call: int, micro: tuple[int, ...], graphs: int
+    ) -> tuple[float, float]:
         """Seconds to compute and to copy."""
-        model = self._profile.model
+        model = self._profile.model_of(self._worker.device_class)
         name = ROOT if call == OUTSIDE else model.kind_of_call[call]
-        key = (kind, name, micro)
+        key = (kind, name, micro, graphs)
         if key not in self._seconds:
             computing = Computing(
                 model,
@@ -268,5 +286,13 @@ class _Script:
             )
             times = computing.forward_s if kind == "forward" else computing.backward_s
             copied = 0.0 if name == ROOT else float(computing.copied_s(name)[0])
-            self._seconds[key] = float(times(name)[0]), copied
+            seconds = times(name)
+            if graphs:
+                last = len(model.calls) - 1
+                seconds = computing.backward_with_graphs(name, np.asarray([graphs]), last)
+            self._seconds[key] = float(seconds[0]), copied
         return self._seconds[key]
+
+
+def _calls(run: Run) -> range:
+    return range(run.first, run.last + 1)

@@ -17,7 +17,8 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ComputeDtype
 
 Precision = (
-    Literal["auto"] | ComputeDtype | dict[Annotated[str, Field(pattern=CLASS_NAME)], ComputeDtype]
+    Literal["auto", "fp32", "bf16", "fp16"]
+    | dict[Annotated[str, Field(pattern=CLASS_NAME)], ComputeDtype]
 )
 
 
@@ -38,7 +39,7 @@ class Support:
 
 
 _IN_SOFTWARE = "bf16 is computed in software there, which is slow"
-_NO_BF16 = {"bf16": "its libraries multiply no matrices in bf16"}
+_NO_BF16: Mapping[ComputeDtype, str] = {"bf16": "its libraries multiply no matrices in bf16"}
 _PLAIN_FP16 = "without tensor cores fp16 is multiplied at the rate of fp32"
 
 # The first row that a GPU's compute capability reaches counts.
@@ -165,4 +166,4 @@ def reason(device_class: DeviceClass, dtype: ComputeDtype) -> str:
     if dtype == support.usual:
         return support.why
     against = support.slow.get(dtype, f"by itself it would be {support.usual}: {support.why}")
-    return f"the job says so; {against}"
+    return f"as asked; {against}"

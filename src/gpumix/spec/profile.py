@@ -59,12 +59,24 @@ class UnitKind(Value):
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
 
 
+class End(Value):
+    """Parameters of the root that are used at one end of the model only."""
+
+    names: tuple[str, ...] = ()
+    trainable: Count = 0
+    frozen_bytes: Count = 0
+
+
 class RootUnit(Value):
     """The root unit: embedding, final norm, head, and whatever else lies between the units."""
 
     trainable: Count
     frozen_bytes: Count = 0
     buffer_bytes: Count = Field(default=0, description="all buffers of the model, replicated")
+    before: End = Field(
+        default=End(), description="of it, what only the code before the units looks up"
+    )
+    after: End = Field(default=End(), description="of it, what only head and loss use")
     kept: Curve = Field(
         description="the batch, and what the code before the units keeps until its backward"
     )
