@@ -56,10 +56,9 @@ def profiles_of_all_kinds(draw: st.DrawFn) -> Profile:
     profile = draw(small_profiles())
     kinds = profile.model.kind_of_call
     calls = tuple(f"{kind}{draw(st.integers(0, 1))}" for kind in kinds)
-    model = profile.model.model_copy(
-        update={"calls": draw(st.sampled_from([profile.model.calls, calls]))}
-    )
-    profile = profile.model_copy(update={"model": model})
+    update = {"calls": draw(st.sampled_from([profile.model.calls, calls]))}
+    model, *others = (m.model_copy(update=update) for m in (profile.model, *profile.other_models))
+    profile = profile.model_copy(update={"model": model, "other_models": tuple(others)})
     return draw(st.sampled_from([profile, linked(profile, draw(networks(profile)))]))
 
 
