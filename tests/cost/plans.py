@@ -22,9 +22,8 @@ from gpumix.spec.space import EVERYTHING
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
     """The collectives of ZeRO-3 over all ranks."""
     wire = Measured(profile.network) if profile.network else Free()
-    return links_for(
-        profile, wire, Layout(3, "all", collectives, Cuts.at(shares), profile.model.compute_dtype)
-    )
+    dtype = communication_dtype(c.compute_dtype for c in profile.classes)
+    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares), dtype))
 
 
 @st.composite

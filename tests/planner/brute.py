@@ -93,7 +93,7 @@ def best_of(setting: Setting, batch: int) -> float:
 def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
-    model, free = setting.profile.model, free_bytes(setting.profile, name)
+    model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
     host_bytes = setting.profile.of_class(name).host_bytes
     cuts = [(0, 0)]
     cuts += [

@@ -84,7 +84,7 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
         for rank, owned in zip(ranks, owned_by_rank(buckets, shares[host])):
             elements = sum(counts[name] * n for name, n in owned.elements)
             # All of them with their like, or to each other host what it has in common.
-            operation, times = ("all_reduce", 1) if alike else ("all_to_all", len(hosts) - 1)
+            operation, times = ("all_reduce", 1) if alike else ("exchange_parts", len(hosts) - 1)
             size = times * elements * GRADIENT_BYTES
             found[rank] = {operation: trained}, {operation: size}
     return found
