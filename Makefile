@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS := 2
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test lint format docs golden bench clean
@@ -28,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/gpumix demo
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs

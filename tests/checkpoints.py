@@ -93,9 +93,10 @@ def trained(
     steps: int = 2,
     make: MakeOptimizer = adamw,
     factory: Callable[[], nn.Module] = odd,
+    **settings: Any,
 ) -> tuple[Engine, torch.optim.Optimizer]:
     """An engine and its optimizer after some steps."""
-    engine = engine_for(factory, shares)
+    engine = engine_for(factory, shares, **settings)
     optimizer = make(engine.parameters())
     train(engine, optimizer, shares, range(steps))
     return engine, optimizer

@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
 from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
+from gpumix.engine.staged import StagedCommunicator
 from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
 from gpumix.spec.dtypes import communication_dtype
@@ -283,12 +285,17 @@ def engine_for(
     units: Sequence[str] = (),
     loss: Objective | None = None,
     weights: Path | None = None,
+    staged: bool = False,
     **settings: Any,
 ) -> Engine:
     """The engine of a freshly built model, in a single process or on the ranks of a group."""
     model = build(factory, SEED)
     plan = plan_for(model, shares, calls=calls, units=units, **settings)
-    return prepare(model, plan, units=units, loss=loss, weights=weights)
+    comm = None
+    if staged:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        comm = StagedCommunicator(dist.group.WORLD, rank=rank, world=world)
+    return prepare(model, plan, comm=comm, units=units, loss=loss, weights=weights)
 
 
 def engine_alone(

@@ -87,7 +87,7 @@ def work(seat: Seat, study: Study) -> Outcome:
     with joined(seat):
         profile = profile_of(study.setting)
         plan = gpumix.plan(profile, study.setting.global_batch)
-        bench = _Bench(seat.rank, study, plan)
+        bench = Bench(seat.rank, study, plan)
         runs = [bench.repeated(ALONE, 0)] if study.alone else []
         for number in range(study.rounds):
             shift = number % len(study.systems)
@@ -97,14 +97,14 @@ def work(seat: Seat, study: Study) -> Outcome:
 
 
 @contextmanager
-def joined(seat: Seat) -> Iterator[None]:
+def joined(seat: Seat, backend: str = "gloo") -> Iterator[None]:
     """The default process group of all ranks."""
     limit = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(
         seat.host, seat.port, is_master=False, wait_for_workers=False, timeout=limit
     )
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.PrefixStore(seat.run, store),
         rank=seat.rank,
         world_size=seat.world,
@@ -127,7 +127,7 @@ def profile_of(setting: Setting) -> Profile:
     )
 
 
-class _Bench:
+class Bench:
     """One rank's device and what runs on it."""
 
     def __init__(self, rank: int, study: Study, plan: Plan) -> None:

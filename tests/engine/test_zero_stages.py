@@ -76,3 +76,10 @@ def test_inputs_kept_on_the_host(name):
     host = Mode(boundary="host")
     shares = [Share(3, 1, 1, host), Share(4, 2, 0, host, kept=3), Share(1, 1, 1)]
     assert_parity(name, shares)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_collectives_through_the_host(stage):
+    """What GPUs do that have no NCCL between them: here with devices that are the host itself."""
+    shares = [Share(n + 1, 2 if n else 1, n, host="ab"[n // 2]) for n in range(4)]
+    assert_parity("gpt2", shares, zero_stage=stage, sharding="host", staged=True)

@@ -81,7 +81,7 @@ def best_of(setting: Setting, batch: int) -> float:
             pools.setdefault(host, []).extend(part)
         if any(sum(o[3] for o in pool) < 1 - 1e-12 for pool in pools.values()):
             continue
-        if setting.zero_stage >= 2:
+        if setting.zero_stage >= 1:
             passes = max(o[1] for o in chosen) + max(o[2] for o in chosen)
         else:
             passes = max(o[1] + o[2] for o in chosen)

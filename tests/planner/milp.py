@@ -219,7 +219,7 @@ def _capacity(
 
 def _rounding(profile: Profile) -> int:
     """Two elements a unit, with all that is kept of them; and where parts of all ranks arrive, two
-    more of each unit that may be on its way, and the root, for every rank."""
+    more for every rank."""
     units = len(set(profile.model.calls)) + 1
     kept = 2 * units * (8 + profile.optimizer_bytes_per_element + 1)
-    return kept + 2 * 2 * 4 * len(profile.cluster.devices)
+    return kept + 2 * 4 * len(profile.cluster.devices)

@@ -73,7 +73,7 @@ def seconds(
     links: Links | None = None,
 ) -> float:
     """Of both passes, by default without collectives."""
-    links = links or free_links(setting.profile.model)
+    links = links or free_links(setting.links.buckets)
     micro = MicroBatches.of([samples], [micro_batch])
     forward, backward = pass_seconds(setting.profile, name, links, micro, mode)
     return float((forward + backward)[0])

@@ -12,6 +12,7 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.even import even
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.space import Space
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -46,10 +47,11 @@ def test_the_class_that_is_short_is_named_with_its_bytes():
     unit = block(trainable=1000)
     cards = [Card("big", 1, GIB, steady(1.0)), Card("small", 1, 50_000, steady(1.0))]
     setting = profile(cards, kinds=[unit])
-    # State 4000 x 16 / 2, two units gathered, two gradients, the receive buffer of one.
-    needed = 32_000 + 8_000 + 8_000 + 4_000
+    # State 4000 x 16 / 2, two units gathered, two gradients, each of a multiple of 512 bytes, and
+    # the receive buffer of one.
+    needed = 32_000 + 2 * 4_096 + 2 * 4_096 + 4_000
     with pytest.raises(NoFeasiblePlanError, match=f"'small' is short of {needed - 49_000} bytes"):
-        even(setting, PlanRequest(global_batch=4))
+        even(setting, PlanRequest(global_batch=4, space=Space(zero_stages=(3,))))
 
 
 @MANY

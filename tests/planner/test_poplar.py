@@ -86,7 +86,8 @@ def common_pace(setting, mode, batch):
     if times is None:
         return None
     kinds = [setting.profile.model.kind_of_call, setting.profile.model.calls]
-    units = [ROOT, *dict(zip(kinds[1], kinds[0])).values()]
+    roots = (ROOT, "(root) before", "(root) after")
+    units = [*roots, *dict(zip(kinds[1], kinds[0])).values()]
     links = setting.links
     moved = sum(links.gather_s[k] + links.regather_s[k] + links.reduce_s[k] for k in units)
     found = []

@@ -13,7 +13,16 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.optimal import optimal
 from gpumix.planner.shortage import UNREACHABLE
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.space import ENGINE, EVERYTHING
+from gpumix.spec.space import EVERYTHING, Space
+
+# Where all that is done takes memory: nothing runs one after the other, nothing is kept elsewhere.
+LAYERED = Space(
+    zero_stages=(3,),
+    shardings=("all",),
+    recompute=(True,),
+    boundaries=("device",),
+    orders=("layered",),
+)
 
 
 def test_what_is_missing_is_named_to_the_byte():
@@ -25,7 +34,7 @@ def test_what_is_missing_is_named_to_the_byte():
         return profile(cards, kinds=kinds)
 
     with pytest.raises(NoFeasiblePlanError) as caught:
-        optimal(cluster(400_000), PlanRequest(global_batch=4))
+        optimal(cluster(400_000), PlanRequest(global_batch=4, space=LAYERED))
     error = caught.value
     assert error.exit_code == 4
     assert "the 2 devices are short of" in error.what
@@ -51,11 +60,11 @@ def test_what_is_missing_is_named_to_the_byte():
             }
         )
 
-    assert plan_of(with_more(short + 2), 4, ENGINE) is not None
-    assert plan_of(with_more(short - 2), 4, ENGINE) is None
+    assert plan_of(with_more(short + 2), 4, LAYERED) is not None
+    assert plan_of(with_more(short - 2), 4, LAYERED) is None
 
 
-@pytest.mark.parametrize("space", [ENGINE, EVERYTHING.model_copy(update={"zero_stages": (3, 2)})])
+@pytest.mark.parametrize("space", [LAYERED, EVERYTHING.model_copy(update={"zero_stages": (3, 2)})])
 def test_the_largest_batch_that_fits_is_named(space):
     kinds = [block(trainable=100, kept=line(2_000))]
     setting = profile([Card("c", 2, 50_000, steady(1.0))], kinds=kinds)
@@ -69,7 +78,7 @@ def test_the_largest_batch_that_fits_is_named(space):
 def test_a_device_too_small_to_take_part_is_named():
     cards = [Card("big", 1, GIB, steady(1.0)), Card("tiny", 1, 100, steady(1.0))]
     with pytest.raises(NoFeasiblePlanError, match="even without samples and state") as caught:
-        optimal(profile(cards), PlanRequest(global_batch=4))
+        optimal(profile(cards), PlanRequest(global_batch=4, space=LAYERED))
     assert "leave tiny out" in caught.value.fix
 
 
@@ -77,17 +86,17 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
     """Four samples at once keep 13 KB, one by one 40 KB."""
     kept = curve(10_000, 11_000, 12_000, 13_000)
     setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
-    largest = max(n for n in range(1, 40) if plan_of(setting, n, ENGINE) is not None)
+    largest = max(n for n in range(1, 40) if plan_of(setting, n, LAYERED) is not None)
     with pytest.raises(NoFeasiblePlanError) as caught:
-        optimal(setting, PlanRequest(global_batch=largest + 1))
+        optimal(setting, PlanRequest(global_batch=largest + 1, space=LAYERED))
     assert f"`global_batch: {largest}`" in caught.value.fix
 
 
 # -- every way out is one --------------------------------------------------------------------------
 
 GRAPHS = EVERYTHING.model_copy(update={"recompute": (False,), "zero_stages": (3,)})
-REPLICATED = ENGINE.model_copy(update={"zero_stages": (0,)})
-TO_HOST = ENGINE.model_copy(update={"boundaries": ("host",)})
+REPLICATED = LAYERED.model_copy(update={"zero_stages": (0,)})
+TO_HOST = LAYERED.model_copy(update={"boundaries": ("host",)})
 COPY = curve(1e-4, 1e-3, sizes=(100.0, 2000.0))
 
 
@@ -104,7 +113,7 @@ def cards(memory=50_000, elements=100, **changes):
     return profile([Card("c", 2, memory, times(), **changes)], kinds=kinds)
 
 
-def refusal(setting, batch, space=ENGINE):
+def refusal(setting, batch, space=LAYERED):
     with pytest.raises(NoFeasiblePlanError) as caught:
         optimal(setting, PlanRequest(global_batch=batch, space=space))
     assert " 0 bytes" not in str(caught.value)
@@ -166,8 +175,8 @@ def test_the_bytes_for_each_class_are_those_that_it_would_take():
     found = re.findall(r"(\d+) bytes \([^)]*\) more on each (\w) would do", refusal(setting, 4).why)
     assert [name for _, name in found] == ["a", "b"]
     for amount, name in found:
-        assert plan_of(with_memory(setting, {name: int(amount)}), 4, ENGINE) is not None
-        assert plan_of(with_memory(setting, {name: int(amount) - 2}), 4, ENGINE) is None
+        assert plan_of(with_memory(setting, {name: int(amount)}), 4, LAYERED) is not None
+        assert plan_of(with_memory(setting, {name: int(amount) - 2}), 4, LAYERED) is None
 
 
 def test_classes_too_small_are_left_out_only_if_others_remain():
@@ -190,8 +199,8 @@ def test_the_sequence_length_that_is_named_fits():
         kinds = [block(trainable=3_000, kept=line(2_000 * tokens / 128))]
         return profile([Card("c", 2, 500_000, times())], kinds=kinds)
 
-    assert plan_of(at(length), 300, ENGINE) is not None
-    assert plan_of(at(2 * length), 300, ENGINE) is None
+    assert plan_of(at(length), 300, LAYERED) is not None
+    assert plan_of(at(2 * length), 300, LAYERED) is None
 
 
 def test_what_hosts_are_short_of_is_told_apart():
@@ -220,5 +229,5 @@ def test_a_large_batch_that_does_not_fit_is_told_what_fits(batch):
     setting = profile([Card("c", 2, 60_000, steady(1.0))], kinds=kinds)
     error = refusal(setting, batch)
     fitting = int(re.search(r"`global_batch: (\d+)`, which fits", error.fix)[1])
-    assert plan_of(setting, fitting, ENGINE) is not None
-    assert plan_of(setting, fitting + batch // 10, ENGINE) is None
+    assert plan_of(setting, fitting, LAYERED) is not None
+    assert plan_of(setting, fitting + batch // 10, LAYERED) is None

@@ -23,7 +23,7 @@ from checkpoints import (
     whole,
 )
 from harness import run_ranks
-from reference import Share, engine_for, random_shares
+from reference import Share, engine_for, own_rows, random_shares
 
 ALONE = [Share(6, 2, 1)]
 UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
@@ -64,6 +64,51 @@ def test_any_plan_loads_any_other(tmp_path, seed):
         for rank in loaded:
             assert_same(rank[1], model)
         assert_same(whole([rank[2] for rank in loaded]), optimizer)
+
+
+LAYOUTS = {
+    "stage 0": (UNEVEN, {"zero_stage": 0}),
+    "stage 1": (UNEVEN, {"zero_stage": 1}),
+    "stage 2 on the host": (UNEVEN, {"zero_stage": 2, "on_host": (0, 2)}),
+    "stage 3 inside hosts": (
+        [Share(2, 1, n, host="ab"[n > 2]) for n in (1, 2, 3, 1)],
+        {"zero_stage": 3, "sharding": "host"},
+    ),
+}
+
+
+def _save_as(folder, shares, settings):
+    engine, optimizer = trained(shares, **settings)
+    checkpointer(folder).save(2, engine, optimizer, cursor={"position": 12}, extra={})
+    return model_values(engine), _first_copy(engine, optimizer)
+
+
+def _first_copy(engine, optimizer):
+    """What makes the whole together with the other ranks: nothing for a second copy of it."""
+    values = optimizer_values(engine, optimizer)
+    return values if engine._parts.division.first else None
+
+
+def _load_as(folder, shares, settings):
+    engine, optimizer = blank(shares, **settings)
+    checkpointer(folder).load(engine, optimizer)
+    batch = {"ids": torch.zeros(6, 8, dtype=torch.long)}
+    loss = engine.evaluate(own_rows(batch, shares, engine.comm.rank)).item()
+    return model_values(engine), _first_copy(engine, optimizer), loss
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_stage_loads_any_other(tmp_path, name):
+    saved = run_ranks(_save_as, 4, tmp_path, *LAYOUTS[name])
+    optimizer = whole([rank[1] for rank in saved if rank[1]])
+    losses = set()
+    for other in LAYOUTS.values():
+        loaded = run_ranks(_load_as, 4, tmp_path, *other)
+        for model, _, loss in loaded:
+            assert_same(model, saved[0][0])
+            losses.add(round(loss, 5))
+        assert_same(whole([rank[1] for rank in loaded if rank[1]]), optimizer)
+    assert len(losses) == 1
 
 
 def test_training_goes_on_as_if_never_interrupted(tmp_path):

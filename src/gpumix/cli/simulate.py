@@ -125,6 +125,7 @@ def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
 
 def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
     """`lane` is a place in `lanes`, devices that are alike; None is all devices."""
+    from gpumix.cost.traffic import traffic
     from gpumix.simulate.timeline import critical_path, stretches, uses
 
     return {
@@ -132,6 +133,10 @@ def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
         "predicted_s": replay.predicted_s,
         "emulated": plan.emulated,
         "estimated": list(times.estimated),
+        "traffic": [
+            {"device": w.device, "collectives": dict(t.counts), "bytes": dict(t.bytes)}
+            for w, t in zip(plan.workers, traffic(times, plan))
+        ],
         "critical_path": [asdict(stretch) for stretch in stretches(replay)],
         "critical_events": [_event(event, replay) for event in critical_path(replay)],
         "lanes": [_use(use, plan.workers) for use in uses(replay)],
@@ -175,6 +180,7 @@ def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableTyp
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
     yield _path_table(replay)
+    yield _traffic_table(plan, times)
     table = _idle_table(uses(replay), replay.step_s)
     yield labelled(table, plan.emulated, times.estimated)
 
@@ -198,6 +204,20 @@ def _path_table(replay: Replay) -> RenderableType:
     if rest > 0:
         part = f"{rest / replay.step_s:.1%}"
         table.add_row("others", "", "", "", show_seconds(rest), part)
+    return table
+
+
+def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
+    """The collectives of a step; of ranks that give them unequal amounts, the most."""
+    from gpumix.cost.traffic import traffic
+    from gpumix.spec.units import show_bytes
+    from gpumix.train.tables import new_table
+
+    of_ranks = traffic(times, plan)
+    table = new_table("collectives of a step", "operation", "times", "buffers in all")
+    for operation in sorted(of_ranks[0].counts):
+        most = max(of.bytes[operation] for of in of_ranks)
+        table.add_row(operation, str(of_ranks[0].counts[operation]), show_bytes(most))
     return table
 
 

@@ -260,9 +260,10 @@ class StateModel:
     def rounding(self) -> float:
         """What is set aside for the rounding of a cut."""
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
-        elements = ROUNDING_ELEMENTS * sum(self.counts.values())
+        filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
+        elements = ROUNDING_ELEMENTS * sum(filled)
         received = self.received_bytes(one_off, self.ranks)
-        return elements * (self.sharded_per_element + 1) + received
+        return elements * (ceil(self.sharded_per_element) + 1) + received
 
     @cached_property
     def bytes_per_share(self) -> int:

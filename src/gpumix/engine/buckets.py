@@ -84,6 +84,10 @@ class Bucket:
         if not self._resident:
             self.leave()
 
+    def values_changed(self) -> None:
+        """What is trained and what is frozen differs from what was gathered."""
+        self._ever_gathered = False
+
     def leave(self) -> None:
         """The parameters are not needed until the next step, which may find others in masters."""
         for group in self.groups:

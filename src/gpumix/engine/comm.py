@@ -44,18 +44,11 @@ class Pending:
         self.works = works
         self._label = label
         self._comm = comm
-        self._finish = finish
+        self._finish = [] if finish is None else [finish]
 
     def then(self, finish: Callable[[], None]) -> Pending:
         """The same, with something more to do at the end of the wait."""
-        before = self._finish
-
-        def both() -> None:
-            if before is not None:
-                before()
-            finish()
-
-        self._finish = both
+        self._finish.append(finish)
         return self
 
     def wait(self) -> None:
@@ -63,9 +56,9 @@ class Pending:
             for work in self.works:
                 self._comm.words.wait(work)
         self.works = ()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        finish, self._finish = self._finish, []
+        for act in finish:
+            act()
 
 
 class WaitClock:
@@ -366,7 +359,8 @@ class Communicator:
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
         rank makes all of them."""
-        own, group = self, self.group
+        own: Communicator = self
+        group = self.group
         for ranks in groups:
             made = None
             if len(ranks) > 1 and group is not None:
@@ -375,7 +369,7 @@ class Communicator:
                     timeout=group._get_backend(self.device).options._timeout,
                 )
             if self.rank in ranks:
-                own = Communicator(
+                own = type(self)(
                     made,
                     rank=ranks.index(self.rank),
                     world=len(ranks),

@@ -335,6 +335,19 @@ class Engine:
             InputError: names or shapes differ; nothing was changed.
         """
         state.load_full_state(self.model, self.groups(), values)
+        self.values_changed()
+
+    def values_changed(self) -> None:
+        """Pieces were written into, also those that no optimizer changes. Collective in effect: the
+        next step gathers all of them."""
+        for bucket in self._parts.buckets:
+            bucket.values_changed()
+
+    @property
+    def writes_pieces(self) -> bool:
+        """Whether what this rank stores is to be saved: of copies that are cut differently, those
+        of one host are."""
+        return self._parts.division.first or self._parts.division.replicated
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""

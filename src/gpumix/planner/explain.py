@@ -11,6 +11,7 @@ from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
+from gpumix.planner.finish import finished
 from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
@@ -78,6 +79,8 @@ def plan(
         return best if name == "optimal" else STRATEGIES[name](profile, request)
 
     chosen = planned(strategy)
+    if strategy == "optimal":
+        chosen = finished(profile, request, chosen, paces)
     others = [
         _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
     ]

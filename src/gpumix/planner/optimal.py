@@ -79,12 +79,26 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
-    devices, batch = ranked_devices(profile, request), request.global_batch
-    best = _Best(paces or Paces(profile, batch), float("inf"))
-    best.of(Fleet.of(profile, devices), request.space)
+    batch = request.global_batch
+    plan = optimal_below(profile, request, paces or Paces(profile, batch), float("inf"))
+    if plan is None:
+        raise no_room(profile, ranked_devices(profile, request), request.space, batch)
+    return plan
+
+
+def optimal_below(
+    profile: Profile, request: PlanRequest, paces: Paces, below_s: float
+) -> Plan | None:
+    """The same; None if nothing fits, or all takes longer than `below_s`.
+
+    Raises:
+        InputError: the request names devices that the profile does not know.
+    """
+    best = _Best(paces, below_s)
+    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
     if best.solution is None:
-        raise no_room(profile, devices, request.space, batch)
-    return _plan(best.solution, batch, best.bound_s)
+        return None
+    return _plan(best.solution, request.global_batch, best.bound_s)
 
 
 def least_step_s(

@@ -413,9 +413,9 @@ class Paces:
 
 
 def _plain(mode: Mode) -> Mode:
-    """What takes no longer than `mode` where there is no network: the order is all the same then,
-    and copies to the host only make it longer."""
-    return Mode(recompute=mode.recompute)
+    """What takes no longer than `mode`: copies to the host only make it longer. The order decides
+    what counts as the forward pass."""
+    return Mode(recompute=mode.recompute, order=mode.order)
 
 
 def _corners(profile: Profile, name: str, limit: int) -> list[int]:

@@ -20,7 +20,7 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype, Mode
 from gpumix.spec.profile import ModelProfile, Profile
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import Space
 from gpumix.spec.units import show_bytes
 
 UNREACHABLE = 2**62  # more memory than any device has
@@ -161,9 +161,9 @@ class _Shortage:
         )
 
     def _technique(self) -> str:
-        """A technique that the engine has and this space leaves out, with which it fits."""
-        recompute: dict[str, object] = {"recompute": ENGINE.recompute}
-        sharded: dict[str, object] = {"zero_stages": ENGINE.zero_stages}
+        """A technique that saves memory and that this space leaves out, with which it fits."""
+        recompute: dict[str, object] = {"recompute": (True,)}
+        sharded: dict[str, object] = {"zero_stages": (3,)}
         for name, change in (
             ("recompute", recompute),
             ("ZeRO-3", sharded),

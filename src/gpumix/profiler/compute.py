@@ -202,7 +202,11 @@ class _Measurement:
 
     def _on_device_counted(self, batch: Batch) -> Batch:
         made: list[Batch] = []
-        self._point.kept[ROOT] += self._memory.added(lambda: made.append(self._on_device(batch)))
+
+        def move() -> None:
+            made.append(on_device(self._specimens, batch))
+
+        self._point.kept[ROOT] += self._memory.added(move)
         return made[0]
 
     def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
@@ -255,7 +259,7 @@ class _Measurement:
     def _time_root(self, batch: Batch, calls: int) -> None:
         forward, backward = [], []
         for _ in range(REPEATS):
-            with self._specimens.start(self._on_device(batch)) as walk:
+            with self._specimens.start(on_device(self._specimens, batch)) as walk:
                 forward.append(self._timed(walk.go_on)[0])
                 first = self._specimens.cut(walk.call).links if walk.call else []
                 for _ in range(calls - 1):
@@ -281,15 +285,17 @@ class _Measurement:
         self._runtime.synchronize()
         return time.perf_counter() - begun, result
 
-    def _on_device(self, batch: Batch) -> Batch:
-        dtype, device = self._specimens.compute_dtype, self._specimens.device
 
-        def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+def on_device(specimens: Specimens, batch: Batch) -> Batch:
+    """A copy of the batch as the engine would have it."""
+    dtype, device = specimens.compute_dtype, specimens.device
 
-        return tree_map(move, batch)
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+
+    return tree_map(move, batch)
 
 
 def _leaves(outputs: Any) -> list[torch.Tensor]:

@@ -168,7 +168,9 @@ class Prediction(Value):
     tokens_per_s: TokenRate
     exposed_communication_s: float
     bound_s: float | None = Field(
-        default=None, description="no plan of these devices and techniques takes less"
+        default=None,
+        description="no plan of these devices and techniques takes less, unless units are joined "
+        "or single graphs kept",
     )
     workers: tuple[WorkerPrediction, ...]
 

@@ -196,6 +196,7 @@ class Checkpointer:
         kinds = manifest.optimizer.states if optimizer is not None else {}
         room = content.OptimizerRoom.made(engine, kinds, index)
         read(path, index, tensors | room.boxed(), self._ranks)
+        engine.values_changed()
         if optimizer is not None:
             engine.load_optimizer_state(optimizer, room.state())
 

@@ -61,8 +61,9 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
 
 
 def _stored(engine: Engine) -> Iterator[Piece]:
-    """The pieces that this rank stores; rank 0 says that a parameter without elements exists."""
-    for piece in engine.pieces():
+    """The pieces that this rank stores and is to save; rank 0 says that a parameter without
+    elements exists. Where all ranks have the same pieces, each writes some of them."""
+    for piece in engine.pieces() if engine.writes_pieces else ():
         if piece.start < piece.end or (piece.shape.numel() == 0 and engine.comm.rank == 0):
             yield piece
 

@@ -1,0 +1,93 @@
+"""Collectives between GPUs over gloo, through memory of the host.
+
+Gloo lacks, for tensors on GPUs, what uneven shares need. This serves where NCCL cannot: several
+ranks on one GPU, or GPUs of makers that share no library. It waits for the device at every
+collective, so it is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gpumix.engine.comm import Borrowed, Communicator, Pending
+from gpumix.spec.plan import Collectives
+
+
+class StagedCommunicator(Communicator):
+    """A communicator of tensors on `device` over a group that takes tensors on the CPU."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world: int,
+        forms: Collectives | None = None,
+        device: torch.device | str = "cpu",
+        of: Communicator | None = None,
+    ) -> None:
+        super().__init__(group, rank=rank, world=world, forms=forms, device=device, of=of)
+        self._host = Communicator(group, rank=rank, world=world, forms=forms, of=self)
+
+    def gather(
+        self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
+    ) -> Pending:
+        staged = self._borrow_like(full)
+        pending = self._host.gather(staged.tensor[0], shard.to("cpu", full.dtype), offsets, label)
+
+        def finish() -> None:
+            full.copy_(staged.tensor[0])
+            staged.give_back()
+
+        return pending.then(finish)
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        offsets: Sequence[int],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        staged = self._borrow_like(full)
+        staged.tensor[0].copy_(full)
+
+        def arrived(rows: torch.Tensor) -> None:
+            deliver(rows.to(self.device))
+
+        return self._host.reduce(staged.tensor[0], offsets, label, arrived).then(staged.give_back)
+
+    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
+        staged = value.to("cpu", copy=True)
+        pending = self._host.start_all_reduce(staged, label)
+        return pending.then(lambda: _set(value, staged))
+
+    def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
+        table = row.new_empty(self.world, row.numel())
+        staged, pending = self._host.exchange(row.cpu(), label)
+        return table, pending.then(lambda: _set(table, staged))
+
+    def exchange_parts(
+        self,
+        sent: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        label: str,
+    ) -> tuple[torch.Tensor, Pending]:
+        received = sent.new_empty(sum(receive_splits))
+        staged, pending = self._host.exchange_parts(sent.cpu(), send_splits, receive_splits, label)
+        return received, pending.then(lambda: _set(received, staged))
+
+    def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
+        staged = value.to("cpu", copy=True)
+        self._host.broadcast(staged, source, label)
+        _set(value, staged)
+
+    def _borrow_like(self, full: torch.Tensor) -> Borrowed:
+        return self._host.borrow("staged", torch.empty(0, dtype=full.dtype), 1, full.numel())
+
+
+def _set(value: torch.Tensor, staged: torch.Tensor) -> None:
+    value.copy_(staged)

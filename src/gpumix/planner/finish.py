@@ -1,0 +1,126 @@
+"""The last touches on the fastest plan: what a search over all of it would be too much for.
+
+Each is judged by the cost model and taken only where it fits and does not make the step longer:
+
+1. Of plans that are as fast to one part in a thousand the lowest ZeRO stage wins: fewer
+   collectives, which no model of time has to be right about.
+2. Units are joined: fewer and larger collectives, against more memory for each.
+3. Where workers recompute and have memory left, they keep as many graphs as fit in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpumix.cost.curves import IntArray, MicroBatches
+from gpumix.cost.memory import Activations
+from gpumix.cost.predict import links_of_plan, predict
+from gpumix.cost.time import can, pass_seconds
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.optimal import optimal_below
+from gpumix.planner.options import Paces
+from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.profile import Profile
+
+AS_FAST = 1e-3
+JOINED = (2, 3, 4, 6, 8)
+FASTER = 1e-9  # what is shorter by less is no gain
+MANY_GRAPHS = 512  # beyond, so many numbers of them are looked at
+
+
+def finished(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -> Plan:
+    """The plan with these touches. Its bound stays that of plans without them."""
+    plan = _of_lowest_stage(profile, request, plan, paces)
+    plan = _joined(profile, plan)
+    if set(request.space.recompute) == {True, False}:
+        plan = _with_graphs(profile, plan)
+    return plan
+
+
+def _of_lowest_stage(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -> Plan:
+    below_s = predicted(plan).step_s * (1.0 + AS_FAST)
+    for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
+        space = request.space.model_copy(update={"zero_stages": (zero_stage,)})
+        lower = request.model_copy(update={"space": space})
+        found = optimal_below(profile, lower, paces, below_s)
+        if found is not None and predicted(found).step_s <= below_s:
+            return _bounded(found, plan)
+    return plan
+
+
+def _joined(profile: Profile, plan: Plan) -> Plan:
+    """The number of units in a row that makes the step shortest."""
+    if len(plan.workers) == 1:
+        return plan
+    best, units = plan, len(set(plan.stages[0].units))
+    for joined in JOINED:
+        if joined < 2 * units:
+            found = _with_stage(profile, plan, plan.stages[0].model_copy(update={"joined": joined}))
+            if _fits(found) and _shorter(found, best):
+                best = found
+    return best
+
+
+def _with_graphs(profile: Profile, plan: Plan) -> Plan:
+    """As many graphs on each worker as its memory bears, as far as they make it faster."""
+    alike: dict[tuple[str, int, int, Mode], list[int]] = {}
+    for rank, w in enumerate(plan.workers):
+        if _may_keep(profile, w):
+            alike.setdefault((w.device_class, w.samples, w.micro_batch, w.mode), []).append(rank)
+    workers = list(plan.workers)
+    for ranks in alike.values():
+        of_ranks = [predicted(plan).workers[rank] for rank in ranks]
+        room = min(of.memory_limit_bytes - of.peak_bytes for of in of_ranks)
+        kept = _most_graphs(profile, plan, workers[ranks[0]], room)
+        for rank in ranks:
+            workers[rank] = workers[rank].model_copy(update={"kept_graphs": kept})
+    if workers == list(plan.workers):
+        return plan
+    stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
+    found = _with_stage(profile, plan, stage)
+    return found if _fits(found) and not _shorter(plan, found) else plan
+
+
+def _may_keep(profile: Profile, worker: Worker) -> bool:
+    mode = worker.mode
+    if not worker.samples or not mode.recompute or mode.boundary == "host":
+        return False
+    return can(profile, worker.device_class, Mode(recompute=False, order=mode.order))
+
+
+def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:
+    """How many graphs make a worker fastest that has `room` bytes left; the fewest of those."""
+    pairs = len(profile.model.calls) * len(worker.micro_batches)
+    kept: IntArray = np.unique(np.linspace(0, pairs, min(pairs, MANY_GRAPHS) + 1).astype(np.int64))
+    micro = MicroBatches.of(np.full(len(kept), worker.samples), worker.micro_batch)
+    model = profile.model_in(worker.compute_dtype)
+    held = Activations(model, micro, worker.mode, kept).most
+    links = links_of_plan(profile, plan)
+    seconds = sum(
+        pass_seconds(profile, worker.device_class, links, micro, worker.mode, kept),
+        np.zeros(len(kept)),
+    )
+    fitting = np.where(held - held[0] <= room, seconds, np.inf)
+    return int(kept[np.argmin(fitting)])
+
+
+def _with_stage(profile: Profile, plan: Plan, stage: Stage) -> Plan:
+    changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
+    changed = changed.model_copy(update={"prediction": predict(profile, changed)})
+    return _bounded(changed, plan)
+
+
+def _bounded(plan: Plan, before: Plan) -> Plan:
+    """What was proven of the plan before goes for this one too, as far as it is no faster."""
+    expected, bound_s = predicted(plan), predicted(before).bound_s
+    if bound_s is not None:
+        bound_s = min(bound_s, expected.step_s)
+    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def _fits(plan: Plan) -> bool:
+    return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
+
+
+def _shorter(one: Plan, other: Plan) -> bool:
+    return predicted(one).step_s < predicted(other).step_s * (1.0 - FASTER)

@@ -1,0 +1,75 @@
+"""The last touches on a plan: fewer collectives, and graphs kept in what memory is left."""
+
+from __future__ import annotations
+
+import pytest
+from brute import small_profiles
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from profiles import GIB, Card, Network, block, curve, line, profile, root
+
+from gpumix.cost.predict import predict
+from gpumix.planner.base import Part, PlanRequest, assemble
+from gpumix.planner.finish import _most_graphs, finished
+from gpumix.planner.optimal import optimal
+from gpumix.planner.options import Paces
+from gpumix.planner.setting import setting_of
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.profile import ROOT, UnitTimes
+from gpumix.spec.space import ENGINE, Space
+
+MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+TIMES = {
+    "block": UnitTimes(forward=line(1.0), backward=line(3.0), gradient=line(2.0)),
+    ROOT: UnitTimes(forward=line(0.1), backward=line(0.2)),
+}
+
+
+def touched(measured, batch, space=ENGINE):
+    """The optimal plan before and after."""
+    request, paces = PlanRequest(global_batch=batch, space=space), Paces(measured, batch)
+    plan = optimal(measured, request, paces)
+    return plan, finished(measured, request, plan, paces)
+
+
+@MANY
+@given(small_profiles(), st.integers(1, 12))
+def test_a_finished_plan_fits_and_is_hardly_longer(profile, batch):
+    try:
+        before, after = touched(profile, batch)
+    except NoFeasiblePlanError:
+        return
+    found = predict(profile, after)
+    assert found.step_s == pytest.approx(after.prediction.step_s)
+    assert found.step_s <= before.prediction.step_s * 1.001 * (1 + 1e-9)
+    assert after.prediction.bound_s <= found.step_s
+    assert all(w.peak_bytes <= w.memory_limit_bytes for w in found.workers)
+    assert sum(w.samples for w in after.workers) == batch
+    assert after.zero_stage <= before.zero_stage
+
+
+def test_of_plans_that_are_as_fast_the_lowest_stage_wins():
+    measured = profile([Card("c", 2, GIB, TIMES)], calls=("block",) * 3, root_unit=root(100))
+    assert touched(measured, 4)[1].zero_stage == 0
+
+
+@pytest.mark.parametrize(("room", "kept"), [(500, 0), (1000, 2), (2100, 3), (5999, 6), (7000, 8)])
+def test_as_many_graphs_are_kept_as_fit(room, kept):
+    """Of 8 pairs of 4 calls and 2 micro-batches, 1000 bytes each. A backward needs 1000 bytes, and
+    nothing where all graphs of its call are kept: so the second graph takes no more than the first.
+    """
+    kinds = [block(trainable=0, saved=line(1000), backward=line(1000))]
+    measured = profile([Card("c", 1, GIB, TIMES)], calls=("block",) * 4, kinds=kinds)
+    setting = setting_of(measured, measured.cluster.in_rank_order())
+    parts = {measured.cluster.devices[0].id: Part(2, 1, 1.0)}
+    plan = assemble(setting, strategy="by hand", global_batch=2, parts=parts)
+    assert _most_graphs(measured, plan, plan.workers[0], room) == kept
+
+
+def test_units_are_joined_where_each_collective_takes_long_by_itself():
+    slow = curve(10.0, 10.1, sizes=(1, 2**20))
+    network = Network(gather={"broadcast": slow}, reduce={"all_to_all": slow})
+    measured = profile([Card("c", 2, GIB, TIMES)], calls=("block",) * 8, network=network)
+    before, after = touched(measured, 2, Space(zero_stages=(3,)))
+    assert after.stages[0].joined == 8
+    assert after.prediction.step_s < 0.5 * before.prediction.step_s
