@@ -41,7 +41,7 @@ def test_the_table_says_why_each_lost():
 
 
 def test_what_is_not_possible_is_a_row_too():
-    shown = compared("--cluster", CARDS, "--model", "3B").stderr
+    shown = compared("--cluster", CARDS, "--model", "5B").stderr
     row = next(line for line in shown.splitlines() if line.startswith("│ best-subset"))
     assert "not possible" in row
     assert "best-subset: no single device class has room" in shown

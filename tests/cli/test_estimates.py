@@ -104,10 +104,12 @@ def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
     plan = planned(job, "--cluster", CARDS)
     assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "bf16")
     assert LABEL in gpumix("plan", job, "--cluster", CARDS).stderr
+    momentum = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.9")
     states = [
         sum(w.memory_bytes["state"] for w in found.prediction.workers)
-        for found in (plan, planned(job, "--cluster", CARDS, "--set", "optimizer.name=sgd"))
+        for found in (plan, planned(job, "--cluster", CARDS, *momentum))
     ]
+    assert states[0] > 0
     assert states[1] == pytest.approx(states[0] / 2, rel=0.01)
 
 

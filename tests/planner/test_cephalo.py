@@ -28,7 +28,7 @@ INF = float("inf")
 @given(small_profiles(), st.integers(1, 8))
 def test_it_is_the_published_recurrence(profile, batch):
     assume(batch >= len(profile.cluster.devices))
-    plan = plan_by(cephalo, profile, batch)
+    plan = plan_by(cephalo, profile, batch, Space(boundaries=("device",)))
     expected = recurrence(profile, batch)
     assert (None if plan is None else sorted(parts_of(plan))) == expected
 

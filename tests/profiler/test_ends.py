@@ -41,7 +41,7 @@ def ends_of(name):
         objective=objective_of(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    return anatomy, find_ends(specimens, anatomy.root.slots, batch)
+    return anatomy, find_ends(specimens, batch)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -24,7 +24,7 @@ from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
-from gpumix.spec.profile import ROOT
+from gpumix.spec.profile import ROOT, End
 
 # A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
 WORTHWHILE_GAIN = 0.02
@@ -64,10 +64,12 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `cut_short`: there was no time for more."""
+    """All points of one device, in growing size; `cut_short`: there was no time for more; `ends`:
+    what of the root is used before the first unit only, and after the last one only."""
 
     calls: tuple[str, ...]
     points: list[Point]
+    ends: tuple[End, End] = (End(), End())
     cut_short: bool = False
 
 

@@ -8,7 +8,7 @@ lookup takes indices alone. What head and loss use need not be here before them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,13 +49,9 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_ends(specimens: Specimens, slots: Iterable[Slot], batch: Any) -> tuple[End, End]:
-    """What is looked up before the first unit only, and what is used after the last one only.
-
-    Args:
-        slots: the root unit's parameters.
-        batch: any samples, on the device.
-    """
+def find_ends(specimens: Specimens, batch: Any) -> tuple[End, End]:
+    """What is looked up before the first unit only, and what is used after the last one only, when
+    the model runs on `batch`."""
     groups = specimens.root.bucket.groups
     names = {id(held): name for group in groups for held, name in group.names_by_parameter()}
     uses, outputs = _Uses(names), {}
@@ -71,11 +67,11 @@ def find_ends(specimens: Specimens, slots: Iterable[Slot], batch: Any) -> tuple[
         last = len(walk.calls)
     before = [name for name, places in uses.found.items() if places == {(0, True)}]
     after = [name for name, places in uses.found.items() if {p for p, _ in places} == {last}]
-    slots = list(slots)
+    slots = specimens.root_slots
     return _end(slots, before, specimens.compute_dtype), _end(slots, after, specimens.compute_dtype)
 
 
-def _end(slots: list[Slot], names: list[str], compute_dtype: torch.dtype) -> End:
+def _end(slots: Sequence[Slot], names: list[str], compute_dtype: torch.dtype) -> End:
     chosen = [slot for slot in slots if slot.name in names]
     trained = [s.parameter.numel() for s in chosen if s.parameter.requires_grad]
     frozen = [s.parameter for s in chosen if not s.parameter.requires_grad]

@@ -20,11 +20,9 @@ from gpumix.profiler.compute import (
     MakeBatch,
     Progress,
     Sweep,
-    on_device,
     sweep,
     time_optimizer,
 )
-from gpumix.profiler.ends import find_ends
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
@@ -33,7 +31,6 @@ from gpumix.spec.profile import (
     ROOT,
     ClassMeasurement,
     ClassProfile,
-    End,
     ModelProfile,
     RootUnit,
     UnitKind,
@@ -120,9 +117,7 @@ def _measured(
         progress=lambda line: progress(f"{device_class}: {line}"),
     )
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
-    batch = on_device(specimens, subject.make_batch(1))
-    ends = find_ends(specimens, anatomy.root.slots, batch)
-    measured = _model_profile(anatomy, found, ends, model, dtype)
+    measured = _model_profile(anatomy, found, model, dtype)
     return ClassMeasurement(
         device_class=ClassProfile(
             device_class=device_class,
@@ -177,11 +172,7 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
 
 
 def _model_profile(
-    anatomy: Anatomy,
-    found: Sweep,
-    ends: tuple[End, End],
-    model: nn.Module,
-    compute_dtype: ComputeDtype,
+    anatomy: Anatomy, found: Sweep, model: nn.Module, compute_dtype: ComputeDtype
 ) -> ModelProfile:
     kind_of = {unit.name: unit.kind for unit in anatomy.units}
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
@@ -210,8 +201,8 @@ def _model_profile(
             trainable=anatomy.root.trainable,
             frozen_bytes=_frozen_bytes(anatomy.root, compute_dtype),
             buffer_bytes=buffer_bytes(model),
-            before=ends[0],
-            after=ends[1],
+            before=found.ends[0],
+            after=found.ends[1],
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             head=_curve(found, [p.backward_bytes[ROOT] for p in found.points]),
             flops=found.points[0].flops[ROOT],

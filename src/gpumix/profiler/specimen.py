@@ -53,6 +53,7 @@ class Specimens:
         self.compiled = False
         self._objective = objective
         self.root = self._alive(anatomy.root)
+        self.root_slots = anatomy.root.slots
         self.of_kind: dict[str, ShardedUnit] = {}
         calls = Calls()
         for unit in anatomy.units:
