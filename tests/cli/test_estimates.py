@@ -101,13 +101,15 @@ def test_a_card_that_cannot_compute_in_a_dtype_is_refused():
 
 
 def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
-    plan = planned(job, "--cluster", CARDS)
-    assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "bf16")
+    fp32 = ("--cluster", CARDS, "--set", "precision=fp32")
+    plan = planned(job, *fp32)
+    assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "fp32")
+    assert planned(job, "--cluster", CARDS).communication_dtype == "bf16"
     assert LABEL in gpumix("plan", job, "--cluster", CARDS).stderr
     momentum = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.9")
     states = [
         sum(w.memory_bytes["state"] for w in found.prediction.workers)
-        for found in (plan, planned(job, "--cluster", CARDS, *momentum))
+        for found in (plan, planned(job, *fp32, *momentum))
     ]
     assert states[0] > 0
     assert states[1] == pytest.approx(states[0] / 2, rel=0.01)
