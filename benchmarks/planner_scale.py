@@ -77,9 +77,12 @@ def fleet(devices: int, cards: tuple[str, ...]) -> Profile:
     """As many hosts of each card."""
     hosts = devices // (ON_A_HOST * len(cards))
     described = "; ".join(f"{hosts} hosts of {ON_A_HOST}x {card}" for card in cards)
-    model = llama_shaped(7e9).model(SEQUENCE_LENGTH, "bf16", "7B")
-    there = cluster(described, "bf16", "ib-ndr")
-    return estimate(model, there, sequence_length=SEQUENCE_LENGTH, dtype="bf16")
+    model = llama_shaped(7e9)
+    return estimate(
+        lambda dtype: model.model(SEQUENCE_LENGTH, dtype, "7B"),
+        cluster(described, "auto", "ib-ndr"),
+        sequence_length=SEQUENCE_LENGTH,
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.staged import StagedCommunicator
 from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
-from gpumix.spec.plan import PLAIN, Mode, Plan, Stage, Worker
+from gpumix.spec.dtypes import communication_dtype
+from gpumix.spec.plan import PLAIN, ComputeDtype, Mode, Plan, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, Architecture, Batch, mean_loss
 
@@ -83,6 +84,7 @@ def plan_for(
     stage: Mapping[str, Any] | None = None,
     on_host: Collection[int] = (),
     head: Literal["whole", "chunked"] = "whole",
+    compute_dtype: ComputeDtype | Sequence[ComputeDtype] = "fp32",
     **settings: Any,
 ) -> Plan:
     """A plan of one stage.
@@ -92,9 +94,13 @@ def plan_for(
         units: as for `prepare`.
         stage: more fields of the stage.
         on_host: ranks that keep their state there.
+        compute_dtype: of all ranks, or of each.
         settings: fields of the plan.
     """
     anatomy = dissect(model, units)
+    one = isinstance(compute_dtype, str)
+    dtypes = [compute_dtype] * len(shares) if one else list(compute_dtype)
+    settings.setdefault("communication_dtype", communication_dtype(dtypes))
     by_host = settings.get("sharding") == "host"
     workers = tuple(
         Worker(
@@ -109,6 +115,7 @@ def plan_for(
             host=share.host,
             state_on="host" if rank in on_host else "device",
             head=head,
+            compute_dtype=dtypes[rank],
         )
         for rank, share in enumerate(shares)
     )

@@ -122,12 +122,11 @@ def profile(
     """
     return Profile(
         sequence_length=setting.tokens,
-        compute_dtype=setting.dtype,
         optimizer_bytes_per_element=ADAM,
         torch_version="published",
         cluster=_cluster(setting, counts, network, host_devices),
         model=_model(setting),
-        classes=tuple(_class(name, layer(setting, name)) for name in counts),
+        classes=tuple(_class(name, layer(setting, name), setting.dtype) for name in counts),
         collectives=Collectives(gather="list", reduce="list"),
     )
 
@@ -212,6 +211,7 @@ def _model(setting: Setting) -> ModelProfile:
     )
     return ModelProfile(
         fingerprint=setting.name,
+        compute_dtype=setting.dtype,
         calls=tuple(f"layers.{i}" for i in range(layers)),
         kind_of_call=("block",) * layers,
         kinds=(block,),
@@ -219,7 +219,7 @@ def _model(setting: Setting) -> ModelProfile:
     )
 
 
-def _class(name: str, measured: Layer) -> ClassProfile:
+def _class(name: str, measured: Layer, dtype: ComputeDtype) -> ClassProfile:
     f, g = measured.forward, measured.backward
     again = Curve(sizes=f.sizes, values=tuple(a + b for a, b in zip(f.values, g.values)))
     return ClassProfile(
@@ -231,6 +231,7 @@ def _class(name: str, measured: Layer) -> ClassProfile:
         optimizer_s_per_element=0.0,
         framework_bytes=0,
         largest_micro_batch=measured.largest,
+        compute_dtype=dtype,
     )
 
 

@@ -85,7 +85,6 @@ def profile(
     """
     return Profile(
         sequence_length=TOKENS,
-        compute_dtype="fp32",
         optimizer_bytes_per_element=setup.optimizer_bytes,
         torch_version="published",
         cluster=_cluster(groups, network),

@@ -79,26 +79,37 @@ def test_a_better_link_is_no_worse():
 def test_the_table_says_that_it_is_an_estimate_and_what_of():
     shown = gpumix("plan", "--cluster", CARDS, *SMALL).stderr
     assert LABEL in shown
-    assert "512 tokens a sample, 16 samples a step, bf16" in shown
+    assert "512 tokens a sample, 16 samples a step, " in shown
     assert gpumix("plan", "--cluster", CARDS, *SMALL).stdout == ""
 
 
-def test_cards_that_are_slow_in_a_precision_are_named():
+def test_what_each_card_computes_in_is_told_where_they_differ():
     cluster = ("--cluster", "2x v100-16gb-pcie, 1x rtx3090", *SMALL)
-    assert "v100-16gb-pcie: slow in bf16; see --precision fp16" in gpumix("plan", *cluster).stderr
+    shown = gpumix("plan", *cluster).stderr
+    assert "bf16 (rtx3090) and fp16 (v100-16gb-pcie), AdamW" in shown
+    assert "v100-16gb-pcie computes in fp16: it computes fast in fp16 and has no bf16" in shown
     half = gpumix("plan", *cluster, "--precision", "fp16").stderr
     assert "fp16, AdamW" in half
-    assert "slow in" not in half
+    assert "computes in" not in half
+    slow = gpumix("plan", *cluster, "--precision", "bf16").stderr
+    assert "v100-16gb-pcie computes in bf16: as asked; bf16 is computed in software" in slow
+
+
+def test_a_card_that_cannot_compute_in_a_dtype_is_refused():
+    error = refused("plan", "--cluster", CARDS, *SMALL, "--precision", "bf16")
+    assert "device class 'p40' does not compute in bf16" in error
 
 
 def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
-    plan = planned(job, "--cluster", CARDS)
-    assert (plan.sequence_length, plan.global_batch, plan.compute_dtype) == (128, 8, "fp32")
+    fp32 = ("--cluster", CARDS, "--set", "precision=fp32")
+    plan = planned(job, *fp32)
+    assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "fp32")
+    assert planned(job, "--cluster", CARDS).communication_dtype == "bf16"
     assert LABEL in gpumix("plan", job, "--cluster", CARDS).stderr
     momentum = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.9")
     states = [
         sum(w.memory_bytes["state"] for w in found.prediction.workers)
-        for found in (plan, planned(job, "--cluster", CARDS, *momentum))
+        for found in (plan, planned(job, *fp32, *momentum))
     ]
     assert states[0] > 0
     assert states[1] == pytest.approx(states[0] / 2, rel=0.01)

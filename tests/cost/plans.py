@@ -13,6 +13,7 @@ from gpumix.cost.wire import Free, Measured
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import Device
+from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
@@ -21,7 +22,8 @@ from gpumix.spec.space import EVERYTHING
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
     """The collectives of ZeRO-3 over all ranks."""
     wire = Measured(profile.network) if profile.network else Free()
-    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares)))
+    dtype = communication_dtype(c.compute_dtype for c in profile.classes)
+    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares), dtype))
 
 
 @st.composite
@@ -53,10 +55,9 @@ def profiles_of_all_kinds(draw: st.DrawFn) -> Profile:
     profile = draw(small_profiles())
     kinds = profile.model.kind_of_call
     calls = tuple(f"{kind}{draw(st.integers(0, 1))}" for kind in kinds)
-    model = profile.model.model_copy(
-        update={"calls": draw(st.sampled_from([profile.model.calls, calls]))}
-    )
-    profile = profile.model_copy(update={"model": model})
+    update = {"calls": draw(st.sampled_from([profile.model.calls, calls]))}
+    model, *others = (m.model_copy(update=update) for m in (profile.model, *profile.other_models))
+    profile = profile.model_copy(update={"model": model, "other_models": tuple(others)})
     return draw(st.sampled_from([profile, linked(profile, draw(networks(profile)))]))
 
 
@@ -84,6 +85,7 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
             micro_batch=draw(st.integers(1, n)) if n else 0,
             state_share=shares[device],
             mode=mode,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
             kept_graphs=draw(_graphs(profile, device.device_class, mode)),
         )
         for device, n in zip(devices, samples)
@@ -94,7 +96,7 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=sum(samples),
-        compute_dtype=profile.compute_dtype,
+        communication_dtype=communication_dtype(c.compute_dtype for c in profile.classes),
         stages=(
             Stage(
                 units=profile.model.calls,

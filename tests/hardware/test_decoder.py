@@ -85,8 +85,9 @@ def measured(config: dict):
         build=lambda: gpumix.build(lambda: AutoModelForCausalLM.from_config(made), seed=0),
         make_batch=lambda n: {"input_ids": ids[:n], "labels": ids[:n]},
         optimizer_of=torch.optim.AdamW,
-        shape=Shape(sequence_length=LENGTH, global_batch=BATCH, precision="fp32"),
+        shape=Shape(sequence_length=LENGTH, global_batch=BATCH),
         budget_s=20,
+        dtypes={"cpu": "fp32"},
     )
     with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
         return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)

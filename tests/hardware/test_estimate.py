@@ -12,12 +12,16 @@ from gpumix.planner.explain import plan
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT
 
-MODEL = llama_shaped(1e9).model(1024, "bf16", "1B")
+
+def model_in(dtype):
+    return llama_shaped(1e9).model(1024, dtype, "1B")
 
 
-def estimated(text="2x rtx3090, 1x p40", model=MODEL, **changes):
-    there = cluster(text, "bf16")
-    return estimate(model, there, sequence_length=1024, dtype="bf16", **changes)
+MODEL = model_in("bf16")
+
+
+def estimated(text="2x rtx3090, 1x p40", model=model_in, **changes):
+    return estimate(model, cluster(text), sequence_length=1024, **changes)
 
 
 def test_every_class_is_there_and_marked():
@@ -44,10 +48,9 @@ def test_a_longer_sequence_takes_longer_than_in_proportion():
     """Attention grows with its square."""
     short, long = (
         estimate(
-            llama_shaped(1e9).model(tokens, "bf16", "1B"),
-            cluster("1x rtx3090", "bf16"),
+            lambda dtype, tokens=tokens: llama_shaped(1e9).model(tokens, dtype, "1B"),
+            cluster("1x rtx3090"),
             sequence_length=tokens,
-            dtype="bf16",
         )
         for tokens in (1024, 8192)
     )
@@ -68,7 +71,7 @@ def test_a_model_whose_flops_nobody_counted_is_refused():
     (kind,) = MODEL.kinds
     unknown = MODEL.model_copy(update={"kinds": (kind.model_copy(update={"flops": 0.0}),)})
     with pytest.raises(InputError, match="how many FLOPs") as caught:
-        estimated(model=unknown)
+        estimated(model=lambda dtype: unknown.model_copy(update={"compute_dtype": dtype}))
     assert "gpumix profile" in caught.value.fix
 
 
@@ -90,9 +93,13 @@ def test_a_size_that_no_llama_has_is_refused(size):
 
 
 def test_what_a_model_holds_does_not_depend_on_the_cards():
-    one, other = estimated("1x t4"), estimated("8x h100-sxm")
+    one, other = estimated("1x l4"), estimated("8x h100-sxm")
     assert one.model == other.model == MODEL
+    assert estimated("1x t4").model == model_in("fp16")
     config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2,
               "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000}  # fmt: skip
-    model = decoder(config).model(64, "bf16", "llama")
+
+    def model(dtype):
+        return decoder(config).model(64, dtype, "llama")
+
     assert estimated(model=model).model.parameters == decoder(config).parameters

@@ -18,12 +18,13 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.network import Network
 from gpumix.spec.profile import CollectiveTimes, Profile
 
-MODEL = llama_shaped(3e8).model(512, "bf16", "300M")
+
+def model_in(dtype):
+    return llama_shaped(3e8).model(512, dtype, "300M")
 
 
 def estimated(text: str = "2x rtx3090, 2x p40", network: str | None = None) -> Profile:
-    there = cluster(text, "bf16", network)
-    return estimate(MODEL, there, sequence_length=512, dtype="bf16")
+    return estimate(model_in, cluster(text, "auto", network), sequence_length=512)
 
 
 def measured(off_by: float = 1.0, **changes) -> Profile:
@@ -116,7 +117,7 @@ def test_cards_of_the_same_kind_join_twice():
 @pytest.mark.parametrize("off_by", [0.5, 1.0, 1.7])
 def test_new_cards_are_set_right_by_how_far_the_others_are_off(off_by):
     larger = added(measured(off_by), "t4")
-    raw = estimate_class(find("t4"), MODEL, "bf16", "t4")
+    raw = estimate_class(find("t4"), model_in("fp16"), "t4")
     for n in (1, 8, 64):
         found, expected = (
             float(seconds_at(of.units[KIND].forward, n)) for of in (larger.of_class("t4"), raw)
@@ -128,7 +129,7 @@ def test_cards_that_the_catalogue_does_not_know_set_nothing_right():
     profile = measured(3.0)
     for name in ("rtx3090", "p40"):
         profile = renamed(profile, name, f"my-{name}")
-    raw = estimate_class(find("t4"), MODEL, "bf16", "t4")
+    raw = estimate_class(find("t4"), model_in("fp16"), "t4")
     assert added(profile, "t4").of_class("t4") == raw
     known = renamed(profile, "my-p40", "mine", product="Tesla P40")
     found = added(known, "t4").of_class("t4").units[KIND].forward.values[-1]
@@ -137,12 +138,12 @@ def test_cards_that_the_catalogue_does_not_know_set_nothing_right():
 
 def test_measured_times_that_are_nothing_set_nothing_right():
     profile = measured(0.0)
-    assert added(profile, "t4").of_class("t4") == estimate_class(find("t4"), MODEL, "bf16", "t4")
+    assert added(profile, "t4").of_class("t4") == estimate_class(find("t4"), model_in("fp16"), "t4")
 
 
 def test_new_cards_keep_the_jobs_optimizer():
     profile = measured(optimizer_bytes_per_element=0)
-    expected = estimate_class(find("t4"), MODEL, "bf16", "t4", 0).optimizer_s_per_element
+    expected = estimate_class(find("t4"), model_in("fp16"), "t4", 0).optimizer_s_per_element
     assert added(profile, "t4").of_class("t4").optimizer_s_per_element == expected
 
 

@@ -26,7 +26,7 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.network import Link, LinkOf
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Collectives, Plan
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
@@ -93,7 +93,7 @@ def best_of(setting: Setting, batch: int) -> float:
 def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
-    model, free = setting.profile.model, free_bytes(setting.profile, name)
+    model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
     host_bytes = setting.profile.of_class(name).host_bytes
     cuts = [(0, 0)]
     cuts += [
@@ -177,9 +177,15 @@ def small_profiles(draw: st.DrawFn) -> Profile:
             after=after,
         ),
         network=draw(_networks()),
-        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        dtype=draw(_dtypes(len(cards))),
         overhead=draw(st.sampled_from([0.0, 0.01])),
     )
+
+
+def _dtypes(cards: int) -> st.SearchStrategy[list[str]]:
+    """The same on all cards, or not."""
+    alike = st.sampled_from(["fp32", "bf16"]).map(lambda dtype: [dtype] * cards)
+    return alike | st.lists(st.sampled_from(list(DTYPE_BYTES)), min_size=cards, max_size=cards)
 
 
 @st.composite

@@ -15,6 +15,7 @@ from naive import moments_bytes, worker_seconds
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from gpumix.spec.profile import ClassProfile, Profile
 
@@ -177,6 +178,7 @@ def _plan_with(
             micro_batch=micro_batch if r == rank else int(r == other),
             state_share=share if r == rank else 1 - share if r == other else 0,
             mode=mode,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
         )
         for r, device in enumerate(devices)
     ]
@@ -185,7 +187,7 @@ def _plan_with(
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=samples + 1,
-        compute_dtype=profile.compute_dtype,
+        communication_dtype=communication_dtype(w.compute_dtype for w in workers),
         stages=(Stage(units=profile.model.calls, workers=tuple(workers)),),
         collectives=profile.collectives,
     )

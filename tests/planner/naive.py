@@ -17,7 +17,7 @@ from gpumix.cost.slots import Buffer, share_slots
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Link
 from gpumix.spec.plan import Plan, Worker, cut_sizes
-from gpumix.spec.profile import ROOT, ClassProfile, Profile, UnitKind
+from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 GRADIENT, MASTER = 4, 4  # fp32
@@ -93,8 +93,8 @@ def buckets(profile: Profile, plan: Plan) -> Buckets:
             if len(of_name) % stage.joined == 0:
                 units.append(Bucket(0, 0, []))
             of_name[name] = units[-1]
-            units[-1].elements += _kind(profile, kind).trainable
-            units[-1].frozen += _kind(profile, kind).frozen_bytes
+            units[-1].elements += _kind(profile.model, kind).trainable
+            units[-1].frozen += _kind(profile.model, kind).frozen_bytes
         of_name[name].calls.append(number)
     rows: list[tuple[Bucket, list[int]]] = []
     for number, name in enumerate(model.calls):
@@ -130,7 +130,7 @@ class Wire:
         stage = self.plan.zero_stage
         if stage == 0 or (again and stage < 3):
             return 0.0
-        width = WIDTH[self.profile.compute_dtype]
+        width = WIDTH[self.plan.communication_dtype]
         total = self._collective("gather", bucket.elements, bucket.elements * width)
         if stage == 3:
             total += self._collective("gather", bucket.frozen, bucket.frozen)
@@ -163,7 +163,7 @@ class Wire:
         return self._padded_gather(of.before) + self._padded_gather(of.root) + others + reductions
 
     def _padded_gather(self, bucket: Bucket) -> int:
-        size = self._padded("gather", bucket.elements, WIDTH[self.profile.compute_dtype])
+        size = self._padded("gather", bucket.elements, WIDTH[self.plan.communication_dtype])
         return size + (self._padded("gather", bucket.frozen, 1) if self.plan.zero_stage == 3 else 0)
 
     def _padded(self, operation: str, numel: int, width: int) -> int:
@@ -321,7 +321,7 @@ def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, floa
         if worker.mode.boundary == "device":
             return 0.0
         copy = _class(profile, worker).host_copy
-        of = [_kind(profile, kinds[call]).kept for call in calls]
+        of = [_kind(_model(profile, worker), kinds[call]).kept for call in calls]
         return sum(seconds(copy, held(kept, n)) for kept in of for _, n in sizes)
 
     def backward_of(call: int, place: int, n: int) -> float:
@@ -374,19 +374,25 @@ def moments_bytes(profile: Profile, plan: Plan, rank: int) -> list[tuple[int, in
     """What is held at each moment of a step that counts, on the device and on its host."""
     always = _state(profile, plan, rank) + profile.model.root.buffer_bytes
     always += _class(profile, plan.workers[rank]).framework_bytes
-    always += _laid_out(profile, plan) + _arriving(profile, plan, rank)
+    always += _laid_out(profile, plan, plan.workers[rank].compute_dtype) + _arriving(
+        profile, plan, rank
+    )
     always += Wire(profile, plan).padding_bytes()
     return [(always + device, host) for device, host in _moments(profile, plan, rank)]
 
 
-def _laid_out(profile: Profile, plan: Plan) -> int:
+def _laid_out(profile: Profile, plan: Plan, dtype: str) -> int:
     """Whole parameters and gradients: each in memory of its own, or, from stage 3 and 2 on, in
-    memory that buckets take turns in."""
-    of, width = buckets(profile, plan), WIDTH[profile.compute_dtype]
-    full = {id(b): _aligned(b.elements * width) + _aligned(b.frozen) for b in of.all}
+    memory that buckets take turns in. Parameters in another dtype than they are gathered in arrive
+    elsewhere, one bucket after the other."""
+    of, width, gathered = buckets(profile, plan), WIDTH[dtype], WIDTH[plan.communication_dtype]
+    wider = max(1, width // gathered)
+    full = {id(b): _aligned(b.elements * width) + _aligned(b.frozen * wider) for b in of.all}
     gradients = {id(b): _aligned(b.elements * GRADIENT) for b in of.all}
     gathered_at, filled_at = _in_use(of)
     total = 0
+    if dtype != plan.communication_dtype:
+        total = max(_aligned(b.elements * gathered) + _aligned(b.frozen) for b in of.all)
     for sizes, times, shared in (
         (full, gathered_at, plan.zero_stage == 3),
         (gradients, filled_at, plan.zero_stage >= 2),
@@ -446,7 +452,8 @@ def _arriving(profile: Profile, plan: Plan, rank: int) -> int:
 
 def _state(profile: Profile, plan: Plan, rank: int) -> int:
     """What lasts: of its own intervals, and of what is not divided."""
-    stage, narrow = plan.zero_stage, profile.compute_dtype != "fp32"
+    stage, dtype = plan.zero_stage, plan.workers[rank].compute_dtype
+    rounded = {dtype, plan.communication_dtype} != {"fp32"}
     of = buckets(profile, plan).all
     whole = sum(b.elements for b in of)
     owned = sum(_owned_of(plan, rank, b.elements) for b in of)
@@ -454,14 +461,17 @@ def _state(profile: Profile, plan: Plan, rank: int) -> int:
     moments = profile.optimizer_bytes_per_element
     if stage == 3:
         return owned * (MASTER + GRADIENT + moments) + frozen_owned
-    master = MASTER if narrow else 0  # else the parameters themselves
+    master = MASTER if rounded else 0  # else the parameters themselves
     total = owned * GRADIENT if stage == 2 else 0
+    if dtype != plan.communication_dtype:  # as they are gathered
+        total += frozen_owned if stage else sum(b.frozen for b in of)
     return total + (owned if stage else whole) * (master + moments)
 
 
 def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """Bytes on the device and on its host, beside what lasts, as a step goes on."""
-    model, worker = profile.model, plan.workers[rank]
+    worker = plan.workers[rank]
+    model = _model(profile, worker)
     kinds, micro_batches, mode = model.kind_of_call, worker.micro_batches, worker.mode
     in_layers = mode.order == "layered"
 
@@ -477,7 +487,7 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         """What graphs add that are kept one by one; one after the other, the largest counts."""
         total = 0
         for call in range(upto if worker.kept_graphs else 0):
-            of = _kind(profile, kinds[call])
+            of = _kind(model, kinds[call])
             keeping = [n for p, n in enumerate(micro_batches) if _keeps(profile, worker, call, p)]
             if in_layers:
                 total += max(
@@ -492,7 +502,7 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         """By the calls before `upto`: on the device, and on the host."""
         device, host = under_way(model.root.kept) + graphs(upto), 0
         for kind in sorted(set(kinds[:upto])):
-            of = _kind(profile, kind)
+            of = _kind(model, kind)
             left = of.kept if mode.recompute else of.saved
             all_calls = kinds[:upto].count(kind) * under_way(left)
             if mode.boundary == "host":
@@ -506,12 +516,10 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         return device + sum(sizes), host
 
     for call, kind in enumerate(kinds):
-        yield moment(call + 1, largest(_kind(profile, kind).forward))
-    yield moment(
-        len(kinds), under_way(_kind(profile, kinds[-1]).gradient), largest(model.root.head)
-    )
+        yield moment(call + 1, largest(_kind(model, kind).forward))
+    yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(model.root.head))
     for call in reversed(range(len(kinds))):
-        of = _kind(profile, kinds[call])
+        of = _kind(model, kinds[call])
         work = largest(of.backward)
         again = not all(_keeps(profile, worker, call, p) for p in range(len(micro_batches)))
         if micro_batches and not again:  # what was kept need not be made again
@@ -526,8 +534,14 @@ def _most(curve: Curve, micro_batches: tuple[int, ...]) -> float:
 # -- the profile -----------------------------------------------------------------------------------
 
 
-def _kind(profile: Profile, name: str) -> UnitKind:
-    return next(kind for kind in profile.model.kinds if kind.name == name)
+def _kind(model: ModelProfile, name: str) -> UnitKind:
+    return next(kind for kind in model.kinds if kind.name == name)
+
+
+def _model(profile: Profile, worker: Worker) -> ModelProfile:
+    """In the dtype that the worker computes in."""
+    models = (profile.model, *profile.other_models)
+    return next(model for model in models if model.compute_dtype == worker.compute_dtype)
 
 
 def _class(profile: Profile, worker: Worker) -> ClassProfile:
@@ -535,11 +549,13 @@ def _class(profile: Profile, worker: Worker) -> ClassProfile:
 
 
 def _elements(profile: Profile, unit: str) -> int:
-    return profile.model.root.trainable if unit == ROOT else _kind(profile, unit).trainable
+    return profile.model.root.trainable if unit == ROOT else _kind(profile.model, unit).trainable
 
 
 def _frozen(profile: Profile, unit: str) -> int:
-    return profile.model.root.frozen_bytes if unit == ROOT else _kind(profile, unit).frozen_bytes
+    return (
+        profile.model.root.frozen_bytes if unit == ROOT else _kind(profile.model, unit).frozen_bytes
+    )
 
 
 def _owned_of(plan: Plan, rank: int, numel: int) -> int:

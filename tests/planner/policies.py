@@ -51,7 +51,7 @@ def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int
     """The largest share that a device has room for; -1 if none."""
     micro = MicroBatches.of([samples], [micro_batch])
     host = setting.profile.of_class(name).host_bytes
-    held = Activations(setting.profile.model, micro, mode)
+    held = Activations(setting.profile.model_of(name), micro, mode)
     if host is not None and held.on_host[0] > host:
         return -1.0
     capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Collectives
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -145,15 +145,28 @@ def profile(
     kinds: Sequence[UnitKind] = (),
     root_unit: RootUnit | None = None,
     network: Network | None = None,
-    dtype: str = "fp32",
+    dtype: ComputeDtype | Sequence[ComputeDtype] = "fp32",
     overhead: float = 0.0,
     links: StatedNetwork | None = None,
 ) -> Profile:
-    """A profile of `calls` (kinds of unit in order) on `cards`, AdamW, 128 tokens a sample."""
+    """A profile of `calls` (kinds of unit in order) on `cards`, AdamW, 128 tokens a sample.
+
+    Args:
+        dtype: of all cards, or of each; the first one's is what `kinds` and `root_unit` are of. In
+            another, what is held is half or twice as much.
+    """
     network = network or Network()
+    dtypes = [dtype] * len(cards) if isinstance(dtype, str) else list(dtype)
+    first = ModelProfile(
+        fingerprint="synthetic",
+        compute_dtype=dtypes[0],
+        calls=tuple(f"layers.{i}" for i in range(len(calls))),
+        kind_of_call=tuple(calls),
+        kinds=tuple(kinds) or (block(),),
+        root=root_unit or root(),
+    )
     return Profile(
         sequence_length=128,
-        compute_dtype=dtype,
         optimizer_bytes_per_element=8,
         torch_version="2.13.0",
         cluster=Cluster(
@@ -168,12 +181,9 @@ def profile(
             ),
             network=links,
         ),
-        model=ModelProfile(
-            fingerprint="synthetic",
-            calls=tuple(f"layers.{i}" for i in range(len(calls))),
-            kind_of_call=tuple(calls),
-            kinds=tuple(kinds) or (block(),),
-            root=root_unit or root(),
+        model=first,
+        other_models=tuple(
+            in_dtype(first, other) for other in dict.fromkeys(dtypes) if other != dtypes[0]
         ),
         classes=tuple(
             ClassProfile(
@@ -184,14 +194,32 @@ def profile(
                 largest_micro_batch=c.largest,
                 host_copy=c.host_copy,
                 host_bytes=c.host_bytes,
+                compute_dtype=of_card,
             )
-            for c in cards
+            for c, of_card in zip(cards, dtypes)
         ),
         collectives=network.chosen,
         network=network.times,
         step_overhead_s=overhead,
         contention=network.contention,
     )
+
+
+def in_dtype(model: ModelProfile, dtype: ComputeDtype) -> ModelProfile:
+    """The model in another dtype."""
+    times = DTYPE_BYTES[dtype] / DTYPE_BYTES[model.compute_dtype]
+
+    def held(unit: UnitKind | RootUnit) -> UnitKind | RootUnit:
+        curves = {
+            name: value.model_copy(update={"values": tuple(times * v for v in value.values)})
+            for name, value in unit
+            if isinstance(value, Curve)
+        }
+        return unit.model_copy(update=curves)
+
+    kinds = tuple(held(kind) for kind in model.kinds)
+    update = {"compute_dtype": dtype, "kinds": kinds, "root": held(model.root)}
+    return model.model_copy(update=update)
 
 
 def _host(card: Card, number: int) -> str:

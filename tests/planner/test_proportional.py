@@ -91,7 +91,7 @@ def shifted(setting, mode, batch, number):
 def memory(setting, name, mode, samples, size):
     """The part of a device's usable memory that is filled, as the worker with an equal share."""
     demands = setting.memory.demands(
-        Activations(setting.profile.model, MicroBatches.of([samples], [size]), mode)
+        Activations(setting.profile.model_of(name), MicroBatches.of([samples], [size]), mode)
     )
     held = demands.fixed
     if setting.zero_stage:

@@ -81,8 +81,9 @@ def subject(
         build=model,
         make_batch=make_batch,
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
-        shape=Shape(sequence_length=ROWS, global_batch=largest, precision="fp32"),
+        shape=Shape(sequence_length=ROWS, global_batch=largest),
         budget_s=budget_s,
+        dtypes={"one": "fp32"},
     )
 
 

@@ -36,8 +36,9 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
         build=lambda: gpumix.build(architecture.factory, seed=0),
         make_batch=lambda n: architecture.batch(n, generator),
         optimizer_of=torch.optim.AdamW,
-        shape=Shape(sequence_length=LENGTH, global_batch=BATCH, precision="fp32"),
+        shape=Shape(sequence_length=LENGTH, global_batch=BATCH),
         budget_s=20,
+        dtypes={"cpu": "fp32"},
     )
     with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
         made = measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)

@@ -82,12 +82,12 @@ def make_profile() -> Profile:
     )
     return Profile(
         sequence_length=32,
-        compute_dtype="bf16",
         optimizer_bytes_per_element=8,
         torch_version="2.11",
         cluster=CLUSTER,
         model=ModelProfile(
             fingerprint="abc",
+            compute_dtype="bf16",
             calls=("h.0", "h.0", "h.1"),
             kind_of_call=("Block", "Block", "Block"),
             kinds=(kind,),
@@ -97,6 +97,7 @@ def make_profile() -> Profile:
             ClassProfile(
                 device_class=name, units={"Block": times, ROOT: times},
                 optimizer_s_per_element=1e-9, framework_bytes=3, largest_micro_batch=4,
+                compute_dtype="bf16",
             )
             for name in ("fast", "slow")
         ),

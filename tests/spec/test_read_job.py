@@ -117,7 +117,8 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer:\n  groups:\n  - match: '*.bias'\n",
          "job.yaml:10: 'optimizer.groups[0]': give 'lr' or 'weight_decay', or leave this group"),
         ("precision: bfloat16\n",
-         "job.yaml:8: 'precision' must be 'fp32', 'bf16' or 'fp16', it is 'bfloat16'\n"
+         "job.yaml:8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a mapping, it is "
+         "'bfloat16'\n"
          "  fix: did you mean 'bf16'?"),
         ("timeout: 3 parsecs\n",
          "job.yaml:8: 'timeout': '3 parsecs' is not an amount such as '90 s' "
@@ -175,7 +176,8 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "class, id, count, host, ordinal, memory, emulate, accelerator, product, driver, "
         "compute_capability, peak_flops)\n"
         "  also job.yaml:11: 'seed' must be a whole number, it is 'x'\n"
-        "  also --set precision=fp8: 'precision' must be 'fp32', 'bf16' or 'fp16', it is 'fp8'\n"
+        "  also --set precision=fp8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a "
+        "mapping, it is 'fp8'\n"
         "  fix: did you mean 'steps'? valid keys: model, data, tokenizer, sequence_length, "
         "global_batch, steps, optimizer, schedule, precision, compile, seed, cluster, strategy, "
         "output, log_every_steps, trace_step, evaluation, checkpoint, profile, timeout"

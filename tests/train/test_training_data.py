@@ -110,11 +110,18 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, text):
 # -- tensors ---------------------------------------------------------------------------------------
 
 
+def in_bf16(plan):
+    (stage,) = plan.stages
+    workers = tuple(w.model_copy(update={"compute_dtype": "bf16"}) for w in stage.workers)
+    stages = (stage.model_copy(update={"workers": workers}),)
+    return plan.model_copy(update={"stages": stages, "communication_dtype": "bf16"})
+
+
 def test_bf16_stays_close_to_fp32(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
     exact = train(job, f"output={tmp_path / 'exact'}", plan=plan)
-    coarse = train(job, "precision=bf16", plan=plan.model_copy(update={"compute_dtype": "bf16"}))
+    coarse = train(job, "precision=bf16", plan=in_bf16(plan))
     assert coarse.losses == pytest.approx(exact.losses, rel=0.02)
     assert coarse.losses != exact.losses
 

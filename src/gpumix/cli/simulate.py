@@ -68,7 +68,7 @@ def simulate(
             asked,
             sequence_length=planned.sequence_length,
             global_batch=planned.global_batch,
-            precision=planned.compute_dtype,
+            precision={w.device_class: w.compute_dtype for w in planned.workers},
         )
     if profile is None and job is None and cluster is None:
         profile = _beside(plan)

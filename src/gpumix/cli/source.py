@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,11 +22,12 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.units import LARGEST_BATCH
 
 if TYPE_CHECKING:
+    from gpumix.hardware.decoder import Decoder
     from gpumix.planner.base import PlanRequest
     from gpumix.spec.cluster import Cluster
+    from gpumix.spec.dtypes import Precision
     from gpumix.spec.job import Job, OptimizerSpec
-    from gpumix.spec.plan import ComputeDtype
-    from gpumix.spec.profile import ModelProfile, Profile
+    from gpumix.spec.profile import Profile
     from gpumix.spec.space import Space
 
 ClusterText = Annotated[
@@ -54,7 +55,6 @@ ModelText = Annotated[
 
 # What is planned without a job, and said with every answer.
 MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
-PRECISION: Final = "bf16"
 _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
 
 
@@ -81,7 +81,7 @@ class Asked:
     model: str | None = None
     sequence_length: int | None = None
     global_batch: int | None = None
-    precision: ComputeDtype | None = None
+    precision: Precision | None = None
     techniques: Literal["engine", "all"] = "engine"
     as_json: bool = False
     measures: bool = True
@@ -129,49 +129,55 @@ class Asked:
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
-        from gpumix.hardware.describe import slow_in
         from gpumix.spec.job import OptimizerSpec
 
         model = self.model or MODEL
         length = self.sequence_length or SEQUENCE_LENGTH
         batch = self.global_batch or GLOBAL_BATCH
-        precision = self.precision or PRECISION
+        precision = self.precision or "auto"
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
             profile = self._estimate(config, length, precision, OptimizerSpec())
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
-            made = llama_shaped(float(size[1]) * scale).model(length, precision, model)
-            profile = self._profile(made, length, precision, OptimizerSpec())
+            shaped = llama_shaped(float(size[1]) * scale)
+            profile = self._profile(shaped, model, length, precision, OptimizerSpec())
         note = (
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
-            f"sample, {batch} samples a step, {precision}, AdamW"
+            f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
         )
-        if slow := slow_in(profile.cluster, precision):
-            note += f"\n{', '.join(slow)}: slow in {precision}; see --precision fp16"
         return Source(profile, self._request(batch), "optimal", note)
 
     def _estimate(
-        self, config: Mapping[str, Any], length: int, dtype: ComputeDtype, optimizer: OptimizerSpec
+        self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
     ) -> Profile:
         from gpumix.hardware.decoder import decoder
 
         name = str(config.get("model_type", ""))
-        model = decoder(config).model(length, dtype, name)
-        return self._profile(model, length, dtype, optimizer)
+        return self._profile(decoder(config), name, length, precision, optimizer)
 
     def _profile(
-        self, model: ModelProfile, length: int, dtype: ComputeDtype, optimizer: OptimizerSpec
+        self,
+        shape: Decoder,
+        name: str,
+        length: int,
+        precision: Precision,
+        optimizer: OptimizerSpec,
     ) -> Profile:
         """The estimate for the cluster."""
         from gpumix.hardware.describe import cluster
         from gpumix.hardware.estimate import estimate
 
         assert self.cluster is not None
-        there = cluster(self.cluster, dtype, self.network, option=self.link_option)
-        state = optimizer.state_bytes_per_element(model)
-        return estimate(model, there, sequence_length=length, dtype=dtype, optimizer_bytes=state)
+        there = cluster(self.cluster, precision, self.network, option=self.link_option)
+        return estimate(
+            lambda dtype: shape.model(length, dtype, name),
+            there,
+            sequence_length=length,
+            precision=precision,
+            optimizer_bytes=optimizer.state_bytes_per_element(shape.model(length, "fp32", name)),
+        )
 
     def _request(self, batch: int) -> PlanRequest:
         from gpumix.planner.base import PlanRequest
@@ -258,8 +264,11 @@ def _options(
         ),
     ] = None,
     precision: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option("--precision", help="Without a job: what is computed in; bf16 by default."),
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        typer.Option(
+            "--precision",
+            help="Without a job: what is computed in; by default auto, what each card does best.",
+        ),
     ] = None,
     techniques: Annotated[
         Literal["engine", "all"],
@@ -271,6 +280,17 @@ def _options(
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """The options that `planning` gives."""
+
+
+def computed_in(profile: Profile) -> str:
+    """The dtype of all classes, or of each."""
+    dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
+    if len(set(dtypes.values())) == 1:
+        return next(iter(dtypes.values()))
+    return " and ".join(
+        f"{dtype} ({', '.join(name for name in dtypes if dtypes[name] == dtype)})"
+        for dtype in dict.fromkeys(dtypes.values())
+    )
 
 
 def profile_beside(plan: Path) -> Path:
@@ -304,11 +324,18 @@ def _check_profile(profile: Profile, job: Job, path: Path, folder: Path) -> None
     """What is planned must be what is trained; a model that no job named is compared when it is
     built."""
     from gpumix.profiler.cache import model_hash
+    from gpumix.spec.dtypes import compute_dtypes
 
     fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
+    wanted_dtypes = compute_dtypes(job.precision, profile.cluster)
+    dtypes = {c.device_class: wanted_dtypes[c.device_class] for c in profile.classes}
     for what, found, wanted in (
         ("sequence_length", profile.sequence_length, job.sequence_length),
-        ("precision", profile.compute_dtype, job.precision),
+        (
+            "precision",
+            ", ".join(f"{c.compute_dtype} on {c.device_class}" for c in profile.classes),
+            ", ".join(f"{dtype} on {name}" for name, dtype in dtypes.items()),
+        ),
         (
             "bytes of optimizer state an element",
             profile.optimizer_bytes_per_element,

@@ -167,15 +167,25 @@ class Buckets:
         """Buckets of each name."""
         return Counter(self.names)
 
-    def full_bytes(self, compute_dtype: str, zero_stage: ZeroStage) -> int:
-        """Memory of all gathered parameters, the whole run."""
+    def full_bytes(self, compute_dtype: str, zero_stage: ZeroStage, *, widened: int = 1) -> int:
+        """Memory of all gathered parameters, the whole run. `widened`: by how much frozen ones are
+        wider where they are computed with than where they are stored."""
         sizes = [
-            aligned(size.trainable * DTYPE_BYTES[compute_dtype]) + aligned(size.frozen_bytes)
+            aligned(size.trainable * DTYPE_BYTES[compute_dtype])
+            + aligned(size.frozen_bytes * widened)
             for size in map(self.sizes.__getitem__, self.names)
         ]
         if zero_stage < 3:
             return sum(sizes)
         return _shared(self._places, tuple(sizes), gathered=True)
+
+    def arriving_bytes(self, communication_dtype: str) -> int:
+        """Memory in which one bucket after the other arrives in another dtype than it is computed
+        with, the whole run."""
+        return max(
+            aligned(size.trainable * DTYPE_BYTES[communication_dtype]) + aligned(size.frozen_bytes)
+            for size in self.sizes.values()
+        )
 
     def gradient_bytes(self, zero_stage: ZeroStage) -> int:
         """Memory of all whole gradients, the whole run."""

@@ -23,7 +23,7 @@ from gpumix.cost.network import Links
 from gpumix.cost.phases import Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import Mode, ZeroStage, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, ZeroStage, cut_sizes
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
@@ -96,17 +96,79 @@ class Demands:
 @dataclass(frozen=True)
 class MemoryModel:
     """What a model holds whose state is divided over `ranks` ranks, for any samples, micro-batch,
-    mode and share.
-
-    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
-    parameters beside a narrower copy (1), the gradients (2), the parameters (3). Parameters that
-    are computed with in fp32 are their own masters.
-    """
+    mode and share, in any dtype that was measured."""
 
     profile: Profile
     links: Links
     ranks: int
     zero_stage: ZeroStage = 3
+
+    def demands(self, held: Activations) -> Demands:
+        """What each choice takes at its peak, to compare with any amount of memory."""
+        state = self.state(held.compute_dtype)
+        return Demands(
+            fixed=sum(state.laid_out.values()) + held.most,
+            rounding=state.rounding,
+            per_share=state.bytes_per_share,
+        )
+
+    def state(self, compute_dtype: ComputeDtype) -> StateModel:
+        """What does not depend on samples, on a device that computes in this dtype."""
+        if compute_dtype not in self._states:
+            made = StateModel(self.profile, self.links, self.ranks, self.zero_stage, compute_dtype)
+            self._states[compute_dtype] = made
+        return self._states[compute_dtype]
+
+    @cached_property
+    def _states(self) -> dict[ComputeDtype, StateModel]:
+        return {}
+
+    def ones_are_least(self, largest: int) -> bool:
+        """Whether no cut of samples takes less memory than micro-batches of one sample.
+
+        True where keeping m samples at once takes at least m times what one takes, up to `largest`
+        and but for the last digits.
+        """
+        models = (self.profile.model, *self.profile.other_models)
+        return all(_ones_are_least(model, largest) for model in models)
+
+    def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
+        """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
+        found: list[dict[str, int]] = []
+        state = self.state(held.compute_dtype)
+        of_samples = [held.by_cause(phase) for phase in held.phases]
+        for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
+            laid_out = state.laid_out
+            arriving = state.received_bytes(dict(own.elements), own.ranks)
+            causes = {"state": state.owned_bytes(own)} | laid_out
+            causes["gradients"] = laid_out["gradients"] + arriving
+            samples = of_samples[number]
+            found.append(causes | {cause: _at(samples[cause], place) for cause in samples})
+        return found
+
+
+def _ones_are_least(model: ModelProfile, largest: int) -> bool:
+    sizes = np.arange(1, largest + 1)
+    of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
+    together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
+    return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
+
+
+@dataclass(frozen=True)
+class StateModel:
+    """What a device holds of the state, and of what collectives fill, whatever its samples are.
+
+    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
+    parameters beside a rounded copy (1), the gradients (2), the parameters (3). Parameters that
+    nothing rounds are their own masters. What arrives in another dtype than that of this device
+    needs memory of its own, and frozen parameters are stored as they are gathered.
+    """
+
+    profile: Profile
+    links: Links
+    ranks: int
+    zero_stage: ZeroStage
+    compute_dtype: ComputeDtype
 
     @property
     def buckets(self) -> Buckets:
@@ -120,19 +182,30 @@ class MemoryModel:
     def counts(self) -> Mapping[str, int]:
         return self.buckets.counts()
 
+    @property
+    def gathered_dtype(self) -> ComputeDtype:
+        return self.links.communication_dtype or self.compute_dtype
+
+    @property
+    def _casts(self) -> bool:
+        return self.gathered_dtype != self.compute_dtype
+
     @cached_property
     def sharded_per_element(self) -> float:
         """Bytes of one element's state that its owner alone keeps; the mean over the model."""
-        masters = MASTER_BYTES if self.zero_stage == 3 or self._narrow else 0
+        rounded = self._casts or self.compute_dtype != "fp32"
+        masters = MASTER_BYTES if self.zero_stage == 3 or rounded else 0
         gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
         return masters + gradient + self.profile.optimizer_bytes_per_element
 
     @cached_property
     def sharded_bytes(self) -> int:
         """State of the whole model, as far as the shares divide it."""
-        if self.zero_stage == 0:
-            return 0
-        frozen = self._frozen_bytes if self.zero_stage == 3 else 0
+        return 0 if self.zero_stage == 0 else self._whole_bytes
+
+    @cached_property
+    def _whole_bytes(self) -> int:
+        frozen = self._frozen_bytes if self._stores_frozen else 0
         return ceil(self._parameters * self.sharded_per_element) + frozen
 
     @cached_property
@@ -140,41 +213,42 @@ class MemoryModel:
         """State that every rank keeps whole."""
         if self.zero_stage == 3:
             return 0
-        held = self.buckets.full_bytes(self.profile.compute_dtype, self.zero_stage)
+        held = self._full_bytes
         if self.zero_stage <= 1:
             held += self.buckets.gradient_bytes(self.zero_stage)
         if self.zero_stage == 0:
-            held += ceil(self._parameters * self.sharded_per_element)
+            held += self._whole_bytes
         return held
+
+    @property
+    def _full_bytes(self) -> int:
+        width, stored = DTYPE_BYTES[self.compute_dtype], DTYPE_BYTES[self.gathered_dtype]
+        widened = max(1, width // stored)
+        return self.buckets.full_bytes(self.compute_dtype, self.zero_stage, widened=widened)
 
     @cached_property
     def _parameters(self) -> int:
         return self.profile.model.parameters
 
-    @cached_property
-    def _narrow(self) -> bool:
-        return self.profile.compute_dtype != "fp32"
+    @property
+    def _stores_frozen(self) -> bool:
+        """Whether frozen parameters are stored beside those that are computed with."""
+        return self.zero_stage == 3 or self._casts
 
     @cached_property
     def _frozen_bytes(self) -> int:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 
-    def demands(self, held: Activations) -> Demands:
-        """What each choice takes at its peak, to compare with any amount of memory."""
-        return Demands(
-            fixed=sum(self._laid_out.values()) + held.most,
-            rounding=self._rounding,
-            per_share=self.bytes_per_share,
-        )
-
     @cached_property
-    def _laid_out(self) -> dict[str, int]:
+    def laid_out(self) -> dict[str, int]:
         """Bytes by cause that depend neither on samples nor on the share."""
         gathered = gradients = 0
         if self.zero_stage == 3:
-            gathered = self.buckets.full_bytes(self.profile.compute_dtype, 3)
+            gathered = self._full_bytes
         if self.zero_stage >= 2:
             gradients = self.buckets.gradient_bytes(self.zero_stage)
+        if self._casts:
+            gathered += self.buckets.arriving_bytes(self.gathered_dtype)
         return {
             "replicas": self.replicated_bytes,
             "buffers": self.profile.model.root.buffer_bytes,
@@ -183,51 +257,29 @@ class MemoryModel:
         }
 
     @cached_property
-    def _rounding(self) -> int:
+    def rounding(self) -> float:
+        """What is set aside for the rounding of a cut."""
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
         filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
         elements = ROUNDING_ELEMENTS * sum(filled)
-        received = self._received_bytes(one_off, self.ranks)
+        received = self.received_bytes(one_off, self.ranks)
         return elements * (ceil(self.sharded_per_element) + 1) + received
 
     @cached_property
     def bytes_per_share(self) -> int:
         """What is held more at share 1 than at share 0; at least 1."""
         whole = {name: size.trainable for name, size in self.sizes.items()}
-        return max(1, self.sharded_bytes + self._received_bytes(whole, self.ranks))
+        return max(1, self.sharded_bytes + self.received_bytes(whole, self.ranks))
 
-    def ones_are_least(self, largest: int) -> bool:
-        """Whether no cut of samples takes less memory than micro-batches of one sample.
-
-        True where keeping m samples at once takes at least m times what one takes, up to `largest`
-        and but for the last digits.
-        """
-        model, sizes = self.profile.model, np.arange(1, largest + 1)
-        of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
-        together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
-        return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
-
-    def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
-        """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
-        found: list[dict[str, int]] = []
-        of_samples = [held.by_cause(phase) for phase in held.phases]
-        for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
-            laid_out = self._laid_out
-            arriving = self._received_bytes(dict(own.elements), own.ranks)
-            causes = {"state": self._owned_bytes(own)} | laid_out
-            causes["gradients"] = laid_out["gradients"] + arriving
-            samples = of_samples[number]
-            found.append(causes | {cause: _at(samples[cause], place) for cause in samples})
-        return found
-
-    def _owned_bytes(self, owned: Owned) -> int:
+    def owned_bytes(self, owned: Owned) -> int:
+        """State of a rank that stores `owned`."""
         if self.zero_stage == 0:
             return 0
         elements = sum(self.counts[name] * n for name, n in owned.elements)
-        frozen = owned.frozen_bytes if self.zero_stage == 3 else 0
+        frozen = owned.frozen_bytes if self._stores_frozen else 0
         return ceil(elements * self.sharded_per_element) + frozen
 
-    def _received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
+    def received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
         """The buffers in which all ranks' parts of the own interval arrive, to be summed there, and
         in which hosts add up theirs; `own` is the length of that interval by bucket. One reduction
         runs at a time, and the next one finds the same memory."""
@@ -281,6 +333,10 @@ class Activations:
         self._graphs: _KeptGraphs | None = None
         if kept_graphs is not None and kept_graphs.any():
             self._graphs = _KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
+
+    @property
+    def compute_dtype(self) -> ComputeDtype:
+        return self._model.compute_dtype
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -9,7 +9,7 @@ there is one; all others go by the form that the plan names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
@@ -24,7 +24,7 @@ from gpumix.cost.buckets import (
 )
 from gpumix.cost.wire import Operation, Wire
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, Sharding, ZeroStage, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Sharding, ZeroStage, cut_sizes
 from gpumix.spec.profile import ROOT, Profile, RankGroup
 
 
@@ -75,6 +75,7 @@ class Layout:
     sharding: Sharding
     collectives: Collectives
     cuts: Cuts
+    communication_dtype: ComputeDtype
     joining: Joining = SINGLE
     hosts: int = 1
     alike: bool = False
@@ -92,7 +93,8 @@ class Links:
     `gather_s` is of the forward pass, `regather_s` of the backward pass, `reduce_s` of all that
     happens to a gradient. `contention` is what a collective and computing cost each other.
     `padding_bytes` is what padded collectives fill beside the units' own buffers. `copied_rows` is
-    how many times its own interval a rank needs to sum its gradient over hosts.
+    how many times its own interval a rank needs to sum its gradient over hosts. Without a
+    `communication_dtype` parameters are rounded to nothing but what a rank computes in.
     """
 
     buckets: Buckets
@@ -103,6 +105,7 @@ class Links:
     contention: float = 0.0
     padding_bytes: int = 0
     copied_rows: int = 0
+    communication_dtype: ComputeDtype | None = None
 
     @property
     def take_no_time(self) -> bool:
@@ -117,12 +120,12 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
     Raises:
         InputError: nothing is known of a form that is needed.
     """
-    moves, buckets = _Moves(profile, wire, layout), buckets_of(profile.model, layout.joining)
+    moves, buckets = _Moves(wire, layout), _buckets_of(profile, layout)
     sizes = buckets.sizes
     gather = {name: moves.gather_s(size) for name, size in sizes.items()}
     none = dict.fromkeys(sizes, 0.0)
     if layout.cuts.ranks == 1 and layout.sharding == "all":
-        return free_links(buckets)
+        return replace(free_links(buckets), communication_dtype=layout.communication_dtype)
     return Links(
         buckets,
         gather_s=none if layout.zero_stage == 0 else gather,
@@ -132,7 +135,15 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
         contention=profile.contention,
         padding_bytes=moves.padding_bytes(buckets),
         copied_rows=moves.copied_rows,
+        communication_dtype=layout.communication_dtype,
     )
+
+
+def _buckets_of(profile: Profile, layout: Layout) -> Buckets:
+    """As they are gathered. Only frozen parameters depend on the dtype; they are taken as measured
+    where nothing was measured in that of the communication."""
+    known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
+    return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
 
 
 def free_links(buckets: Buckets) -> Links:
@@ -144,10 +155,10 @@ def free_links(buckets: Buckets) -> Links:
 class _Moves:
     """The collectives of one layout."""
 
-    def __init__(self, profile: Profile, wire: Wire, layout: Layout) -> None:
+    def __init__(self, wire: Wire, layout: Layout) -> None:
         self._wire = wire
         self._layout = layout
-        self._dtype = profile.compute_dtype
+        self._dtype = layout.communication_dtype
         self._padding = layout.collectives.padding
 
     def gather_s(self, size: UnitSize) -> float:

@@ -31,7 +31,7 @@ from gpumix.cost.time import (
 )
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan, Prediction, Worker, WorkerPrediction
+from gpumix.spec.plan import ComputeDtype, Mode, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
 
 
@@ -67,6 +67,9 @@ class _Alike:
     ranks: list[int]
     micro: MicroBatches
     kept_graphs: IntArray
+
+
+_Holding = tuple[Mode, bool, ComputeDtype]  # whether it keeps some graphs though it recomputes
 
 
 class _Step:
@@ -145,18 +148,19 @@ class _Step:
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
-        same: dict[tuple[Mode, bool], dict[tuple[int, int, int, Owned], list[int]]] = {}
+        same: dict[_Holding, dict[tuple[int, int, int, Owned], list[int]]] = {}
         for rank, worker in enumerate(self._workers):
             kept = worker.kept_graphs
             key = (worker.samples, worker.micro_batch, kept, owned[rank])
-            same.setdefault((worker.mode, kept > 0), {}).setdefault(key, []).append(rank)
+            holding = (worker.mode, kept > 0, worker.compute_dtype)
+            same.setdefault(holding, {}).setdefault(key, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
         framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
-        for (mode, _), alike in same.items():
+        for (mode, _, dtype), alike in same.items():
             samples, sizes, graphs, stored = zip(*alike)
             micro = MicroBatches.of(samples, sizes)
-            held = Activations(self._profile.model, micro, mode, np.asarray(graphs))
+            held = Activations(self._profile.model_in(dtype), micro, mode, np.asarray(graphs))
             found = self._memory.peaks(held, stored)
             for ranks, peak, on_host in zip(alike.values(), found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
@@ -199,6 +203,7 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
         plan.sharding,
         plan.collectives,
         Cuts.at(shares_of_group(plan)),
+        plan.communication_dtype,
         Joining.of(profile.model, plan),
         hosts=len(shares),
         alike=len(set(shares)) == 1,
@@ -248,20 +253,30 @@ def check_match(profile: Profile, plan: Plan) -> None:
     for what, planned, profiled in (
         ("model", plan.model, profile.model.fingerprint),
         ("sequence length", plan.sequence_length, profile.sequence_length),
-        ("precision", plan.compute_dtype, profile.compute_dtype),
     ):
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
-    for name, mode in sorted(
-        {(w.device_class, w.mode) for w in plan.workers}, key=lambda pair: (pair[0], repr(pair[1]))
+    _check_classes(profile, plan)
+
+
+def _check_classes(profile: Profile, plan: Plan) -> None:
+    measured = {c.device_class: c.compute_dtype for c in profile.classes}
+    for name, mode, dtype in sorted(
+        {(w.device_class, w.mode, w.compute_dtype) for w in plan.workers}, key=repr
     ):
-        if name not in {c.device_class for c in profile.classes}:
+        if name not in measured:
             raise InputError(
                 f"the profile knows nothing of device class '{name}'",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
+        if dtype != measured[name]:
+            raise InputError(
+                f"the plan's precision is {dtype}, the profile's is {measured[name]}",
+                where=f"device class '{name}'",
+                fix="give the profile that the plan was made from, or plan again from this one",
             )
         if not can(profile, name, mode):
             raise InputError(

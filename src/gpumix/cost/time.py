@@ -66,7 +66,7 @@ def pass_seconds(
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of the forward and of the backward pass, the head and loss with the latter, for each
     worker, or each choice, of `micro` on a device of class `name`."""
-    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     work = _Work(computing, links, kept_graphs)
     forward, backward = work.forward_seconds(), work.backward_seconds()
     if mode.order == "layered":
@@ -78,7 +78,7 @@ def pass_seconds(
 def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """Seconds of all that a device of class `name` computes and copies in both passes, one after
     the other: of ways that take as long, the one with the least work is the better one."""
-    computing = Computing(profile.model, profile.of_class(name), micro, mode)
+    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
     for kind, count in Counter(profile.model.kind_of_call).items():
         both = computing.forward_s(kind) + computing.backward_s(kind)
@@ -279,8 +279,8 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
         return False
     if mode.recompute:
         return True
-    kinds = set(profile.model.kind_of_call)
+    model = profile.model_of(device_class)
+    kinds = set(model.kind_of_call)
     return all(
-        profile.model.kind(k).saved is not None and device.units[k].gradient is not None
-        for k in kinds
+        model.kind(k).saved is not None and device.units[k].gradient is not None for k in kinds
     )

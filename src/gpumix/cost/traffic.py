@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets, Joining, buckets_of
+from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
 from gpumix.cost.memory import owned_by_rank
-from gpumix.cost.predict import by_host, check_match
+from gpumix.cost.predict import by_host, check_match, links_of_plan
 from gpumix.spec.plan import DTYPE_BYTES, Plan
 from gpumix.spec.profile import ROOT, Profile
 
@@ -36,7 +36,7 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         InputError: the profile is of another model, sequence length or precision.
     """
     check_match(profile, plan)
-    buckets = buckets_of(profile.model, Joining.of(profile.model, plan))
+    buckets = links_of_plan(profile, plan).buckets
     alike = Counter[str](), Counter[str]()
     for operation, size in _of_all(profile, plan, buckets):
         alike[0][operation] += 1
@@ -49,10 +49,10 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
 
 def _of_all(profile: Profile, plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
     """The operation and the bytes of each collective that every rank gives as much."""
-    sizes, width = buckets.sizes, DTYPE_BYTES[plan.compute_dtype]
+    sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
     every = [sizes[name] for name in buckets.names if sizes[name].trainable]
     yield "exchange", EXCHANGE_BYTES
-    if plan.compute_dtype == "fp16":
+    if any(worker.compute_dtype == "fp16" for worker in plan.workers):
         yield "all_reduce", OVERFLOW_BYTES
     for size in every:
         yield "all_reduce" if plan.zero_stage == 0 else "reduce", size.gradient_bytes

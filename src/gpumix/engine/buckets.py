@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.shards import FlatGroup, Piece
@@ -21,12 +22,20 @@ class Bucket:
 
     Args:
         name: in messages and recordings: the first of its units.
+        arrivals: where the parameters arrive, if that is not where they are used.
     """
 
-    def __init__(self, name: str, groups: Sequence[FlatGroup], division: Division) -> None:
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[FlatGroup],
+        division: Division,
+        arrivals: Arrivals | None = None,
+    ) -> None:
         self.name = name
         self.groups = list(groups)
         self.record_of = division.comm
+        self._arrivals = arrivals
         self._resident = division.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None
@@ -47,6 +56,8 @@ class Bucket:
         """Start to gather the parameters, unless that is under way or done."""
         if self._gathering is not None:
             return
+        if self._arrivals is not None:
+            self._arrivals.take(self)
         self._gathering = []
         for group in self.groups:  # one by one: what has begun is known if the next one fails
             if not self._ever_gathered or not self._resident or group.diverges:
@@ -58,6 +69,10 @@ class Bucket:
     def gathered(self) -> None:
         """Wait until the parameters are here."""
         self.start_gather()
+        self.arrived()
+
+    def arrived(self) -> None:
+        """Wait for the gather, if one is under way."""
         if self._gathering:
             self.record_of.record.waits("gather", self.name)
             for pending in self._gathering:

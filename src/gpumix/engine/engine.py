@@ -65,15 +65,15 @@ class Engine:
         self.comm = comm
         self.device = comm.device
         self.steps = 0
-        self.scaler = LossScaler(TORCH_DTYPE[plan.compute_dtype])
+        self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
         self.overflowed = False
         self.notice = 0.0
         self._parts = parts
         self._calls = calls
         self._objective = objective
-        self._dtype = TORCH_DTYPE[plan.compute_dtype]
         self._seed = seed
         self._worker = plan.workers[comm.rank]
+        self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
         self._stats = torch.zeros(comm.world, 3)
         self._keepers = buffers.keepers(model)

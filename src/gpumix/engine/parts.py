@@ -22,11 +22,12 @@ from gpumix.cost.slots import (
     end_uses,
     share_slots,
 )
+from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.division import Division
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.record import Record
-from gpumix.engine.shards import Alike, FlatGroup, Source
+from gpumix.engine.shards import Alike, Dtypes, FlatGroup, Source
 from gpumix.engine.units import Anatomy, Slot, Unit
 from gpumix.spec.plan import Stage
 from gpumix.spec.profile import ROOT
@@ -127,7 +128,7 @@ def shard(
     division: Division,
     *,
     device: torch.device,
-    compute_dtype: torch.dtype,
+    dtypes: Dtypes,
     source: Source,
     head: HeadInChunks | None = None,
 ) -> Parts:
@@ -148,7 +149,7 @@ def shard(
     after = [throughout.pop(name) for name in stage.after]
 
     def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
-        return _Request(name, Alike.among(slots, compute_dtype), *uses)
+        return _Request(name, Alike.among(slots, dtypes), *uses)
 
     of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
     requests = [
@@ -170,11 +171,11 @@ def alone(
     division: Division,
     *,
     device: torch.device,
-    compute_dtype: torch.dtype,
+    dtypes: Dtypes,
     source: Source,
 ) -> ShardedUnit:
     """One unit in memory of its own; see `shard`."""
-    request = _Request(unit.name, Alike.among(list(unit.slots), compute_dtype))
+    request = _Request(unit.name, Alike.among(list(unit.slots), dtypes))
     return ShardedUnit(unit, *_place([request], division, device, source))
 
 
@@ -194,12 +195,23 @@ class _Request:
         sizes = [alike.gradient_bytes for alike in self.alike]
         return Buffer(sum(map(aligned, sizes)), self.uses.gradient if shared else ALWAYS)
 
+    @property
+    def arriving(self) -> list[int]:
+        """Bytes of each group."""
+        return [aligned(alike.arriving_bytes) for alike in self.alike]
+
     def bucket(
-        self, division: Division, full: torch.Tensor, gradient: torch.Tensor, source: Source
+        self,
+        division: Division,
+        full: torch.Tensor,
+        gradient: torch.Tensor,
+        arrivals: Arrivals | None,
+        source: Source,
     ) -> Bucket:
         """The bucket in the memory that it was given, in bytes."""
         groups = []
-        for alike in self.alike:
+        arriving = arrivals.cut(self.arriving) if arrivals else [None] * len(self.alike)
+        for alike, memory in zip(self.alike, arriving):
             groups.append(
                 FlatGroup(
                     self.name,
@@ -207,12 +219,19 @@ class _Request:
                     division,
                     full=full[: alike.full_bytes].view(alike.dtype),
                     gradient=gradient[: alike.gradient_bytes].view(torch.float32),
+                    arriving=_arriving(alike, memory),
                     source=source,
                 )
             )
             full = full[aligned(alike.full_bytes) :]
             gradient = gradient[aligned(alike.gradient_bytes) :]
-        return Bucket(self.name, groups, division)
+        return Bucket(self.name, groups, division, arrivals)
+
+
+def _arriving(alike: Alike, memory: torch.Tensor | None) -> torch.Tensor | None:
+    if memory is None or not alike.arriving_bytes:
+        return None
+    return memory[: alike.arriving_bytes].view(alike.gathered_dtype)
 
 
 def _place(
@@ -220,8 +239,10 @@ def _place(
 ) -> Iterator[Bucket]:
     full = _Memory([r.full(shared=not division.whole_parameters) for r in requests], device)
     gradients = _Memory([r.gradient(shared=not division.whole_gradients) for r in requests], device)
+    sizes = [request.arriving for request in requests]
+    arrivals = Arrivals(sizes, device) if any(map(sum, sizes)) else None
     for number, one in enumerate(requests):
-        yield one.bucket(division, full.of(number), gradients.of(number), source)
+        yield one.bucket(division, full.of(number), gradients.of(number), arrivals, source)
 
 
 class _Memory:

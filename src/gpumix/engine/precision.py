@@ -17,11 +17,12 @@ class LossScaler:
     """Keeps fp16 gradients inside fp16's range, as `torch.amp.GradScaler` does, for sharded ones.
 
     The loss is multiplied with `scale`; a step whose gradients overflow is skipped and the scale
-    halved; after `growth_interval` good steps it is doubled. bf16 and fp32 have no use for it.
+    halved; after `growth_interval` good steps it is doubled. bf16 and fp32 have no use for it; but
+    gradients of all ranks are summed, so all scale alike if one of them computes in fp16.
     """
 
-    def __init__(self, dtype: torch.dtype, growth_interval: int = 2000) -> None:
-        self.active = dtype == torch.float16
+    def __init__(self, *, active: bool, growth_interval: int = 2000) -> None:
+        self.active = active
         self.scale = 2.0**16 if self.active else 1.0
         self._growth_interval = growth_interval
         self._good_steps = 0

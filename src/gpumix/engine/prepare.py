@@ -23,10 +23,12 @@ from gpumix.engine.last_words import LastWords
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.parts import shard
 from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.shards import Dtypes
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
+from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.space import ENGINE
 
 # Where modules keep what they register; recurrent ones look there for weights that were replaced.
@@ -63,15 +65,16 @@ def prepare(
     _check(plan, anatomy, comm)
     _refuse_other_holders(model)
     switch_off_caches(model)
-    comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     worker = plan.workers[comm.rank]
+    _refuse_unable(worker, comm.device)
+    comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     in_chunks = worker.head == "chunked"
     parts = shard(
         anatomy,
         plan.stages[0],
         Division.of(plan, comm),
         device=comm.device,
-        compute_dtype=TORCH_DTYPE[plan.compute_dtype],
+        dtypes=Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype]),
         source=source_of(model, weights),
         head=HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None,
     )
@@ -148,6 +151,21 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"ranks disagree about the plan: rank {comm.rank} has another one than rank(s) "
             f"{', '.join(map(str, others))}",
             fix="give the same job and plan file to every host",
+        )
+
+
+def _refuse_unable(worker: Worker, device: torch.device) -> None:
+    """A dtype that is merely slow here is the plan's own affair."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    support = support_of_capability(f"{major}.{minor}")
+    if worker.compute_dtype in support.unable:
+        raise InputError(
+            f"device '{worker.device}' does not compute in {worker.compute_dtype}",
+            where=f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}",
+            why=support.unable[worker.compute_dtype],
+            fix="make a plan for these devices: gpumix plan JOB.yaml",
         )
 
 

@@ -43,6 +43,14 @@ class Piece:
     local: nn.Parameter
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """What this rank computes in, and what all ranks gather parameters in."""
+
+    compute: torch.dtype
+    communication: torch.dtype
+
+
 ROUND_NUMEL = 64  # of which a multiple keeps the next parameter aligned, in every dtype
 
 
@@ -51,20 +59,24 @@ class Alike:
 
     Args:
         slots: the parameters.
-        compute_dtype: of the buffer; frozen parameters that are not floats keep theirs.
+        dtypes: of the buffer, and in which it is gathered; frozen parameters that are not floats
+            keep theirs.
     """
 
-    def __init__(self, slots: list[Slot], compute_dtype: torch.dtype) -> None:
+    def __init__(self, slots: list[Slot], dtypes: Dtypes) -> None:
         first = slots[0].parameter
         self.slots = slots
         self.trainable = first.requires_grad
         self.numels = [s.parameter.numel() for s in slots]
         self.numel = sum(self.numels)
-        self.dtype = compute_dtype if first.is_floating_point() else first.dtype
-        self.master_dtype = torch.float32 if self.trainable else self.dtype
+        floating = first.is_floating_point()
+        self.dtype = dtypes.compute if floating else first.dtype
+        self.gathered_dtype = dtypes.communication if floating else first.dtype
+        # Frozen ones have no other value than the one that is gathered.
+        self.master_dtype = torch.float32 if self.trainable else self.gathered_dtype
 
     @classmethod
-    def among(cls, slots: list[Slot], compute_dtype: torch.dtype) -> list[Alike]:
+    def among(cls, slots: list[Slot], dtypes: Dtypes) -> list[Alike]:
         """Group parameters; trained ones first."""
         alike: dict[tuple[bool, torch.dtype | None], list[Slot]] = {}
         # Odd sizes last: kernels want the others to begin at round addresses.
@@ -73,11 +85,25 @@ class Alike:
             kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
             alike.setdefault(kind, []).append(slot)
         ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
-        return [cls(of_kind, compute_dtype) for _, of_kind in ordered]
+        return [cls(of_kind, dtypes) for _, of_kind in ordered]
 
     @property
     def full_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of what is gathered in another dtype than it is computed with."""
+        return 0 if self._as_gathered else self.numel * self.gathered_dtype.itemsize
+
+    @property
+    def _as_gathered(self) -> bool:
+        return self.dtype == self.gathered_dtype
+
+    @property
+    def own_masters(self) -> bool:
+        """Whether what is computed with is what is updated, with nothing rounded between."""
+        return self._as_gathered and self.dtype == self.master_dtype
 
     @property
     def gradient_bytes(self) -> int:
@@ -92,6 +118,8 @@ class FlatGroup:
         label: for error messages: the unit's name.
         alike: the parameters; their places in the modules get views of the buffer instead.
         full, gradient: 1-D memory for the gathered parameters and, if trained, their gradients.
+        arriving: memory in which the parameters are gathered, where that is in another dtype; it is
+            this group's from its gather's beginning to its end.
     """
 
     def __init__(
@@ -102,6 +130,7 @@ class FlatGroup:
         *,
         full: torch.Tensor,
         gradient: torch.Tensor,
+        arriving: torch.Tensor | None = None,
         source: Source,
     ) -> None:
         self.label = label
@@ -109,12 +138,13 @@ class FlatGroup:
         self.numel = alike.numel
         self.full = full
         self.gradient = gradient
+        self._arriving = arriving
         self._division = division
         self.offsets = division.offsets(self.numel)
         self.start, self.end = division.interval(self.numel)
         # Whether an update of the masters is none of `full` yet.
         self._on_host = division.on_host and alike.trainable
-        own_masters = alike.dtype == alike.master_dtype and not self._on_host
+        own_masters = alike.own_masters and not self._on_host
         self.diverges = alike.trainable and not (division.replicated and own_masters)
         if division.whole_parameters and own_masters:
             self.master = full[self.start : self.end]
@@ -187,10 +217,19 @@ class FlatGroup:
     def gather(self) -> Pending:
         """Start to fill the buffer from all ranks' shards."""
         label = f"all-gather of unit '{self.label}'"
+        comm = self._division.comm
+        into = self.full if self._arriving is None else self._arriving
         if self._division.replicated:
-            self.full.copy_(self.master)
-            return Pending((), label, self._division.comm)
-        return self._division.comm.gather(self.full, self.master, self.offsets, label)
+            into.copy_(self.master)
+            pending = Pending((), label, comm)
+        else:
+            pending = comm.gather(into, self.master, self.offsets, label)
+        return pending if into is self.full else pending.then(self._cast)
+
+    def _cast(self) -> None:
+        """What has arrived, in the dtype that this rank computes in."""
+        assert self._arriving is not None
+        self.full.copy_(self._arriving)
 
     def install(self) -> None:
         """Give the modules their parameters."""

@@ -53,7 +53,7 @@ def full_state(
 ) -> dict[str, torch.Tensor]:
     """What `state_dict` of the unsharded model would be, on the CPU. Collective.
 
-    Trained parameters are in fp32, frozen ones in the plan's compute dtype. Names of a tied
+    Trained parameters are in fp32, frozen ones in the plan's communication dtype. Names of a tied
     parameter share one tensor. With `rank0_only` the other ranks get nothing. No rank holds more
     than one flat group beside the result.
     """

@@ -130,6 +130,7 @@ class Decoder:
         )
         return ModelProfile(
             fingerprint=f"estimate:{name}",
+            compute_dtype=dtype,
             calls=tuple(f"layers.{i}" for i in range(self.layers)),
             kind_of_call=(KIND,) * self.layers,
             kinds=(block,),

@@ -14,6 +14,7 @@ from itertools import combinations_with_replacement
 from gpumix.hardware.catalogue import Card, CoherentLink, DeviceLinkKind, PcieLink, find
 from gpumix.hardware.roofline import flops_per_s
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, LinkOf, Network, link
 from gpumix.spec.plan import ComputeDtype
@@ -60,17 +61,22 @@ def counted(text: str) -> tuple[int | None, str]:
 
 
 def cluster(
-    text: str, dtype: ComputeDtype, network: str | None = None, *, option: str = "--network"
+    text: str,
+    precision: Precision = "auto",
+    network: str | None = None,
+    *,
+    option: str = "--network",
 ) -> Cluster:
     """The cluster that `text` describes.
 
     Args:
+        precision: what it computes in.
         network: the link between hosts, as `spec.network.link` reads it.
         option: how a user gives it.
 
     Raises:
-        InputError: the text is wrong, a card is not known, hosts without a link between them, or
-            such a link for one host.
+        InputError: the text is wrong, a card is not known or cannot compute in what it is to,
+            hosts without a link between them, or such a link for one host.
     """
     hosts = list(_hosts(text))
     if not hosts:
@@ -92,11 +98,14 @@ def cluster(
     check_vendors(known.values())
     if sum(c.count for host in hosts for c in host) > MOST_DEVICES:
         raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
-    return Cluster(
-        classes=tuple(device_class(card, dtype) for _, card in sorted(known.items())),
+    there = Cluster(
+        classes=tuple(device_class(card) for _, card in sorted(known.items())),
         devices=tuple(_devices(hosts)),
         network=network_of(list(known.values()), between),
     )
+    dtypes = compute_dtypes(precision, there)
+    classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in there.classes)
+    return there.model_copy(update={"classes": classes})
 
 
 def check_vendors(known: Iterable[Card]) -> None:
@@ -114,22 +123,21 @@ def check_vendors(known: Iterable[Card]) -> None:
         )
 
 
-def slow_in(cluster: Cluster, dtype: ComputeDtype) -> list[str]:
-    """Classes of the catalogue that compute fp16 faster than this."""
-    cards = [find(c.name) for c in cluster.classes]
-    return [c.name for c in cards if flops_per_s(c, "fp16") > flops_per_s(c, dtype)]
-
-
-def device_class(card: Card, dtype: ComputeDtype) -> DeviceClass:
-    """The class of a card of the catalogue."""
+def device_class(card: Card) -> DeviceClass:
+    """The class of a card of the catalogue, without a peak: that is of a dtype."""
     return DeviceClass(
         name=card.name,
         accelerator="cuda",
         memory_bytes=card.visible_bytes,
         product=card.product,
         compute_capability=card.compute_capability or "",
-        peak_flops_per_s=flops_per_s(card, dtype),
+        gfx_target=card.gfx_target or "",
     )
+
+
+def with_peak(device_class: DeviceClass, card: Card, dtype: ComputeDtype) -> DeviceClass:
+    """The class with the datasheet's rate in the dtype that it computes in."""
+    return device_class.model_copy(update={"peak_flops_per_s": flops_per_s(card, dtype)})
 
 
 def network_of(known: list[Card], between: Link | None) -> Network:

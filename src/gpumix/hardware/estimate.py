@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gpumix.hardware.catalogue import Card, find
 from gpumix.hardware.roofline import (
@@ -13,6 +13,7 @@ from gpumix.hardware.roofline import (
     optimizer_s_per_element,
 )
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitTimes
@@ -27,11 +28,11 @@ ADAMW_STATE_BYTES = 8
 def estimate_class(
     card: Card,
     model: ModelProfile,
-    dtype: ComputeDtype,
     name: str,
     optimizer_bytes: float = ADAMW_STATE_BYTES,
 ) -> ClassProfile:
-    """What a card should take for each unit of a model, `optimizer_bytes` of state an element.
+    """What a card should take for each unit of a model in its dtype, `optimizer_bytes` of state an
+    element.
 
     Raises:
         InputError: the model's FLOPs are not known.
@@ -43,7 +44,7 @@ def estimate_class(
             "the profile does not say how many FLOPs its units have",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
-    times = {}
+    times, dtype = {}, model.compute_dtype
     for kind, (flops, elements) in units.items():
         forward = forward_curve(card, dtype, flops, elements * DTYPE_BYTES[dtype])
         gradient = gradient_curve(card, dtype, flops, elements)
@@ -62,31 +63,38 @@ def estimate_class(
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=host_copy(card),
         estimated=True,
+        compute_dtype=dtype,
     )
 
 
 def estimate(
-    model: ModelProfile,
+    model_in: Callable[[ComputeDtype], ModelProfile],
     cluster: Cluster,
     *,
     sequence_length: int,
-    dtype: ComputeDtype,
+    precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
 ) -> Profile:
     """The profile of a cluster of cards of the catalogue, `optimizer_bytes` of state an element.
 
+    Args:
+        model_in: gives the model in a dtype.
+
     Raises:
-        InputError: the catalogue does not know a class.
+        InputError: the catalogue does not know a class, or one cannot compute in what it is to.
     """
+    dtypes = compute_dtypes(precision, cluster)
+    models = {dtype: model_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
+    model, *others = models.values()
     return Profile(
         sequence_length=sequence_length,
-        compute_dtype=dtype,
         optimizer_bytes_per_element=optimizer_bytes,
         torch_version="none: this is an estimate",
         cluster=cluster,
         model=model,
+        other_models=tuple(others),
         classes=tuple(
-            estimate_class(find(c.name), model, dtype, c.name, optimizer_bytes)
+            estimate_class(find(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
             for c in cluster.classes
         ),
         collectives=Collectives(gather="list", reduce="list"),

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from math import exp, log
+from typing import TypeVar
 
 from gpumix.cost.curves import seconds_at
 from gpumix.hardware.catalogue import Card, find
-from gpumix.hardware.describe import check_vendors, counted, device_class, links_inside
+from gpumix.hardware.describe import check_vendors, counted, device_class, links_inside, with_peak
 from gpumix.hardware.estimate import estimate_class, rescaled
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.curve import Curve
+from gpumix.spec.dtypes import support_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network, link
-from gpumix.spec.profile import ClassProfile, Profile
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
+from gpumix.spec.profile import ClassProfile, Profile, RootUnit, UnitKind
+
+U = TypeVar("U", UnitKind, RootUnit)
 
 NEW_HOST = "new-host"
 
@@ -123,10 +129,13 @@ def _with_class(profile: Profile, new: Card) -> Profile:
         )
     others = (_card(c) for c in profile.cluster.classes)
     check_vendors([new, *(card for card in others if card is not None)])
-    model, dtype = profile.model, profile.compute_dtype
-    made = device_class(new, dtype)
+    plain = device_class(new)
+    dtype = support_of(plain).usual
+    made = with_peak(plain, new, dtype)
+    profile = _knowing(profile, dtype)
+    model = profile.model_in(dtype)
     estimate = estimate_class(
-        new, model, dtype, made.name, optimizer_bytes=profile.optimizer_bytes_per_element
+        new, model, made.name, optimizer_bytes=profile.optimizer_bytes_per_element
     )
     cluster = profile.cluster.model_copy(
         update={
@@ -136,6 +145,34 @@ def _with_class(profile: Profile, new: Card) -> Profile:
     )
     classes = (*profile.classes, *rescaled([estimate], _off_by(profile)))
     return profile.model_copy(update={"cluster": cluster, "classes": classes})
+
+
+def _knowing(profile: Profile, dtype: ComputeDtype) -> Profile:
+    """The profile with the model in `dtype`. Where nothing was measured of that, what takes memory
+    goes by the nearest dtype: never less than it takes."""
+    known = (profile.model, *profile.other_models)
+    if any(m.compute_dtype == dtype for m in known):
+        return profile
+    width = DTYPE_BYTES[dtype]
+    nearest = min(known, key=lambda m: abs(DTYPE_BYTES[m.compute_dtype] - width))
+    times = max(1, width // DTYPE_BYTES[nearest.compute_dtype])
+    model = nearest.model_copy(
+        update={
+            "compute_dtype": dtype,
+            "kinds": tuple(_enlarged(kind, times) for kind in nearest.kinds),
+            "root": _enlarged(nearest.root, times),
+        }
+    )
+    return profile.model_copy(update={"other_models": (*profile.other_models, model)})
+
+
+def _enlarged(unit: U, times: int) -> U:
+    curves = {
+        name: curve.model_copy(update={"values": tuple(v * times for v in curve.values)})
+        for name, curve in unit
+        if isinstance(curve, Curve)
+    }
+    return unit.model_copy(update=curves | {"frozen_bytes": unit.frozen_bytes * times})
 
 
 def _with_links(cluster: Cluster, new: Card) -> Network | None:
@@ -177,7 +214,7 @@ def _off_by(profile: Profile) -> float:
         if measured.estimated or card is None:
             continue
         name = measured.device_class
-        expected = estimate_class(card, profile.model, profile.compute_dtype, name)
+        expected = estimate_class(card, profile.model_of(name), name)
         found = _seconds(profile, measured, measured)
         if found > 0:
             ratios.append(log(found / _seconds(profile, expected, measured)))

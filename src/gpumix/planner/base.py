@@ -84,6 +84,7 @@ def assemble(
             state_share=parts[device.id].share,
             mode=parts[device.id].mode,
             compile=profile.of_class(device.device_class).compiled,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
         )
         for device in setting.devices
     )
@@ -92,7 +93,7 @@ def assemble(
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=global_batch,
-        compute_dtype=profile.compute_dtype,
+        communication_dtype=setting.fleet.communication_dtype,
         stages=(_stage(setting, workers),),
         zero_stage=setting.zero_stage,
         sharding=setting.sharding,

@@ -108,7 +108,7 @@ def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) 
 def _excess(setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray) -> IntArray:
     """Bytes by which a device exceeds its memory, for each micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
-    held = Activations(setting.profile.model, micro, mode)
+    held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
     over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
     over_host = host_excess(setting, kind.name, micro, mode).astype(np.int64)

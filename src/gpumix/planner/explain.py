@@ -18,11 +18,12 @@ from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
+from gpumix.spec.dtypes import reason, support_of
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons
+from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
 from gpumix.spec.space import ENGINE, Space
 
 STRATEGIES: dict[str, Strategy] = {
@@ -88,6 +89,7 @@ def plan(
         mixing=_mixing(profile, chosen, single),
         hosts_left_out=_hosts_left_out(profile, chosen),
         devices_left_out=_devices_left_out(profile, chosen),
+        dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
         worth=Worths(profile, request, best, paces).all(),
         alternatives=(*others, *single),
@@ -178,6 +180,19 @@ def _devices_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
     classes, hosts = {w.device_class for w in plan.workers}, {w.host for w in plan.workers}
     there = {d.id for d in profile.cluster.devices if d.device_class in classes and d.host in hosts}
     return tuple(sorted(there - {w.device for w in plan.workers}))
+
+
+def _dtypes(profile: Profile, plan: Plan) -> tuple[Dtype, ...]:
+    """What classes compute in, where they differ or one does not do it well."""
+    computed = {w.device_class: w.compute_dtype for w in plan.workers}
+    classes = {name: profile.cluster.class_named(name) for name in sorted(computed)}
+    badly = any(computed[name] in support_of(c).slow for name, c in classes.items())
+    if len(set(computed.values())) == 1 and not badly:
+        return ()
+    return tuple(
+        Dtype(device_class=name, compute_dtype=computed[name], why=reason(c, computed[name]))
+        for name, c in classes.items()
+    )
 
 
 def binding(profile: Profile, plan: Plan) -> Binding:

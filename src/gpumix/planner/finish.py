@@ -93,7 +93,8 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
     pairs = len(profile.model.calls) * len(worker.micro_batches)
     kept: IntArray = np.unique(np.linspace(0, pairs, min(pairs, MANY_GRAPHS) + 1).astype(np.int64))
     micro = MicroBatches.of(np.full(len(kept), worker.samples), worker.micro_batch)
-    held = Activations(profile.model, micro, worker.mode, kept).most
+    model = profile.model_in(worker.compute_dtype)
+    held = Activations(model, micro, worker.mode, kept).most
     links = links_of_plan(profile, plan)
     seconds = sum(
         pass_seconds(profile, worker.device_class, links, micro, worker.mode, kept),

@@ -11,7 +11,8 @@ from math import comb, prod
 from gpumix.cost.time import can
 from gpumix.cost.wire import OnHosts, Remembered, Wire, like_hosts, on_hosts, wire_for
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Mode
+from gpumix.spec.dtypes import communication_dtype
+from gpumix.spec.plan import ComputeDtype, Mode
 from gpumix.spec.profile import Profile
 
 FEW_CLASSES = 4  # of which all subsets are tried
@@ -83,6 +84,13 @@ class Fleet:
                 for c in self.profile.classes
             }
         return self._measured[modes]
+
+    @cached_property
+    def communication_dtype(self) -> ComputeDtype:
+        """In which parameters are gathered between those that take part."""
+        return communication_dtype(
+            self.profile.of_class(name).compute_dtype for name in self.classes
+        )
 
     @cached_property
     def size(self) -> int:

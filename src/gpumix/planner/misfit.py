@@ -64,7 +64,7 @@ def lack(setting: Setting, name: str, mode: Mode, samples: int) -> int:
     """Bytes that a device of class `name` lacks to hold so many samples and an equal share."""
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
-    held = peak_bytes(setting, micro, mode, 1.0 / len(setting.devices))
+    held = peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
     over = np.maximum(
         held - free_bytes(setting.profile, name), host_excess(setting, name, micro, mode)
     )

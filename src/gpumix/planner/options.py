@@ -21,7 +21,7 @@ from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import free_links
 from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
-from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.plan import ComputeDtype, Mode, ZeroStage
 from gpumix.spec.profile import Profile
 
 FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
@@ -181,14 +181,16 @@ class Grid:
         # Of the sizes that take all samples at once only the first is an option of its own.
         self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
         self._profile = profile
-        self._held: dict[Mode, Activations] = {}
+        self._held: dict[tuple[ComputeDtype, Mode], Activations] = {}
         self._work: dict[tuple[str, Mode], FloatArray] = {}
 
-    def held(self, mode: Mode) -> Activations:
-        """What samples hold, on a device of any class."""
-        if mode not in self._held:
-            self._held[mode] = Activations(self._profile.model, self.micro, mode)
-        return self._held[mode]
+    def held(self, name: str, mode: Mode) -> Activations:
+        """What samples hold on a device of class `name`; all that compute in its dtype hold it."""
+        model = self._profile.model_of(name)
+        key = (model.compute_dtype, mode)
+        if key not in self._held:
+            self._held[key] = Activations(model, self.micro, mode)
+        return self._held[key]
 
     def work_s(self, name: str, mode: Mode) -> FloatArray:
         """Seconds of all work of a device of class `name`."""
@@ -258,7 +260,7 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
 
 
 def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
-    profile, held = setting.profile, grid.held(mode)
+    profile, held = setting.profile, grid.held(name, mode)
     forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
     if not passes_meet(setting.zero_stage):
         forward, backward = forward + backward, np.zeros_like(backward)
@@ -306,7 +308,7 @@ class Paces:
         self.grids = Grids(profile, batch)
         self._free = free_links(buckets_of(profile.model, SINGLE))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
-        self._alone: dict[tuple[int, Mode], tuple[IntArray, Activations]] = {}
+        self._alone: dict[tuple[int, ComputeDtype, Mode], tuple[IntArray, Activations]] = {}
         self._paces: dict[tuple[str, ZeroStage], _Pace] = {}
         self._least: dict[tuple[str, ZeroStage], _Least] = {}
 
@@ -379,7 +381,7 @@ class Paces:
         for mode in setting.modes[name]:
             passes = pass_seconds(setting.profile, name, self._free, grid.micro, _plain(mode))
             every = np.stack([*passes, np.add(*passes)])
-            fits = self._fits(setting, name, grid.held(mode))
+            fits = self._fits(setting, name, grid.held(name, mode))
             least.append(np.where(fits, every, np.inf).min(axis=2))
         return _Least(*np.min(least, axis=0)[:, : rows + 1])
 
@@ -390,11 +392,13 @@ class Paces:
         limit = setting.largest_micro_batch(name, self.batch)
         if limit <= FEW_SIZES:
             return limit
-        if (limit, mode) not in self._alone:
+        model = setting.profile.model_of(name)
+        key = (limit, model.compute_dtype, mode)
+        if key not in self._alone:
             sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
-            held = Activations(setting.profile.model, MicroBatches.of(sizes, sizes), mode)
-            self._alone[limit, mode] = sizes, held
-        sizes, held = self._alone[limit, mode]
+            held = Activations(model, MicroBatches.of(sizes, sizes), mode)
+            self._alone[key] = sizes, held
+        sizes, held = self._alone[key]
         fits = np.flatnonzero(self._fits(setting, name, held))
         above = int(fits[-1]) + 1 if len(fits) else 0
         return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit

@@ -125,7 +125,7 @@ class _Held:
         share = 1.0 / len(setting.devices)
         framework = setting.profile.of_class(name).framework_bytes
         usable = usable_bytes(setting.profile.cluster.class_named(name))
-        held = peak_bytes(setting, micro, mode, share) + framework
+        held = peak_bytes(setting, name, micro, mode, share) + framework
         fits = np.logical_and.accumulate(capacities(setting, name, micro, mode) >= share)
         return cls(np.maximum.accumulate(held) / usable, int(fits.sum()) - 1)
 

@@ -11,7 +11,7 @@ from gpumix.cost.memory import Activations
 from gpumix.planner.knapsack import Undecided, select_in_pools, staircase
 from gpumix.planner.options import ClassOptions, Limits, pool_options
 from gpumix.planner.setting import Setting
-from gpumix.spec.plan import Mode
+from gpumix.spec.plan import ComputeDtype, Mode
 
 STEPS = 128  # numbers of samples that are looked at
 
@@ -26,8 +26,7 @@ def may_fit(setting: Setting, batch: int) -> bool:
         return True
     first = np.unique(np.append(np.geomspace(1, batch, STEPS).astype(np.int64), 0))
     ones = MicroBatches.of(first, 1)
-    modes = {mode for name in setting.classes for mode in setting.modes[name]}
-    held = {mode: Activations(setting.profile.model, ones, mode) for mode in modes}
+    held = _held(setting, ones)
     last = np.append(first[1:] - 1, batch)
     options = {name: _roomiest(setting, name, last, held) for name in setting.classes}
     pools, anything = pool_options(setting, options), Limits()
@@ -41,11 +40,23 @@ def may_fit(setting: Setting, batch: int) -> bool:
         return True
 
 
+def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[ComputeDtype, Mode], Activations]:
+    """What samples hold in each dtype and mode that there is."""
+    profile = setting.profile
+    dtypes = {name: profile.of_class(name).compute_dtype for name in setting.classes}
+    ways = {(dtype, mode) for name, dtype in dtypes.items() for mode in setting.modes[name]}
+    return {(d, mode): Activations(profile.model_in(d), ones, mode) for d, mode in ways}
+
+
 def _roomiest(
-    setting: Setting, name: str, samples: IntArray, held: Mapping[Mode, Activations]
+    setting: Setting,
+    name: str,
+    samples: IntArray,
+    held: Mapping[tuple[ComputeDtype, Mode], Activations],
 ) -> ClassOptions:
     """The most room that a class has in any mode, as options that take no time."""
-    rooms = [setting.room(name, held[mode]) for mode in setting.modes[name]]
+    dtype = setting.profile.of_class(name).compute_dtype
+    rooms = [setting.room(name, held[dtype, mode]) for mode in setting.modes[name]]
     nothing = np.zeros(len(samples))
     return ClassOptions(
         name=name,

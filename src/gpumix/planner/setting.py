@@ -178,6 +178,7 @@ def _layout(
         sharding,
         collectives,
         _cuts(fleet, sharding, cap),
+        fleet.communication_dtype,
         Joining(before=bool(root.before.names), after=bool(root.after.names)),
         hosts=len(fleet.per_host),
         alike=cap == 1.0 and len(set(fleet.per_host)) == 1,

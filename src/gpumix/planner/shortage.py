@@ -18,7 +18,8 @@ from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.profile import Profile
+from gpumix.spec.plan import ComputeDtype, Mode
+from gpumix.spec.profile import ModelProfile, Profile
 from gpumix.spec.space import Space
 from gpumix.spec.units import show_bytes
 
@@ -58,7 +59,9 @@ class _Shortage:
         if self._unmeasured():
             return self._nothing_measured()
         setting = self.needs[0].setting
-        state = show_bytes(setting.memory.sharded_bytes + setting.memory.replicated_bytes)
+        dtypes = {setting.profile.of_class(name).compute_dtype for name in self.counts}
+        states = [setting.memory.state(dtype) for dtype in dtypes]
+        state = show_bytes(max(s.sharded_bytes + s.replicated_bytes for s in states))
         reasons = [
             f"with ZeRO-{setting.zero_stage} the state takes {state} "
             + ("over all devices" if setting.zero_stage else "on each device"),
@@ -203,11 +206,15 @@ class _Needs:
             self._sizes = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
         self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
-        modes = {mode for name in setting.classes for mode in setting.modes[name]}
-        held = {mode: Activations(setting.profile.model, micro, mode) for mode in modes}
-        self._tables = {
-            mode: _Table(setting.memory.demands(held[mode]), held[mode].on_host) for mode in modes
-        }
+        profile = setting.profile
+        self._tables: dict[tuple[ComputeDtype, Mode], _Table] = {}
+        for name in setting.classes:
+            model = profile.model_of(name)
+            for mode in setting.modes[name]:
+                key = (model.compute_dtype, mode)
+                if key not in self._tables:
+                    held = Activations(model, micro, mode)
+                    self._tables[key] = _Table(setting.memory.demands(held), held.on_host)
 
     def fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
         """Whether state and batch find room if the classes had so many more bytes, and hosts so
@@ -231,7 +238,7 @@ class _Needs:
         allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
         best: FloatArray = np.full(len(self._samples), -1.0)
         for mode in self.setting.modes[name]:
-            table = self._tables[mode]
+            table = self._tables[profile.of_class(name).compute_dtype, mode]
             by_size = table.demands.capacity(free)
             if host_bytes is not None:
                 by_size = np.where(table.on_host <= host_bytes + on_host, by_size, -1.0)
@@ -259,19 +266,22 @@ def _with_shorter_samples(profile: Profile, part: int) -> Profile:
             return None
         return curve.model_copy(update={"values": tuple(v / part for v in curve.values)})
 
-    kinds = [
-        kind.model_copy(
-            update={
-                name: less(getattr(kind, name))
-                for name in ("kept", "saved", "gradient", "forward", "backward")
-            }
-        )
-        for kind in profile.model.kinds
-    ]
-    root = profile.model.root
-    root = root.model_copy(update={"kept": less(root.kept), "head": less(root.head)})
-    model = profile.model.model_copy(update={"kinds": tuple(kinds), "root": root})
-    return profile.model_copy(update={"model": model})
+    def shorter(model: ModelProfile) -> ModelProfile:
+        kinds = [
+            kind.model_copy(
+                update={
+                    name: less(getattr(kind, name))
+                    for name in ("kept", "saved", "gradient", "forward", "backward")
+                }
+            )
+            for kind in model.kinds
+        ]
+        root = model.root
+        root = root.model_copy(update={"kept": less(root.kept), "head": less(root.head)})
+        return model.model_copy(update={"kinds": tuple(kinds), "root": root})
+
+    others = tuple(map(shorter, profile.other_models))
+    return profile.model_copy(update={"model": shorter(profile.model), "other_models": others})
 
 
 def _least(enough: Callable[[int], bool]) -> int:

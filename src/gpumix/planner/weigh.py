@@ -49,12 +49,15 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
 def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """The largest share that a device of class `name` has room for beside each of `micro`; -1 where
     it or its host has no room at all."""
-    return setting.room(name, Activations(setting.profile.model, micro, mode))
+    return setting.room(name, Activations(setting.profile.model_of(name), micro, mode))
 
 
-def peak_bytes(setting: Setting, micro: MicroBatches, mode: Mode, share: float) -> FloatArray:
-    """What each of `micro` takes beside a share of the state, the framework apart."""
-    demands = setting.memory.demands(Activations(setting.profile.model, micro, mode))
+def peak_bytes(
+    setting: Setting, name: str, micro: MicroBatches, mode: Mode, share: float
+) -> FloatArray:
+    """What each of `micro` takes on a device of class `name` beside a share of the state, the
+    framework apart."""
+    demands = setting.memory.demands(Activations(setting.profile.model_of(name), micro, mode))
     if setting.zero_stage == 0:
         return np.asarray(demands.fixed)
     held = demands.fixed + demands.rounding + share * demands.per_share
@@ -66,7 +69,7 @@ def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) ->
     most = setting.profile.of_class(name).host_bytes
     if mode.boundary == "device" or most is None:
         return np.zeros(micro.size.shape)
-    held = Activations(setting.profile.model, micro, mode)
+    held = Activations(setting.profile.model_of(name), micro, mode)
     return np.asarray(np.maximum(held.on_host - most, 0.0))
 
 

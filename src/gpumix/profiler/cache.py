@@ -20,6 +20,7 @@ from gpumix.profiler.code import code_of_factory, hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.curve import Curve
+from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import ComputeDtype
@@ -43,14 +44,15 @@ class MeasurementCache:
     """The measurements of one job's model on one cluster.
 
     Args:
-        job: the job; what matters of it is the model, the shape, the precision and the optimizer.
+        job: the job; what matters of it is the model, the shape, the dtypes and the optimizer.
         cluster: its devices.
         folder: where relative names in the job start from.
 
-    `compiled` are the names of the classes that are measured with compiled units.
+    `dtypes` is what each class computes in, `compiled` are the names of the classes that are
+    measured with compiled units.
 
     Raises:
-        InputError: the job wants a class compiled that cannot be.
+        InputError: the job wants of a class what it cannot do.
     """
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
@@ -59,12 +61,18 @@ class MeasurementCache:
         self._folder = folder
         self._where = job.profile.cache or cache_folder() / "profiles"
         self._work = work_key(job, folder)
+        self.dtypes = compute_dtypes(job.precision, cluster)
         self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
 
     def class_file(self, device_class: DeviceClass) -> Path:
         """The file of a class's measurement; what the class is called does not matter."""
-        what = device_class.model_dump(exclude={"name"})
-        work = {**self._work, "class": what, "compiled": device_class.name in self.compiled}
+        name = device_class.name
+        work = {
+            **self._work,
+            "class": device_class.model_dump(exclude={"name"}),
+            "compiled": name in self.compiled,
+            "compute_dtype": self.dtypes[name],
+        }
         return self._where / f"class-{_hash(work)}.json"
 
     def link_file(self) -> Path:
@@ -85,7 +93,7 @@ class MeasurementCache:
         if links is None or len(found) < len(classes):
             return None
         job = self._job
-        return self.named(assemble(job.sequence_length, job.precision, self._cluster, found, links))
+        return self.named(assemble(job.sequence_length, self._cluster, found, links))
 
     def named(self, profile: Profile) -> Profile:
         """The profile with the model that it is of."""
@@ -116,7 +124,6 @@ class MeasurementCache:
 
 def assemble(
     sequence_length: int,
-    precision: ComputeDtype,
     cluster: Cluster,
     classes: Mapping[str, ClassMeasurement],
     links: LinkMeasurement,
@@ -132,13 +139,18 @@ def assemble(
             "the device classes were measured with different models",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
+    by_dtype: dict[ComputeDtype, list[ModelProfile]] = {}
+    for name in (c.name for c in cluster.classes):
+        measured = classes[name].model
+        by_dtype.setdefault(measured.compute_dtype, []).append(measured)
+    model, *others = (_most(models) for models in by_dtype.values())
     return Profile(
         sequence_length=sequence_length,
-        compute_dtype=precision,
         optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
-        model=_most([m.model for m in classes.values()]),
+        model=model,
+        other_models=tuple(others),
         classes=tuple(classes[c.name].device_class for c in cluster.classes),
         collectives=links.collectives,
         network=links.network,
@@ -184,7 +196,6 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
         "global_batch": job.global_batch,
-        "precision": job.precision,
         "optimizer": (job.optimizer.name, bool(job.optimizer.momentum), job.optimizer.ns_steps),
     }
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
+from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.cache import MeasurementCache, assemble
 from gpumix.profiler.compute import Progress
-from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.profiler.measure import Subject, measure_class
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
-from gpumix.spec.plan import DTYPE_BYTES
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
 
 
@@ -67,7 +67,7 @@ class ClusterProfiler:
             sound = {name: m for name, m in measured.items() if not m.overruns}
             self._cache.save(sound, links)
         shape = self._subject.shape
-        return assemble(shape.sequence_length, shape.precision, self._cluster, classes, links)
+        return assemble(shape.sequence_length, self._cluster, classes, links)
 
     def _known_classes(self) -> dict[str, ClassMeasurement]:
         """What rank 0 finds in its cache; hosts may hold different ones."""
@@ -111,7 +111,7 @@ class ClusterProfiler:
         with torch.no_grad():
             links = measure_links(
                 self._ranks.communicator(),
-                largest_bytes=_largest_buffer_bytes(model, self._subject.shape, self._cluster),
+                largest_bytes=_largest_buffer_bytes(model, self._cluster),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
                 hosts=[device.host for device in self._devices],
                 synchronize=self._runtime.synchronize,
@@ -122,9 +122,9 @@ class ClusterProfiler:
         )
 
 
-def _largest_buffer_bytes(model: ModelProfile, shape: Shape, cluster: Cluster) -> int:
-    """The largest buffer that a collective moves: a unit's parameters, or its fp32 gradient; where
-    that is too much for the smallest device, what it bears."""
+def _largest_buffer_bytes(model: ModelProfile, cluster: Cluster) -> int:
+    """The largest buffer that a collective moves, a unit's fp32 gradient; where that is too much
+    for the smallest device, what it bears."""
     largest = max(model.root.trainable, *(k.trainable for k in model.kinds))
     smallest = min(c.memory_bytes for c in cluster.classes)
-    return min(largest * max(4, DTYPE_BYTES[shape.precision]), smallest // 8)
+    return min(largest * GRADIENT_BYTES, smallest // 8)

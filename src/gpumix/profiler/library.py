@@ -25,8 +25,8 @@ from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.compiling import compiled_classes
+from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import Profile
 
 
@@ -38,7 +38,7 @@ def profile(
     sequence_length: int,
     global_batch: int,
     cluster: Cluster | None = None,
-    precision: ComputeDtype = "fp32",
+    precision: Precision = "auto",
     optimizer: OptimizerOf | None = None,
     loss: Objective | None = None,
     units: Sequence[str] = (),
@@ -56,6 +56,8 @@ def profile(
             one that `torch.cuda.set_device` chose.
         optimizer: makes the optimizer for given parameters, without a layout; default: fused
             AdamW.
+        precision: what is computed in: `auto` by what each device class does best, one for all, or
+            by class.
         loss, units: as for `gpumix.prepare`.
         compile: whether units run in compiled code, on all classes that can, or by class.
         budget_s: how long one device may measure.
@@ -64,7 +66,7 @@ def profile(
 
     Raises:
         InputError: the cluster has another number of devices than there are ranks, or two ranks
-            have the same device.
+            have the same device; or a class does not compute in what it is to.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
     with _ranks(timeout_s) as ranks:
@@ -74,8 +76,9 @@ def profile(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
-            shape=Shape(sequence_length, global_batch, precision),
+            shape=Shape(sequence_length, global_batch),
             budget_s=budget_s,
+            dtypes=compute_dtypes(precision, found),
             loss=loss,
             units=tuple(units),
             compiled=compiled_classes(compile, found, cpp_compiler=has_cpp_compiler()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,6 @@ class Shape:
 
     sequence_length: int
     global_batch: int
-    precision: ComputeDtype
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Subject:
         optimizer_of: makes the optimizer for given parameters.
         budget_s: how long one device may measure.
         loss, units: as for `engine.prepare`.
+        dtypes: what each class computes in.
         compiled: the classes whose units are compiled.
     """
 
@@ -68,6 +68,7 @@ class Subject:
     optimizer_of: OptimizerOf
     shape: Shape
     budget_s: float
+    dtypes: Mapping[str, ComputeDtype]
     loss: Objective | None = None
     units: tuple[str, ...] = ()
     compiled: frozenset[str] = frozenset()
@@ -96,7 +97,7 @@ def _measured(
     model = subject.build()
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
-    dtype = subject.shape.precision
+    dtype = subject.dtypes[device_class]
     compiled = device_class in subject.compiled
     specimens = Specimens(
         model,
@@ -125,6 +126,7 @@ def _measured(
             framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
             largest_micro_batch=found.points[-1].size,
             compiled=compiled,
+            compute_dtype=dtype,
         ),
         model=measured,
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
@@ -176,6 +178,7 @@ def _model_profile(
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
     return ModelProfile(
         fingerprint=anatomy.fingerprint(),
+        compute_dtype=compute_dtype,
         calls=found.calls,
         kind_of_call=tuple(kind_of[name] for name in found.calls),
         kinds=tuple(

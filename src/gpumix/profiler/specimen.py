@@ -22,7 +22,7 @@ from gpumix.engine.division import Division
 from gpumix.engine.glue import Glue, Link
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, alone
-from gpumix.engine.shards import FlatGroup
+from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
@@ -73,7 +73,7 @@ class Specimens:
             unit,
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             device=self.device,
-            compute_dtype=self.compute_dtype,
+            dtypes=Dtypes(self.compute_dtype, self.compute_dtype),
             source=_no_values,
         )
         for group in alive.bucket.groups:

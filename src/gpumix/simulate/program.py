@@ -274,7 +274,7 @@ class _Script:
         self, kind: Work, call: int, micro: tuple[int, ...], graphs: int
     ) -> tuple[float, float]:
         """Seconds to compute and to copy."""
-        model = self._profile.model
+        model = self._profile.model_of(self._worker.device_class)
         name = ROOT if call == OUTSIDE else model.kind_of_call[call]
         key = (kind, name, micro, graphs)
         if key not in self._seconds:

@@ -21,8 +21,9 @@ class DeviceClass(Value):
     """Devices that are interchangeable: same model, memory and host link.
 
     `emulate_flops_per_s` makes an emulated device of a CPU process: its compute takes FLOPs / rate.
-    `driver` and `compute_capability` are empty for CPUs. `peak_flops_per_s` is what the datasheet
-    says for the job's precision; only policies that go by peaks need it.
+    `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD's GPUs.
+    `peak_flops_per_s` is what the datasheet says for the dtype that it computes in; only policies
+    that go by peaks need it.
     """
 
     name: str = Field(pattern=CLASS_NAME)
@@ -32,6 +33,7 @@ class DeviceClass(Value):
     product: str = ""
     driver: str = ""
     compute_capability: str = ""
+    gfx_target: str = ""
     peak_flops_per_s: FlopRate | None = None
 
     @property

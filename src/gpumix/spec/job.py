@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.dtypes import Precision
 from gpumix.spec.profile import ModelProfile
 from gpumix.spec.units import LARGEST_BATCH, Seconds
 
@@ -259,8 +259,10 @@ class Job(Value):
     schedule: ScheduleSpec = Field(
         default=ScheduleSpec(), description="how the learning rate changes"
     )
-    precision: ComputeDtype = Field(
-        default="fp32", description="of compute; parameters and optimizer state are kept in fp32"
+    precision: Precision = Field(
+        default="auto",
+        description="what is computed in: `auto` goes by what each device class does best, or one "
+        "dtype for all, or one by class; parameters and optimizer state are kept in fp32",
     )
     compile: bool | dict[str, bool] = Field(
         default=False,

@@ -102,6 +102,7 @@ class Worker(Value):
         "the model takes nothing but its loss of them",
     )
     compile: bool = Field(default=False, description="whether its units run in compiled code")
+    compute_dtype: ComputeDtype = "fp32"
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
@@ -184,7 +185,11 @@ class Plan(Document):
     model: str = Field(description="fingerprint of the model's units and parameter shapes")
     sequence_length: int = Field(gt=0)
     global_batch: int = Field(gt=0)
-    compute_dtype: ComputeDtype = "fp32"
+    communication_dtype: ComputeDtype = Field(
+        default="fp32",
+        description="parameters are rounded to it before any rank computes with them; gradients "
+        "are summed in fp32",
+    )
     stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
     zero_stage: ZeroStage = 3
     sharding: Sharding = Field(

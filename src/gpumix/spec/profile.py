@@ -91,6 +91,7 @@ class ModelProfile(Value):
     """The model as the engine sees it: unit calls in order, and what they hold in memory."""
 
     fingerprint: str = Field(description="of unit names, parameter names, shapes and dtypes")
+    compute_dtype: ComputeDtype = Field(default="fp32", description="that the bytes are of")
     calls: tuple[str, ...] = Field(min_length=1, description="module name of each unit call")
     kind_of_call: tuple[str, ...]
     kinds: tuple[UnitKind, ...] = Field(min_length=1)
@@ -160,6 +161,7 @@ class ClassProfile(Value):
     )
     estimated: bool = False
     compiled: bool = Field(default=False, description="whether the times are of compiled units")
+    compute_dtype: ComputeDtype = Field(default="fp32", description="that the times are of")
 
     def disturbed(self) -> str:
         """In words, a time that falls by far as the micro-batch grows; empty if none does."""
@@ -202,13 +204,15 @@ class Profile(Document):
     kind: Literal["profile"] = "profile"
 
     sequence_length: int = Field(gt=0)
-    compute_dtype: ComputeDtype
     optimizer_bytes_per_element: StateBytes = Field(
         description="optimizer state, 8 for AdamW; the mean over the model"
     )
     torch_version: str
     cluster: Cluster
     model: ModelProfile
+    other_models: tuple[ModelProfile, ...] = Field(
+        default=(), description="the same model in the other dtypes that classes compute in"
+    )
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
     collectives: Collectives = Field(description="the fastest forms on these links")
     network: tuple[CollectiveTimes, ...] = ()
@@ -239,6 +243,13 @@ class Profile(Document):
             missing = {ROOT, *self.model.kind_of_call} - set(measured[name].units)
             if missing:
                 raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
+        models = (self.model, *self.other_models)
+        refuse_twins("dtype", (m.compute_dtype for m in models), "is described twice")
+        if len({(m.fingerprint, m.calls, m.kind_of_call) for m in models}) > 1:
+            raise ValueError("the models of different dtypes are not the same model")
+        unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
+        if unknown:
+            raise ValueError(f"a class computes in {min(unknown)}, whose memory was not measured")
         return self
 
     @classmethod
@@ -262,6 +273,14 @@ class Profile(Document):
     def estimated(self) -> tuple[str, ...]:
         """Classes whose times are estimates from their datasheets."""
         return tuple(c.device_class for c in self.classes if c.estimated)
+
+    def model_of(self, name: str) -> ModelProfile:
+        """The model in the dtype that a class computes in; raises KeyError if there is none."""
+        return self.model_in(self.of_class(name).compute_dtype)
+
+    def model_in(self, dtype: ComputeDtype) -> ModelProfile:
+        """The model in a dtype; raises KeyError if nothing is known of it."""
+        return {m.compute_dtype: m for m in (self.model, *self.other_models)}[dtype]
 
     def of_class(self, name: str) -> ClassProfile:
         """The profile of one device class; raises KeyError if there is none."""

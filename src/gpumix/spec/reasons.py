@@ -47,6 +47,14 @@ class Worth(Value):
     one_more: float = Field(description="one more device of the class")
 
 
+class Dtype(Value):
+    """What a class computes in."""
+
+    device_class: str
+    compute_dtype: str
+    why: str
+
+
 class Reasons(Value):
     """All of them; `mixing` is None where there is only one class."""
 
@@ -56,6 +64,9 @@ class Reasons(Value):
     )
     devices_left_out: tuple[str, ...] = Field(
         default=(), description="single ones: others of their class, and on their host, take part"
+    )
+    dtypes: tuple[Dtype, ...] = Field(
+        default=(), description="of the classes, where not all compute in the same, or not well"
     )
     binds: Binding
     worth: tuple[Worth, ...] = ()

@@ -15,6 +15,7 @@ from gpumix.cost.memory import usable_bytes
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError, MachineError, NoFeasiblePlanError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
@@ -190,10 +191,11 @@ class Pipeline:
 
     def _check_plan(self, plan: Plan) -> None:
         plan.for_devices([device.id for device in self._runs.devices(self.cluster)])
+        dtypes = compute_dtypes(self.job.precision, self.cluster)
         for what, planned, wanted in (
             ("global_batch", plan.global_batch, self.job.global_batch),
             ("sequence_length", plan.sequence_length, self.job.sequence_length),
-            ("precision", plan.compute_dtype, self.job.precision),
+            *(("precision", w.compute_dtype, dtypes[w.device_class]) for w in plan.workers),
         ):
             if planned != wanted:
                 raise InputError(

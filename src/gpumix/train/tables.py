@@ -127,6 +127,9 @@ def why(plan: Plan) -> list[str]:
     )
     lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
+    for of_class in reasons.dtypes:
+        named = f"{of_class.device_class} computes in {of_class.compute_dtype}"
+        lines.append(f"{named}: {of_class.why}")
     for other in reasons.alternatives:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
         lines.append(f"against {other.strategy}: {took}; {other.why}")

@@ -32,8 +32,9 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             build=partial(_model_to_measure, task),
             make_batch=context.batch,
             optimizer_of=partial(trial_optimizer, job.optimizer),
-            shape=Shape(job.sequence_length, job.global_batch, job.precision),
+            shape=Shape(job.sequence_length, job.global_batch),
             budget_s=job.profile.budget,
+            dtypes=cache.dtypes,
             units=job.model.units,
             compiled=cache.compiled,
         )

@@ -1,0 +1,114 @@
+"""Plans for classes that compute in different dtypes."""
+
+from __future__ import annotations
+
+import pytest
+from naive import peak_bytes, step_seconds
+
+from gpumix.cost.predict import predict
+from gpumix.cost.traffic import traffic
+from gpumix.hardware.decoder import llama_shaped
+from gpumix.hardware.describe import cluster
+from gpumix.hardware.estimate import estimate
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.explain import plan
+from gpumix.planner.optimal import optimal
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import DTYPE_BYTES
+from gpumix.spec.profile import Profile
+from gpumix.train.tables import why
+
+V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
+MODEL = llama_shaped(3e8)
+
+
+def profile(text: str = f"2x {V100}, 1x {A100}", precision="auto") -> Profile:
+    return estimate(
+        lambda dtype: MODEL.model(512, dtype, "300M"),
+        cluster(text, precision),
+        sequence_length=512,
+        precision=precision,
+    )
+
+
+def dtypes(made):
+    return {w.device_class: w.compute_dtype for w in made.workers}
+
+
+def test_each_class_computes_in_its_own_and_all_gather_in_one():
+    made = plan(profile(), 32)
+    assert dtypes(made) == {V100: "fp16", A100: "bf16"}
+    assert made.communication_dtype == "bf16"
+    reasons = {d.device_class: d for d in made.reasons.dtypes}
+    assert (reasons[V100].compute_dtype, reasons[A100].compute_dtype) == ("fp16", "bf16")
+    assert any(line.startswith(f"{V100} computes in fp16: ") for line in why(made))
+
+
+def test_classes_alike_need_no_words():
+    made = plan(profile(f"2x {V100}"), 8)
+    assert (dtypes(made), made.communication_dtype) == ({V100: "fp16"}, "fp16")
+    assert made.reasons.dtypes == ()
+
+
+def test_what_is_slow_is_told():
+    made = plan(profile(precision="bf16"), 32)
+    (told,) = [d for d in made.reasons.dtypes if d.device_class == V100]
+    assert "bf16 is computed in software" in told.why
+
+
+def test_a_class_that_is_left_out_does_not_decide_what_is_gathered():
+    alone = PlanRequest(
+        global_batch=8,
+        devices=tuple(d.id for d in profile().cluster.members(V100)),
+    )
+    made = optimal(profile(), alone)
+    assert (dtypes(made), made.communication_dtype) == ({V100: "fp16"}, "fp16")
+
+
+def test_fp16_takes_less_time_and_less_memory_than_fp32_on_a_v100():
+    fast, slow = plan(profile(), 32), plan(profile(precision={V100: "fp32"}), 32)
+    assert fast.prediction.step_s < slow.prediction.step_s
+    forced = fast.model_copy(
+        update={
+            "stages": (
+                fast.stages[0].model_copy(
+                    update={
+                        "workers": tuple(
+                            w.model_copy(update={"compute_dtype": "fp32"})
+                            if w.device_class == V100
+                            else w
+                            for w in fast.workers
+                        )
+                    }
+                ),
+            )
+        }
+    )
+    peaks = {
+        name: max(w.peak_bytes for w in predict(of, made).workers if w.device.startswith(V100))
+        for name, of, made in (("fp16", profile(), fast),
+                               ("fp32", profile(precision={V100: "fp32"}), forced))
+    }  # fmt: skip
+    assert peaks["fp32"] > peaks["fp16"]
+    with pytest.raises(InputError, match="precision is fp32, the profile's is fp16"):
+        predict(profile(), forced)
+
+
+@pytest.mark.parametrize("precision", ["auto", {V100: "fp32"}, {A100: "fp32"}])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_walk_through_the_step_finds_the_same(precision, stage):
+    of = profile(precision=precision)
+    made = plan(of, 32).model_copy(update={"zero_stage": stage, "prediction": None})
+    found = predict(of, made)
+    assert found.step_s == pytest.approx(step_seconds(of, made), rel=1e-9)
+    for rank, worker in enumerate(found.workers):
+        assert worker.peak_bytes == pytest.approx(peak_bytes(of, made, rank)[0], abs=8)
+
+
+def test_what_is_gathered_is_counted_in_the_communication_dtype():
+    of = profile(precision={V100: "fp32"})
+    made = plan(of, 32).model_copy(update={"zero_stage": 1})
+    width = DTYPE_BYTES[made.communication_dtype]
+    assert (dtypes(made)[V100], width) == ("fp32", 2)
+    for counted in traffic(of, made):
+        assert counted.bytes["gather"] == of.model.parameters * width

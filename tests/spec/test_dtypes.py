@@ -1,0 +1,108 @@
+"""What each device class computes in: the table, what a job asks for, and what all gather in."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumix.hardware.catalogue import find, load
+from gpumix.hardware.describe import cluster, device_class
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.dtypes import (
+    UNKNOWN,
+    communication_dtype,
+    compute_dtypes,
+    reason,
+    support_of,
+)
+from gpumix.spec.errors import InputError
+
+MIXED = cluster("1x p40, 1x v100-16gb-sxm, 1x a100-80gb-sxm")
+BY_ITSELF = {"p40": "fp32", "v100-16gb-sxm": "fp16", "a100-80gb-sxm": "bf16"}
+
+
+@pytest.mark.parametrize("card", load(), ids=lambda card: card.name)
+def test_every_card_of_the_catalogue_computes_in_what_it_does_best(card):
+    support = support_of(device_class(card))
+    assert support is not UNKNOWN
+    assert support.why
+    flops = card.flops
+    if support.usual == "bf16":
+        assert card.matrix_units
+        assert flops.bf16 >= max(flops.fp32, flops.fp16 or 0.0)
+    if support.usual == "fp16":  # faster than fp32, and than bf16 if it has that
+        assert flops.fp16 > flops.fp32
+        assert flops.bf16 is None or flops.fp16 > flops.bf16
+    if support.usual == "fp32":
+        assert not card.matrix_units
+    assert support.usual not in support.unable | support.slow
+    if card.vendor == "nvidia" and flops.bf16 is None:
+        assert "bf16" in support.unable | support.slow
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("p100-16gb-pcie", "fp32"), ("t4", "fp16"), ("rtx3090", "bf16"), ("mi100", "fp16")],
+)
+def test_some_cards(name, dtype):
+    assert support_of(device_class(find(name))).usual == dtype
+
+
+def one(**settings) -> DeviceClass:
+    return DeviceClass(name="one", memory_bytes=2**30, **settings)
+
+
+def test_cpus_emulated_devices_and_unknown_gpus_compute_in_fp32():
+    emulated = one(accelerator="cpu", emulate_flops_per_s=1e9, compute_capability="8.0")
+    for unlike in (one(accelerator="cpu"), emulated, one(accelerator="cuda")):
+        assert support_of(unlike).usual == "fp32"
+        assert not support_of(unlike).unable
+    assert support_of(one(accelerator="cuda", compute_capability="5.2")).usual == "fp32"
+
+
+def test_each_class_by_itself_or_as_it_is_told():
+    assert compute_dtypes("auto", MIXED) == BY_ITSELF
+    assert compute_dtypes("fp16", MIXED) == dict.fromkeys(BY_ITSELF, "fp16")
+    told = compute_dtypes({"a100-80gb-sxm": "fp16", "p40": "fp16"}, MIXED)
+    assert told == dict.fromkeys(BY_ITSELF, "fp16")
+    assert compute_dtypes({"v100-16gb-sxm": "bf16"}, MIXED)["v100-16gb-sxm"] == "bf16"  # slow
+
+
+@pytest.mark.parametrize("wanted", ["bf16", {"p40": "bf16"}])
+def test_what_a_class_cannot_do_is_refused(wanted):
+    with pytest.raises(InputError, match="'p40' does not compute in bf16") as caught:
+        compute_dtypes(wanted, MIXED)
+    assert "libraries" in caught.value.why
+    assert "fp32" in caught.value.fix
+
+
+def test_a_class_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match="names the device class 'a100'") as caught:
+        compute_dtypes({"a100": "bf16"}, MIXED)
+    assert "a100-80gb-sxm" in caught.value.why
+
+
+def test_reasons_say_what_speaks_against_a_choice():
+    v100 = MIXED.class_named("v100-16gb-sxm")
+    assert reason(v100, "fp16") == support_of(v100).why
+    assert reason(v100, "bf16").startswith("as asked; bf16 is computed in software")
+    assert reason(v100, "fp32") == f"as asked; by itself it would be fp16: {support_of(v100).why}"
+
+
+@pytest.mark.parametrize(
+    "computed, gathered",
+    [
+        (["fp32"], "fp32"),
+        (["fp16", "fp16"], "fp16"),
+        (["fp32", "bf16"], "bf16"),
+        (["fp32", "fp16"], "fp16"),
+        (["fp16", "bf16", "fp32"], "bf16"),
+    ],
+)
+def test_all_gather_in_one_dtype(computed, gathered):
+    assert communication_dtype(computed) == gathered
+
+
+def test_peaks_are_of_what_a_class_computes_in():
+    peaks = {c.name: c.peak_flops_per_s for c in MIXED.classes}
+    assert peaks["p40"] == find("p40").flops.fp32
+    assert peaks["v100-16gb-sxm"] == find("v100-16gb-sxm").flops.fp16
