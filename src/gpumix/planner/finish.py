@@ -82,10 +82,10 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
 
 
 def _may_keep(profile: Profile, worker: Worker) -> bool:
-    mode = worker.mode
-    if not worker.samples or not mode.recompute or mode.boundary == "host":
+    mode = worker.mode  # one micro-batch at a time has its own mode that keeps all of its graphs
+    if not worker.samples or mode != Mode():
         return False
-    return can(profile, worker.device_class, Mode(recompute=False, order=mode.order))
+    return can(profile, worker.device_class, Mode(recompute=False))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:
