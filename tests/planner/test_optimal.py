@@ -33,13 +33,13 @@ def test_no_plan_is_faster(profile, batch):
         assert found == about(expected)
 
 
-@settings(MANY, max_examples=12)
+@settings(MANY, max_examples=25)
 @given(linked_profiles(), st.integers(1, 3))
 def test_no_plan_on_some_devices_is_faster_where_links_are_stated(profile, batch):
     assert step_of(profile, batch) == best_of_some(profile, batch, lambda some: True)
 
 
-@settings(MANY, max_examples=5)
+@settings(MANY, max_examples=15)
 @given(linked_profiles(), st.integers(1, 3))
 def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
     def whole(some):
