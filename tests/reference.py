@@ -285,16 +285,16 @@ def engine_for(
     units: Sequence[str] = (),
     loss: Objective | None = None,
     weights: Path | None = None,
-    staged: bool = False,
+    staged_on: str = "",
     **settings: Any,
 ) -> Engine:
     """The engine of a freshly built model, in a single process or on the ranks of a group."""
     model = build(factory, SEED)
     plan = plan_for(model, shares, calls=calls, units=units, **settings)
     comm = None
-    if staged:
+    if staged_on:
         rank, world = dist.get_rank(), dist.get_world_size()
-        comm = StagedCommunicator(dist.group.WORLD, rank=rank, world=world)
+        comm = StagedCommunicator(dist.group.WORLD, rank=rank, world=world, device=staged_on)
     return prepare(model, plan, comm=comm, units=units, loss=loss, weights=weights)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.spec.plan import Collectives
+from gpumix.spec.plan import Collectives, Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, joined, train_alone, train_by_plan, worst_error
@@ -39,6 +39,38 @@ def test_a_head_in_chunks(name, dtype):
     found = train_by_plan(name, [Share(5, 2, 1)], STEPS, backend="nccl", **settings)
     alone = train_alone(ARCHITECTURES[name], 5, STEPS)
     assert found.losses == pytest.approx(alone.losses, rel=0.03 if dtype == "bf16" else 1e-4)
+
+
+MODES = {
+    "kept graphs": Mode(recompute=False),
+    "inputs on the host": Mode(boundary="host"),
+    "one after the other": Mode(order="sequential"),
+    "uncut": Mode(order="sequential", recompute=False),
+}
+
+
+@pytest.mark.parametrize("on_host", [(), (0,)], ids=["state on the device", "state on the host"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode, on_host):
+    stage = 0 if MODES[mode].order == "sequential" else 3
+    settings = {"zero_stage": stage, "on_host": on_host}
+    found = train_by_plan("gpt2", [Share(5, 2, 1, MODES[mode])], STEPS, backend="nccl", **settings)
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+@TWO
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage):
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    found = train_by_plan("gpt2", shares, STEPS, backend="nccl", zero_stage=stage)
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_share_a_gpu(stage):
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    found = train_by_plan("gpt2", shares, STEPS, zero_stage=stage, staged_on="cuda:0")
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
 
 
 @TWO
