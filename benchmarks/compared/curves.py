@@ -64,7 +64,12 @@ class Case:
     def plan(self, model: nn.Module) -> Plan:
         anatomy = dissect(model)
         workers = tuple(
-            Worker(device=f"rank-{rank}", device_class="cpu", **vars(share))
+            Worker(
+                device=f"rank-{rank}",
+                device_class="cpu",
+                compute_dtype=self.dtype,
+                **vars(share),
+            )
             for rank, share in enumerate(self.shares)
         )
         return Plan(
@@ -72,7 +77,7 @@ class Case:
             model=anatomy.fingerprint(),
             sequence_length=self.model.sequence,
             global_batch=self.global_batch,
-            compute_dtype=self.dtype,
+            communication_dtype=self.dtype,
             stages=(Stage(units=tuple(u.name for u in anatomy.units), workers=workers),),
         )
 

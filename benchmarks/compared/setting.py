@@ -122,6 +122,7 @@ class Setting:
                 micro_batch=self.samples // self.micro_batches,
                 state_share=1 / self.world,
                 mode=Mode(recompute=self.recompute, order=order),
+                compute_dtype=self.dtype,
             )
             for device in self.devices
         )
@@ -131,7 +132,7 @@ class Setting:
             model=anatomy.fingerprint(),
             sequence_length=self.model.sequence,
             global_batch=self.samples * self.world,
-            compute_dtype=self.dtype,
+            communication_dtype=self.dtype,
             stages=(Stage(units=tuple(u.name for u in anatomy.units), workers=workers),),
             zero_stage=zero_stage,
             collectives=lists if nccl else Collectives(),

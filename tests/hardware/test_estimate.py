@@ -63,7 +63,8 @@ def test_an_optimizer_without_state_needs_less_of_everything():
     assert (adamw.optimizer_bytes_per_element, sgd.optimizer_bytes_per_element) == (8, 0)
     plans = [plan(p, 8).prediction for p in (adamw, sgd)]
     for one, other in zip(*(p.workers for p in plans)):
-        assert other.memory_bytes["state"] == pytest.approx(one.memory_bytes["state"] / 2, rel=0.3)
+        # Beside masters of 4 bytes an element there are 8 of the optimizer's, or none.
+        assert other.memory_bytes["state"] == pytest.approx(one.memory_bytes["state"] / 3, rel=0.1)
         assert other.optimizer_s < one.optimizer_s
 
 

@@ -234,6 +234,7 @@ def test_json_has_all_of_it():
         "binds",
         "worth",
         "alternatives",
+        "dtypes",
     }
     assert data["prediction"]["bound_s"] == pytest.approx(data["prediction"]["step_s"])
 

@@ -130,7 +130,9 @@ def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batc
             "devices": (*profile.cluster.devices, *new),
         }
     )
-    of_class = like.model_copy(update={"device_class": "new", "units": times})
+    dtype = profile.classes[0].compute_dtype  # memory is known in this model's dtypes only
+    changed = {"device_class": "new", "units": times, "compute_dtype": dtype}
+    of_class = like.model_copy(update=changed)
     larger = profile.model_copy(
         update={"cluster": cluster, "classes": (*profile.classes, of_class)}
     )

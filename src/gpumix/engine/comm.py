@@ -276,9 +276,7 @@ class Communicator:
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
         mine = parts[self.rank]
-        form = "native" if _equal(parts) else self.forms.reduce
-        if form == "native" and self.on_gloo:
-            form = "all_to_all"
+        form = self._reduce_form(parts)
         if form == "all_to_all":
             room = self.borrow("reduce", full, self.world, mine.numel())
             work = dist.all_to_all_single(
@@ -323,6 +321,23 @@ class Communicator:
             room.give_back()
 
         return Pending([work], label, self, finish)
+
+    def _reduce_form(self, parts: Sequence[torch.Tensor]) -> str:
+        form = "native" if _equal(parts) else self.forms.reduce
+        return "all_to_all" if form == "native" and self.on_gloo else form
+
+    def expect_reduce(self, full: torch.Tensor, offsets: Sequence[int]) -> None:
+        """`full` is the largest buffer that will be reduced: have in the pool what that borrows, for
+        a pool that grows later holds, for a moment, what it had as well."""
+        parts = self._parts(full, offsets)
+        if self.world == 1:
+            return
+        form = self._reduce_form(parts)
+        if form == "all_to_all":
+            self.borrow("reduce", full, self.world, parts[self.rank].numel()).give_back()
+        elif form == "padded":
+            rows = self.world + 1
+            self.borrow("reduce", full, rows, self._padded_length(parts)).give_back()
 
     def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
         """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool of what is

@@ -239,9 +239,13 @@ class Engine:
                     )
                     for one in self._cut(batch, sizes)
                 ]
+                # With all parameters here, one after the other: so the least is held at once.
+                whole = self._parts.division.whole_parameters and len(batches) > 1
+                results: list[Loss] = []
                 with untouched(self.device), torch.no_grad(), _closing(batches):
-                    layered.forward(self._parts, batches, keep=False)
-                    results = layered.head(self._parts, batches, None)
+                    for some in [[b] for b in batches] if whole else [batches]:
+                        layered.forward(self._parts, some, keep=False)
+                        results += layered.head(self._parts, some, None)
                     self._parts.leave()
                     table, gradient_scale = self._exchange(results, torch.ones(()))
                     gradient_scale()

@@ -162,6 +162,8 @@ def shard(
         request(ROOT, list(throughout.values())),
     ]
     *buckets, first, last, root = _place(requests, division, device, source)
+    trained = [group for bucket in (*buckets, first, last, root) for group in bucket.trainable]
+    max(trained, key=lambda group: group.numel).expect_reduce()
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
     return Parts(division, units, stage.units, first, root, last, tuple(buckets), head)
 

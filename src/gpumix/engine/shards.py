@@ -281,6 +281,18 @@ class FlatGroup:
             self._deliver(room.tensor, scale)
             room.give_back()
 
+    def expect_reduce(self) -> None:
+        """This is the largest group that will be reduced: let all memory for it be there."""
+        division = self._division
+        if division.replicated:
+            return
+        division.comm.expect_reduce(self.gradient, self.offsets)
+        if division.copies is not None:  # one bucket is summed over hosts, the next inside them
+            own = self.end - self.start
+            rooms = [division.comm.borrow("copies", self.gradient, 1, own) for _ in range(2)]
+            for room in rooms:
+                room.give_back()
+
     def _deliver(self, rows: torch.Tensor, scale: Callable[[], torch.Tensor]) -> None:
         """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
         fresh, own = self._fresh(), self.master_gradient
