@@ -327,7 +327,7 @@ class Communicator:
         return "all_to_all" if form == "native" and self.on_gloo else form
 
     def expect_reduce(self, full: torch.Tensor, offsets: Sequence[int]) -> None:
-        """`full` is the largest buffer that will be reduced: have in the pool what that borrows, for
+        """`full` is the largest buffer that is reduced: have in the pool what that borrows, for
         a pool that grows later holds, for a moment, what it had as well."""
         parts = self._parts(full, offsets)
         if self.world == 1:
