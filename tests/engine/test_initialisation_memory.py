@@ -18,7 +18,9 @@ def _peak_of_preparing(shares):
         model = build(causal_model("LlamaConfig", **WIDE), SEED)
         engine = prepare(model, plan_for(model, shares))
     state = sum(2 * g.master.nbytes for g in engine.groups() if g.trainable)
-    buffers = storage_bytes(t for g in engine.groups() for t in (g.full, g.gradient))
+    pooled = [memory for pool in engine.comm._pools.values() for memory in pool]
+    flat = [t for g in engine.groups() for t in (g.full, g.gradient)]
+    buffers = storage_bytes([*flat, *pooled])
     parameter = max(4 * shape.numel() for shape in engine.shapes().values())
     everything = sum(4 * g.numel for g in engine.groups())
     return tracker.peak, state, buffers, parameter, everything
