@@ -9,9 +9,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gpumix.engine.engine import Engine
+from models import Batch
+
 
 def count_tensors() -> int:
     return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
+
+
+def assert_no_tensor_waits_for_the_collector(engine: Engine, batch: Batch) -> None:
+    """What a step and an evaluation make is gone when they end."""
+    engine.step(batch)
+    gc.collect()
+    gc.disable()
+    try:
+        before = count_tensors()
+        engine.step(batch)
+        engine.evaluate(batch)
+        assert count_tensors() == before
+    finally:
+        gc.enable()
 
 
 class PeakBytes(TorchDispatchMode):

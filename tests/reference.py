@@ -245,7 +245,9 @@ def expected_counts(engine: Engine) -> dict[str, int]:
         roots = (parts.before, parts.throughout, parts.after)
         counts["gather"] = twice + sum(len(bucket.groups) for bucket in roots)
     if engine.plan.sharding == "host" and parts.division.copies is not None:
-        counts[parts.division.copies.operation] += trained
+        hosts = dict.fromkeys(w.host for w in engine.plan.workers)
+        cuts = {tuple(w.state_share for w in engine.plan.workers if w.host == h) for h in hosts}
+        counts["all_reduce" if len(cuts) == 1 else "exchange_parts"] += trained
     return dict(counts)
 
 

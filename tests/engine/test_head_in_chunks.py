@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from gpumix.engine.deferred import build
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.prepare import prepare
 from harness import run_ranks
-from memory import PeakBytes, count_tensors
+from memory import PeakBytes, assert_no_tensor_waits_for_the_collector
 from models import ARCHITECTURES, Architecture, causal_lm, causal_model, mean_loss
 from reference import (
     SEED,
@@ -289,16 +287,7 @@ def test_a_loss_takes_what_is_predicted(dtype):
 def test_no_tensor_waits_for_the_garbage_collector():
     engine, head = in_chunks(GPT2.factory, 4, 2)
     batch = next(batches(GPT2, 4, 1))
-    engine.step(batch)
-    gc.collect()
-    gc.disable()
-    try:
-        before = count_tensors()
-        engine.step(batch)
-        engine.evaluate(batch)
-        assert count_tensors() == before
-    finally:
-        gc.enable()
+    assert_no_tensor_waits_for_the_collector(engine, batch)
     assert head.supported
 
 

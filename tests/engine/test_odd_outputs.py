@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.spec.plan import Mode
 from models import WIDTH, Block, Regression, vectors
 from reference import assert_step_is_plain, engine_alone
 
@@ -92,9 +93,12 @@ FORMS = {
 }
 
 
+def batch():
+    return vectors(BATCH, torch.Generator().manual_seed(0))
+
+
 def assert_plain(factory):
-    engine = engine_alone(factory, BATCH, BATCH)
-    assert_step_is_plain(engine, factory, vectors(BATCH, torch.Generator().manual_seed(0)))
+    assert_step_is_plain(engine_alone(factory, BATCH, BATCH), factory, batch())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,10 +106,26 @@ def test_forms_that_gradients_pass_through(form):
     assert_plain(lambda: Unpacks(*FORMS[form]))
 
 
-def one_step(factory, evaluate=False):
-    engine = engine_alone(factory, BATCH, 2)
-    batch = vectors(BATCH, torch.Generator().manual_seed(0))
-    return engine.evaluate(batch) if evaluate else engine.step(batch)
+def stepping(mode, zero_stage):
+    def run(factory):
+        engine_alone(factory, BATCH, 2, mode=mode, zero_stage=zero_stage).step(batch())
+
+    return run
+
+
+def evaluating(factory):
+    engine_alone(factory, BATCH, 2).evaluate(batch())
+
+
+STEPS = {
+    "in layers": stepping(Mode(), 3),
+    "in sequence": stepping(Mode(recompute=False, order="sequential"), 0),
+    "in sequence, recomputed": stepping(Mode(order="sequential"), 0),
+}
+every_step = pytest.mark.parametrize("run", STEPS.values(), ids=STEPS)
+every_use = pytest.mark.parametrize(
+    "run", [*STEPS.values(), evaluating], ids=[*STEPS, "evaluating"]
+)
 
 
 HIDING = {
@@ -115,10 +135,11 @@ HIDING = {
 }
 
 
+@every_step
 @pytest.mark.parametrize("form", HIDING)
-def test_forms_that_hide_tensors(form):
+def test_forms_that_hide_tensors(form, run):
     with pytest.raises(ModelError, match=rf"unit 'blocks\.0' returns tensors inside of a {form}"):
-        one_step(lambda: Unpacks(*HIDING[form]))
+        run(lambda: Unpacks(*HIDING[form]))
 
 
 class Goes(nn.Module):
@@ -146,21 +167,21 @@ class Uses(Regression):
         return self.error(x, target)
 
 
-@pytest.mark.parametrize("evaluate", [False, True], ids=["step", "evaluate"])
+@every_use
 @pytest.mark.parametrize("nothing", [None, 2.0, (), {"a": "text"}])
-def test_a_unit_that_returns_no_tensor(nothing, evaluate):
+def test_a_unit_that_returns_no_tensor(nothing, run):
     with pytest.raises(ModelError, match=r"unit 'blocks\.0' returns no tensor"):
-        one_step(lambda: Uses(lambda unit, x: nothing), evaluate)
+        run(lambda: Uses(lambda unit, x: nothing))
 
 
-@pytest.mark.parametrize("evaluate", [False, True], ids=["step", "evaluate"])
+@every_use
 @pytest.mark.parametrize(
     "part", [lambda w: w, lambda w: w[:1], lambda w: w.T, lambda w: w.detach()]
 )
-def test_a_unit_that_returns_its_own_weights(part, evaluate):
+def test_a_unit_that_returns_its_own_weights(part, run):
     """They are gone when the model gets them."""
     with pytest.raises(ModelError, match=r"unit 'blocks\.0' returns one of its own parameters"):
-        one_step(lambda: Uses(lambda unit, x: part(unit.linear.weight)), evaluate)
+        run(lambda: Uses(lambda unit, x: part(unit.linear.weight)))
 
 
 RESULTS = {
@@ -202,7 +223,7 @@ class WithMask(Regression):
         return self.error(x, target)
 
 
-@pytest.mark.parametrize("evaluate", [False, True], ids=["step", "evaluate"])
-def test_writes_into_an_input_without_gradient(evaluate):
+@every_use
+def test_writes_into_an_input_without_gradient(run):
     with pytest.raises(ModelError, match=r"unit 'blocks\.0' writes into its own input"):
-        one_step(WithMask, evaluate)
+        run(WithMask)

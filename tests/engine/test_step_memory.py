@@ -11,7 +11,7 @@ import torch
 
 from gpumix.engine.away import Away
 from gpumix.engine.engine import Engine
-from memory import count_tensors
+from memory import assert_no_tensor_waits_for_the_collector, count_tensors
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 
@@ -81,16 +81,7 @@ def test_no_tensor_waits_for_the_garbage_collector(name):
     engine = engine_alone(ARCHITECTURES[name].factory, 4, 2)
     batch = next(batches(ARCHITECTURES[name], 4, 1))
 
-    engine.step(batch)
-    gc.collect()
-    gc.disable()
-    try:
-        before = count_tensors()
-        engine.step(batch)
-        engine.evaluate(batch)
-        assert count_tensors() == before
-    finally:
-        gc.enable()
+    assert_no_tensor_waits_for_the_collector(engine, batch)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])

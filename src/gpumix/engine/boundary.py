@@ -96,7 +96,7 @@ class Cut:
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
         if not self.differentiable:
             outputs, structure = self._run(inputs)
-            refuse_useless(self.unit, outputs)
+            refuse_outputs(self.unit, outputs)
             return self._hand_over(outputs, structure)
         wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
         leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
@@ -107,15 +107,14 @@ class Cut:
         del handed
         if self._recompute:
             self._given = Given(inputs, wanted)
-            again = partial(_rerun, self._run, self._given, buffers)
+            again = partial(self._run.again, self._given, buffers)
             self._ran = Recomputed(self.unit.name, run, again)
         else:
             self._ran = Kept(run)
         del run
         outputs, structure = self._ran.forward()
         buffers.keep_changed()
-        refuse_outputs(self.unit.name, outputs)
-        refuse_useless(self.unit, outputs)
+        refuse_outputs(self.unit, outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -193,11 +192,11 @@ class Run:
         self._refuse_changes(given, (args, kwargs))
         return outputs
 
-    def again(self, inputs: Sequence[Any], buffers: BufferCopies) -> Outputs:
+    def again(self, given: Given, buffers: BufferCopies) -> Outputs:
         """Run the unit again, as if for the first time: its inputs are fresh (a hook that it sets
         on one must not be there twice), its buffers as they were."""
         with buffers.in_place():
-            return self(inputs)
+            return self(given.fresh())
 
     def _refuse_changes(self, given: list[Any], arguments: Any) -> None:
         """The unit got copies of lists and dicts: what it puts there the model would not see."""
@@ -208,10 +207,6 @@ class Run:
                 why="gradients cross a unit's boundary through its arguments and its result only",
                 fix="return what is new from the unit",
             )
-
-
-def _rerun(run: Run, given: Given, buffers: BufferCopies) -> Outputs:
-    return run.again(given.fresh(), buffers)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -247,14 +242,13 @@ def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
     _refuse_hidden(unit, inputs, "is given", lambda t: t.requires_grad)
 
 
-def refuse_outputs(unit: str, outputs: Sequence[Any]) -> None:
-    """Raise a ModelError if a unit returns what its boundary cannot take."""
-    _refuse_hidden(unit, outputs, "returns", torch.Tensor.is_floating_point)
+def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
+    """Raise a ModelError if a unit returns what its boundary cannot take, or what the model can do
+    nothing with, or nothing any more once the unit is done.
 
-
-def refuse_useless(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
-    """Raise a ModelError if the model can do nothing with what a unit returns, or nothing any more
-    once the unit is done."""
+    A model that one plan can run, every plan can: the rules are those of the plan that shards most.
+    """
+    _refuse_hidden(unit.name, outputs, "returns", torch.Tensor.is_floating_point)
     tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(

@@ -34,7 +34,7 @@ class Bucket:
     ) -> None:
         self.name = name
         self.groups = list(groups)
-        self.record_of = division.comm
+        self._comm = division.comm
         self._arrivals = arrivals
         self._resident = division.whole_parameters
         self._ever_gathered = False
@@ -64,7 +64,7 @@ class Bucket:
                 self._gathering.append(group.gather())
             group.install()
         self._ever_gathered = True
-        self.record_of.record.issued("gather", self.name, self._gathering)
+        self._comm.record.issued("gather", self.name, self._gathering)
 
     def gathered(self) -> None:
         """Wait until the parameters are here."""
@@ -74,7 +74,7 @@ class Bucket:
     def arrived(self) -> None:
         """Wait for the gather, if one is under way."""
         if self._gathering:
-            self.record_of.record.waits("gather", self.name)
+            self._comm.record.waits("gather", self.name)
             for pending in self._gathering:
                 pending.wait()
             self._gathering = []
@@ -104,14 +104,14 @@ class Bucket:
         """Start to sum the gradients over ranks."""
         self._reduction = _together([group.reduce(scale) for group in self.trainable])
         self._reducing = next(self._reduction, [])
-        self.record_of.record.issued("reduce", self.name, self._reducing)
+        self._comm.record.issued("reduce", self.name, self._reducing)
 
     def advance(self) -> bool:
         """Wait for the collective of the reduction that is under way, and start the next one; or,
         if there is none, this rank's part of the gradient is in its pieces: then True."""
         if self._reduction is None:
             return True
-        self.record_of.record.waits("reduce", self.name)
+        self._comm.record.waits("reduce", self.name)
         for pending in self._reducing:
             pending.wait()
         following = next(self._reduction, None)

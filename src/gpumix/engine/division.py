@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 
@@ -90,13 +89,7 @@ def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
 
 
 class Copies(ABC):
-    """Sums over the hosts what each of them has summed for itself.
-
-    Attributes:
-        operation: the collective that does it, as a communicator counts them.
-    """
-
-    operation: ClassVar[str]
+    """Sums over the hosts what each of them has summed for itself."""
 
     @abstractmethod
     def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
@@ -108,7 +101,6 @@ class Copies(ABC):
 class _Likes(Copies):
     """All hosts cut alike: each rank meets its likes."""
 
-    operation = "all_reduce"
     likes: Communicator
 
     def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
@@ -119,7 +111,6 @@ class _Likes(Copies):
 class _Overlaps(Copies):
     """Ranks send each other what they have in common, and each sums in the order of the hosts."""
 
-    operation = "exchange_parts"
     hosts: list[list[int]]
     shares: list[tuple[float, ...]]  # by host
     own: int

@@ -110,11 +110,8 @@ class Parts:
     @cached_property
     def reduced_after(self) -> dict[int, Bucket]:
         """Which bucket is done when the backward of a call is: at the first of its own calls."""
-        first: dict[int, Bucket] = {}
-        for number in reversed(range(len(self.calls))):
-            first = {n: b for n, b in first.items() if b is not self.bucket(number)}
-            first[number] = self.bucket(number)
-        return first
+        first = {id(self.bucket(number)): number for number in reversed(range(len(self.calls)))}
+        return {number: self.bucket(number) for number in first.values()}
 
     def leave(self) -> None:
         """The step is over: the optimizer may change all parameters."""

@@ -220,6 +220,7 @@ class _Answers:
         seed()
         outputs = unit.forward(*args, **kwargs)
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
+        refuse_outputs(unit, tree_leaves(outputs))
         return outputs
 
     def _recomputed(
@@ -242,14 +243,14 @@ class _Answers:
         def again() -> Any:
             what = f"an input of unit '{unit.name}' was written into after the call"
             refuse_writes(sources, before, what)
-            return once.again(given.fresh(), buffers)
+            return once.again(given, buffers)
 
         recomputed = Recomputed(unit.name, partial(once, inputs), again)
         outputs, structure = recomputed.forward()
         recomputed.expect_backward()
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
-        refuse_outputs(unit.name, outputs)
+        refuse_outputs(unit, outputs)
         result, collected = tree_unflatten(outputs, structure)
         captured.hand_over(collected)
         return result

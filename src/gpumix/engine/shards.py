@@ -142,9 +142,9 @@ class FlatGroup:
         self._division = division
         self.offsets = division.offsets(self.numel)
         self.start, self.end = division.interval(self.numel)
-        # Whether an update of the masters is none of `full` yet.
         self._on_host = division.on_host and alike.trainable
         own_masters = alike.own_masters and not self._on_host
+        # Whether an update of the masters is none of `full` yet.
         self.diverges = alike.trainable and not (division.replicated and own_masters)
         if division.whole_parameters and own_masters:
             self.master = full[self.start : self.end]

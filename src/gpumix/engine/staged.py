@@ -8,29 +8,19 @@ collective, so it is slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from gpumix.engine.comm import Borrowed, Communicator, Pending
-from gpumix.spec.plan import Collectives
 
 
 class StagedCommunicator(Communicator):
     """A communicator of tensors on `device` over a group that takes tensors on the CPU."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        rank: int,
-        world: int,
-        forms: Collectives | None = None,
-        device: torch.device | str = "cpu",
-        of: Communicator | None = None,
-    ) -> None:
-        super().__init__(group, rank=rank, world=world, forms=forms, device=device, of=of)
-        self._host = Communicator(group, rank=rank, world=world, forms=forms, of=self)
+    @cached_property
+    def _host(self) -> Communicator:
+        return Communicator(self.group, rank=self.rank, world=self.world, forms=self.forms, of=self)
 
     def gather(
         self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
@@ -58,6 +48,11 @@ class StagedCommunicator(Communicator):
             deliver(rows.to(self.device))
 
         return self._host.reduce(staged.tensor[0], offsets, label, arrived).then(staged.give_back)
+
+    def expect_reduce(self, full: torch.Tensor, offsets: Sequence[int]) -> None:
+        staged = self._borrow_like(full)
+        self._host.expect_reduce(staged.tensor[0], offsets)
+        staged.give_back()
 
     def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
         staged = value.to("cpu", copy=True)

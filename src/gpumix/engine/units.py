@@ -204,6 +204,16 @@ def _structure(module: nn.Module) -> str:
     return "\n".join(lines)
 
 
+def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:
+    """Bytes of parameters that are not trained: stored as they are gathered, floats in the compute
+    dtype."""
+    frozen = [s.parameter for s in slots if not s.parameter.requires_grad]
+    return sum(
+        p.numel() * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
+        for p in frozen
+    )
+
+
 def buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, which every rank holds whole."""
     unique: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.away import HARMLESS
-from gpumix.engine.units import Slot
+from gpumix.engine.units import Slot, frozen_bytes
 from gpumix.profiler.specimen import Outputs, Specimens
 from gpumix.spec.profile import End
 
@@ -74,12 +74,8 @@ def find_ends(specimens: Specimens, batch: Any) -> tuple[End, End]:
 def _end(slots: Sequence[Slot], names: list[str], compute_dtype: torch.dtype) -> End:
     chosen = [slot for slot in slots if slot.name in names]
     trained = [s.parameter.numel() for s in chosen if s.parameter.requires_grad]
-    frozen = [s.parameter for s in chosen if not s.parameter.requires_grad]
     return End(
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),
-        frozen_bytes=sum(
-            p.numel() * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
-            for p in frozen
-        ),
+        frozen_bytes=frozen_bytes(chosen, compute_dtype),
     )

@@ -13,7 +13,7 @@ from gpumix.cost.curves import undisturbed
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
-from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect
+from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import (
@@ -26,7 +26,7 @@ from gpumix.profiler.compute import (
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
+from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
     ClassMeasurement,
@@ -186,7 +186,7 @@ def _model_profile(
                 name=kind,
                 trainable=unit.trainable,
                 matrices=_in_matrices(unit),
-                frozen_bytes=_frozen_bytes(unit, compute_dtype),
+                frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
@@ -199,7 +199,7 @@ def _model_profile(
         ),
         root=RootUnit(
             trainable=anatomy.root.trainable,
-            frozen_bytes=_frozen_bytes(anatomy.root, compute_dtype),
+            frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
             buffer_bytes=buffer_bytes(model),
             before=found.ends[0],
             after=found.ends[1],
@@ -214,15 +214,6 @@ def _in_matrices(unit: Unit) -> int:
     """Trained elements of parameters of two dimensions."""
     trained = [s.parameter for s in unit.slots if s.parameter.requires_grad]
     return sum(p.numel() for p in trained if p.dim() == 2)
-
-
-def _frozen_bytes(unit: Unit, compute_dtype: ComputeDtype) -> int:
-    """Frozen parameters are stored as they are gathered: floats in the compute dtype."""
-    frozen = [s.parameter for s in unit.slots if not s.parameter.requires_grad]
-    return sum(
-        p.numel() * (DTYPE_BYTES[compute_dtype] if p.is_floating_point() else p.element_size())
-        for p in frozen
-    )
 
 
 def _curve(found: Sweep, values: Sequence[float]) -> Curve:

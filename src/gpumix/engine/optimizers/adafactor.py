@@ -9,7 +9,7 @@ Shazeer, Stern: Adafactor, https://arxiv.org/abs/1804.04235; the variant is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
@@ -67,12 +67,7 @@ class Adafactor(WholeOptimizer):
         groups = grouped(params)
         super().__init__(groups, settings, layout_of(groups, layout))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         updates = [
             _Update(
                 p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
@@ -83,7 +78,6 @@ class Adafactor(WholeOptimizer):
         ]
         if updates:
             self._step(updates)
-        return loss
 
     def _step(self, updates: list[_Update]) -> None:
         comm, device = self.layout.comm, updates[0].local.device

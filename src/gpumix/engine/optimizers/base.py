@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,19 @@ class WholeOptimizer(Optimizer):
     def __init__(self, groups: list[Group], defaults: dict[str, Any], layout: Layout) -> None:
         self.layout = layout
         super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Update all parameters that have a gradient."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)

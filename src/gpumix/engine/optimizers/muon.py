@@ -10,7 +10,7 @@ Training, https://arxiv.org/abs/2502.16982, which divides the work so too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -88,12 +88,7 @@ class Muon(WholeOptimizer):
         defaults = {**self._adamw.defaults, "fused": True, **of_muon, "ns_eps": ns_eps}
         super().__init__(_divided(groups, layout), defaults, layout)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         matrices = [
             _Matrix(p, group, self.layout)
             for group in self.param_groups
@@ -106,7 +101,6 @@ class Muon(WholeOptimizer):
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
         self._adamw.step()
-        return loss
 
     def _orthogonal_step(self, matrices: list[_Matrix]) -> None:
         comm = self.layout.comm
