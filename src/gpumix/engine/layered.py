@@ -4,6 +4,8 @@ Each bucket is gathered once per pass and its gradient reduced once per step, ho
 micro-batches a rank runs. So ranks with different numbers and sizes of micro-batches, also with
 none, issue exactly the same collectives. What each collective hides behind: the gather of the next
 bucket behind computing this one, and so the reduction of the last one.
+
+Each unit begins with the micro-batch that the one before ended with, whose values are in caches.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
     parts.before.gathered()
     parts.throughout.gathered()
     record.computes("forward", ROOT)
-    for batch in batches:
+    for batch in _in_turn(batches, -1):
         batch.start()
     parts.before.release()
     last = parts.last_call
@@ -36,7 +38,7 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
         unit.bucket.gathered()
         record.computes("forward", unit.name)
         parts.ahead[number].start_gather()
-        for batch in batches:
+        for batch in _in_turn(batches, number):
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
@@ -62,7 +64,7 @@ def head(
             bucket.begin_gradient()
     results = []
     with parts.head.step(scale) if parts.head else nullcontext():
-        for batch in batches:
+        for batch in _in_turn(batches, parts.last_call + 1):
             batch.resume(parts.last_call)
             loss, count = batch.finish()
             if scale is not None:
@@ -90,11 +92,12 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         if id(bucket) not in begun:
             begun.add(id(bucket))
             bucket.begin_gradient()
-        for place, batch in enumerate(batches):
-            if place + 1 < len(batches):
-                batches[place + 1].prefetch(number)
+        turn = _in_turn(batches, number)
+        for place, batch in enumerate(turn):
+            if place + 1 < len(turn):
+                turn[place + 1].prefetch(number)
             elif number:
-                batches[0].prefetch(number - 1)
+                batch.prefetch(number - 1)
             batch.backward(number)
         if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
@@ -104,3 +107,8 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         reductions.start(bucket)
     reductions.finish()
     record.overhead()
+
+
+def _in_turn(batches: Sequence[MicroBatch], call: int) -> Sequence[MicroBatch]:
+    """There and back again. In either pass, for the backward pass takes the calls in reverse."""
+    return batches if call % 2 == 0 else batches[::-1]
