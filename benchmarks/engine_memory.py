@@ -42,7 +42,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Mode, Plan, Stage, Worker, ZeroStage
 from gpumix.spec.profile import Profile
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import show_bytes
 from gpumix.train.launch import Seat, launch
 
@@ -59,6 +59,7 @@ TECHNIQUES: tuple[tuple[str, str, Any], ...] = (
     ("graphs kept", "recompute", False),
     ("recompute", "recompute", True),
     ("host offload", "boundaries", "host"),
+    ("state on the host", "state_on", "host"),
     ("chunked loss", "heads", "chunked"),
 )
 
@@ -137,9 +138,6 @@ def _plans(model: Model) -> Iterator[Compared]:
     for stage, recompute in product(STAGES, (True, False)):
         settings = [Setting(model, 2, 4, micro_batches, recompute) for micro_batches in (1, 4)]
         even_plans = [setting.plan(whole, stage, "layered") for setting in settings]
-        if missing := ENGINE.missing(even_plans[0]):
-            print(f"ZeRO {stage}, {settings[0]}: left out, the engine does not run {missing}")
-            continue
         for plan, setting in zip(even_plans, settings):
             yield Compared(f"ZeRO {stage}, {setting}", plan, setting if stage == 3 else None)
         uneven = _uneven(even_plans[0], Mode(recompute=recompute))
@@ -201,10 +199,7 @@ def largest_models() -> Figures:
     guess = largest(lambda layers: planned_even(layers) is not None, PROFILED_LAYERS)
     note("even", largest(partial(_even_trains, profile), max(1, guess)))
     note("fsdp2", largest(_fsdp_trains, max(1, guess)))
-    for number, (name, field, value) in enumerate(TECHNIQUES):
-        if value not in getattr(ENGINE, field, ()):
-            print(f"{name} left out: the engine or its planner has it not")
-            continue
+    for number, (name, *_) in enumerate(TECHNIQUES):
         space = _without(TECHNIQUES[number + 1 :])
         asked = PlanRequest(global_batch=BATCH, space=space)
         deepest = partial(_planned, partial(optimal, request=asked), profile)
@@ -294,13 +289,12 @@ def _even_setting(layers: int) -> Setting:
 
 
 def _without(later: Sequence[tuple[str, str, Any]]) -> Space:
-    """What the engine runs, without some techniques."""
+    """Layers at ZeRO stage 3, without some techniques."""
     settings: dict[str, tuple[Any, ...]] = {"zero_stages": (3,), "orders": ("layered",)}
     for _, field, value in later:
-        has = settings.get(field, getattr(ENGINE, field, ()))
+        has = settings.get(field, getattr(EVERYTHING, field))
         settings[field] = tuple(other for other in has if other != value)
-    known = {name: values for name, values in settings.items() if name in Space.model_fields}
-    return ENGINE.model_copy(update=known)
+    return Space(**settings)
 
 
 def _told(cluster: Cluster) -> str:

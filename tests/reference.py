@@ -83,7 +83,7 @@ def plan_for(
     length: int = 1,
     stage: Mapping[str, Any] | None = None,
     on_host: Collection[int] = (),
-    head: Literal["whole", "chunked"] = "whole",
+    head: Literal["whole", "chunked"] | None = None,
     compute_dtype: ComputeDtype | Sequence[ComputeDtype] = "fp32",
     **settings: Any,
 ) -> Plan:
@@ -94,6 +94,7 @@ def plan_for(
         units: as for `prepare`.
         stage: more fields of the stage.
         on_host: ranks that keep their state there.
+        head: of all ranks, instead of their modes'.
         compute_dtype: of all ranks, or of each.
         settings: fields of the plan.
     """
@@ -110,11 +111,10 @@ def plan_for(
             micro_batch=share.micro_batch,
             state_share=share.state
             / sum(s.state for s in shares if s.host == share.host or not by_host),
-            mode=share.mode,
+            mode=share.mode.model_copy(update={"head": head}) if head else share.mode,
             kept_graphs=share.kept,
             host=share.host,
             state_on="host" if rank in on_host else "device",
-            head=head,
             compute_dtype=dtypes[rank],
         )
         for rank, share in enumerate(shares)

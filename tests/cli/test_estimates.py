@@ -228,8 +228,8 @@ def test_each_change_and_all_together(from_profile):
 
 
 def test_what_is_worth_is_what_planning_says(from_profile):
-    found = outlooks(*from_profile, "--remove", "tardy", "--techniques", "all")
-    assert found[0]["step_s"] == planned(*from_profile, "--techniques", "all").prediction.step_s
+    found = outlooks(*from_profile, "--remove", "tardy")
+    assert found[0]["step_s"] == planned(*from_profile).prediction.step_s
 
 
 def test_one_change_comes_alone(from_profile):
@@ -314,7 +314,7 @@ def test_hosts_want_a_link_between_them():
     [
         ("plan", "--cluster", "2x rtx3090; 2x p40", "--network", "25GbE", *SMALL),
         ("plan", "job.yaml", "--cluster", CARDS),
-        ("plan", "job.yaml", "--profile", "profile.json", "--techniques", "all"),
+        ("plan", "job.yaml", "--profile", "profile.json"),
         ("whatif", "job.yaml", "--profile", "profile.json", "--add", "t4", "--network", "pcie4"),
         ("whatif", "--cluster", CARDS, "--remove", "p40", *SMALL),
         ("plan", "--cluster", "4x rtx3091"),

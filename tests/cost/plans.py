@@ -85,6 +85,7 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
             micro_batch=draw(st.integers(1, n)) if n else 0,
             state_share=shares[device],
             mode=mode,
+            state_on=draw(_places(profile, device.device_class)),
             compute_dtype=profile.of_class(device.device_class).compute_dtype,
             kept_graphs=draw(_graphs(profile, device.device_class, mode)),
         )
@@ -112,10 +113,16 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
     )
 
 
+def _places(profile: Profile, name: str) -> st.SearchStrategy[str]:
+    of = next(c for c in profile.classes if c.device_class == name)
+    known = of.host_copy is not None and of.host_optimizer_s_per_element is not None
+    return st.sampled_from(["device", "host"] if known else ["device"])
+
+
 def _graphs(profile: Profile, name: str, mode: Mode) -> st.SearchStrategy[int]:
     """Some are kept where the mode recomputes from the device, and they were measured. In layers:
     one after the other, what hides a reduction is told roughly."""
-    if mode != Mode() or Mode(recompute=False) not in _modes(profile, name, 3):
+    if mode != Mode(head=mode.head) or Mode(recompute=False) not in _modes(profile, name, 3):
         return st.just(0)
     return st.sampled_from([0, 0, 1, 2, 3, 5, 9])
 
@@ -146,7 +153,9 @@ def _modes(profile: Profile, name: str, stage: int) -> list[Mode]:
     return [
         mode
         for mode in EVERYTHING.modes(stage)
-        if (graphs or mode.recompute) and (of.host_copy is not None or mode.boundary == "device")
+        if (graphs or mode.recompute)
+        and (of.host_copy is not None or mode.boundary == "device")
+        and (of.chunked_head is not None or mode.head == "whole")
     ]
 
 

@@ -71,7 +71,7 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
         free = free_bytes(profile, worker.device_class)
         held = Activations(profile.model_of(worker.device_class), micro, PLAIN)
-        capacity = float(model.demands(held).capacity(free)[0])
+        capacity = float(model.demands(held).capacity(free, None)[0])
         if worker.state_share <= capacity:
             assert expected.peak_bytes <= expected.memory_limit_bytes
         divided = model.state(worker.compute_dtype).sharded_bytes

@@ -14,6 +14,7 @@ from gpumix.engine.chunked_loss import LinearCrossEntropy
 from gpumix.engine.deferred import build
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.prepare import prepare
+from gpumix.spec.plan import Mode
 from harness import run_ranks
 from memory import PeakBytes, assert_no_tensor_waits_for_the_collector
 from models import ARCHITECTURES, Architecture, causal_lm, causal_model, mean_loss
@@ -102,7 +103,8 @@ def _step():
     shares = [Share(3, 2, 1), Share(2, 1, 0)]
     model = build(GPT2.factory, SEED)
     plan = plan_for(model, shares)
-    workers = [w.model_copy(update={"head": h}) for w, h in zip(plan.workers, ["chunked", "whole"])]
+    modes = [Mode(head="chunked"), Mode()]
+    workers = [w.model_copy(update={"mode": m}) for w, m in zip(plan.workers, modes)]
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
     engine = prepare(model, plan.model_copy(update={"stages": (stage,)}))
     batch = own_rows(next(batches(GPT2, 5, 1)), shares, engine.comm.rank)

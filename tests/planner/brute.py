@@ -17,7 +17,7 @@ from profiles import Card, Network, block, curve, profile, root
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import Activations, free_bytes
-from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds
+from gpumix.cost.time import can, exposed_seconds, pass_seconds
 from gpumix.planner.base import PlanRequest, predicted, ranked_devices
 from gpumix.planner.fleet import Fleet
 from gpumix.planner.optimal import optimal
@@ -56,10 +56,17 @@ def best_step(profile: Profile, batch: int, space: Space = EVERYTHING) -> float 
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
     for setting in settings(Fleet.of(profile, devices), space):
-        best = best_of(setting, batch)
+        best = best_of(_with_all_modes(setting, space), batch)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)
     return min(steps, default=None)
+
+
+def _with_all_modes(setting: Setting, space: Space) -> Setting:
+    """The setting with all that was measured, also what the planner finds not worth a look."""
+    every = tuple(space.modes(setting.zero_stage))
+    modes = {n: tuple(m for m in every if can(setting.profile, n, m)) for n in setting.classes}
+    return replace(setting, modes=modes)
 
 
 def best_of(setting: Setting, batch: int) -> float:
@@ -105,16 +112,16 @@ def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option
     for (b, m), mode in product(cuts, setting.modes[name]):
         micro = MicroBatches.of([b], [m])
         held = Activations(model, micro, mode)
-        room = float(setting.memory.demands(held).capacity(free)[0])
-        on_host = float(held.on_host[0])
-        if room < 0 or (host_bytes is not None and on_host > host_bytes):
+        demands = setting.memory.demands(held, state_on=setting.state_on(name))
+        room = float(demands.capacity(free, host_bytes)[0])
+        if room < 0:
             continue
         if setting.zero_stage == 0:
             room = 1.0
         elif setting.cap == 1.0 and room < 1 / ranks:
             continue
         forward, backward = pass_seconds(setting.profile, name, setting.links, micro, mode)
-        update = optimizer_seconds(setting.profile, name)
+        update = setting.update_s(name)
         room = min(room, setting.cap / ranks) if setting.zero_stage else room
         options.append((b, float(forward[0]), float(backward[0]), room, update))
     return [
@@ -161,6 +168,10 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     counts = draw(st.sampled_from([(2,), (3,), (1, 1), (2, 1), (2, 2), (1, 1, 1), (2, 1, 1)]))
     state = 16 * sum(k.trainable for k in kinds) * len(calls)
     cards = [draw(_cards(f"c{i}", count, names, state)) for i, count in enumerate(counts)]
+    head = draw(curves(200))
+    in_chunks = draw(st.one_of(st.none(), curves(100), st.just(_halved(head))))
+    if in_chunks is not None:
+        cards = [replace(card, chunked_head=draw(_heads_in_chunks(card))) for card in cards]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     per_host = draw(st.sampled_from([0, 0, 1, 2]))
     before, after = draw(ELEMENTS), draw(ELEMENTS)
@@ -172,7 +183,8 @@ def small_profiles(draw: st.DrawFn) -> Profile:
             draw(ELEMENTS) + before + after,
             draw(st.integers(0, 500)),
             kept=draw(curves(50)),
-            head=draw(curves(200)),
+            head=head,
+            chunked_head=in_chunks,
             before=before,
             after=after,
         ),
@@ -180,6 +192,15 @@ def small_profiles(draw: st.DrawFn) -> Profile:
         dtype=draw(_dtypes(len(cards))),
         overhead=draw(st.sampled_from([0.0, 0.01])),
     )
+
+
+def _heads_in_chunks(card: Card) -> st.SearchStrategy[Curve | None]:
+    """Not measured, at any price, or half that of the whole head."""
+    return st.one_of(st.none(), curves(3e-3), st.just(_halved(card.times[ROOT].backward)))
+
+
+def _halved(whole: Curve) -> Curve:
+    return whole.model_copy(update={"values": tuple(v / 2 for v in whole.values)})
 
 
 def _dtypes(cards: int) -> st.SearchStrategy[list[str]]:
@@ -277,5 +298,6 @@ def _cards(draw: st.DrawFn, name: str, count: int, kinds: list[str], state: int)
         framework=draw(st.sampled_from([0, 1000])),
         largest=draw(st.sampled_from([None, 1, 3])),
         host_copy=draw(st.one_of(st.none(), st.just(curve(1e-4, 1e-3, sizes=(100.0, 2000.0))))),
-        host_bytes=draw(st.sampled_from([None, 500])),
+        host_bytes=draw(st.sampled_from([None, 500, 20_000])),
+        host_optimizer_s_per_element=draw(st.sampled_from([None, None, 2e-6, 3e-5])),
     )

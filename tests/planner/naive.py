@@ -301,7 +301,12 @@ def update_seconds(profile: Profile, plan: Plan, rank: int) -> float:
     units = dict(zip(model.calls, model.kind_of_call))
     elements = _elements(profile, ROOT) + sum(_elements(profile, k) for k in units.values())
     share = worker.state_share if plan.zero_stage else 1.0
-    return _class(profile, worker).optimizer_s_per_element * elements * share
+    of = _class(profile, worker)
+    if worker.state_on == "device":
+        return of.optimizer_s_per_element * elements * share
+    gathers = 2 if plan.zero_stage == 3 else 1
+    copied = (1 + gathers) * seconds(of.host_copy, 4 * elements)
+    return (of.host_optimizer_s_per_element * elements + copied) * share
 
 
 def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, float]:
@@ -335,7 +340,9 @@ def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, floa
         following = rows[number + 1][0] if number + 1 < len(rows) else wire.buckets.after
         taken = [sum(seconds(times[kinds[c]].forward, n) for c in calls) for _, n in sizes]
         forward += max(beside(wire.gather(following), taken, 0), copied(calls))
-    heads = [seconds(times[ROOT].backward, n) for _, n in sizes]
+    in_chunks = _class(profile, worker).chunked_head
+    head = times[ROOT].backward if worker.mode.head == "whole" else in_chunks
+    heads = [seconds(head, n) for _, n in sizes]
     backward, last = sum(heads), sum(heads[-1:])
     for number in reversed(range(len(rows))):
         calls = rows[number][1]
@@ -378,7 +385,8 @@ def moments_bytes(profile: Profile, plan: Plan, rank: int) -> list[tuple[int, in
         profile, plan, rank
     )
     always += Wire(profile, plan).padding_bytes()
-    return [(always + device, host) for device, host in _moments(profile, plan, rank)]
+    there = _state_on_host(profile, plan, rank)
+    return [(always + device, there + host) for device, host in _moments(profile, plan, rank)]
 
 
 def _laid_out(profile: Profile, plan: Plan, dtype: str) -> int:
@@ -459,6 +467,8 @@ def _state(profile: Profile, plan: Plan, rank: int) -> int:
     owned = sum(_owned_of(plan, rank, b.elements) for b in of)
     frozen_owned = sum(_owned_of(plan, rank, b.frozen) for b in of)
     moments = profile.optimizer_bytes_per_element
+    if plan.workers[rank].state_on == "host":
+        owned = whole = 0  # of what is trained
     if stage == 3:
         return owned * (MASTER + GRADIENT + moments) + frozen_owned
     master = MASTER if rounded else 0  # else the parameters themselves
@@ -466,6 +476,14 @@ def _state(profile: Profile, plan: Plan, rank: int) -> int:
     if dtype != plan.communication_dtype:  # as they are gathered
         total += frozen_owned if stage else sum(b.frozen for b in of)
     return total + (owned if stage else whole) * (master + moments)
+
+
+def _state_on_host(profile: Profile, plan: Plan, rank: int) -> int:
+    if plan.workers[rank].state_on == "device":
+        return 0
+    of = buckets(profile, plan).all
+    owned = [_owned_of(plan, rank, b.elements) if plan.zero_stage else b.elements for b in of]
+    return ceil(sum(owned) * (MASTER + GRADIENT + profile.optimizer_bytes_per_element))
 
 
 def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
@@ -517,7 +535,8 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
 
     for call, kind in enumerate(kinds):
         yield moment(call + 1, largest(_kind(model, kind).forward))
-    yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(model.root.head))
+    head = model.root.head if mode.head == "whole" else model.root.chunked_head
+    yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(head))
     for call in reversed(range(len(kinds))):
         of = _kind(model, kinds[call])
         work = largest(of.backward)

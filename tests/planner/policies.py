@@ -15,7 +15,7 @@ from gpumix.planner.weigh import even_settings
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.profile import Profile
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import EVERYTHING, Space
 
 
 def peaked(profile: Profile, peaks: Sequence[float] = (3e12, 1e12, 2e12)) -> Profile:
@@ -29,7 +29,9 @@ def peaked(profile: Profile, peaks: Sequence[float] = (3e12, 1e12, 2e12)) -> Pro
     return profile.model_copy(update={"cluster": cluster})
 
 
-def plan_by(strategy: Strategy, profile: Profile, batch: int, space: Space = ENGINE) -> Plan | None:
+def plan_by(
+    strategy: Strategy, profile: Profile, batch: int, space: Space = EVERYTHING
+) -> Plan | None:
     """The plan of a strategy; None if it has none."""
     try:
         return strategy(profile, PlanRequest(global_batch=batch, space=space))
@@ -52,9 +54,7 @@ def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int
     micro = MicroBatches.of([samples], [micro_batch])
     host = setting.profile.of_class(name).host_bytes
     held = Activations(setting.profile.model_of(name), micro, mode)
-    if host is not None and held.on_host[0] > host:
-        return -1.0
-    capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name))
+    capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name), host)
     if setting.zero_stage == 0:
         return 1.0 if capacity[0] >= 0 else -1.0
     return float(capacity[0])

@@ -52,6 +52,8 @@ class Card:
     accelerator: str = "cpu"
     host_copy: Curve | None = None
     host_bytes: int | None = None
+    host_optimizer_s_per_element: float | None = None
+    chunked_head: Curve | None = None
     per_host: int = 0  # 0: all on one host, with all other cards
 
 
@@ -93,6 +95,7 @@ def root(
     head: Curve = FREE,
     before: int = 0,
     after: int = 0,
+    chunked_head: Curve | None = None,
 ) -> RootUnit:
     """Of all its trainable elements, some are used at its ends only."""
     return RootUnit(
@@ -100,6 +103,7 @@ def root(
         buffer_bytes=buffers,
         kept=kept,
         head=head,
+        chunked_head=chunked_head,
         before=End(names=("tokens.weight",) if before else (), trainable=before),
         after=End(names=("head.weight",) if after else (), trainable=after),
     )
@@ -194,6 +198,8 @@ def profile(
                 largest_micro_batch=c.largest,
                 host_copy=c.host_copy,
                 host_bytes=c.host_bytes,
+                host_optimizer_s_per_element=c.host_optimizer_s_per_element,
+                chunked_head=c.chunked_head,
                 compute_dtype=of_card,
             )
             for c, of_card in zip(cards, dtypes)

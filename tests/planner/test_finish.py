@@ -16,7 +16,7 @@ from gpumix.planner.options import Paces
 from gpumix.planner.setting import setting_of
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import EVERYTHING, Space
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 TIMES = {
@@ -25,7 +25,7 @@ TIMES = {
 }
 
 
-def touched(measured, batch, space=ENGINE):
+def touched(measured, batch, space=EVERYTHING):
     """The optimal plan before and after."""
     request, paces = PlanRequest(global_batch=batch, space=space), Paces(measured, batch)
     plan = optimal(measured, request, paces)
@@ -73,3 +73,58 @@ def test_units_are_joined_where_each_collective_takes_long_by_itself():
     before, after = touched(measured, 2, Space(zero_stages=(3,)))
     assert after.stages[0].joined == 8
     assert after.prediction.step_s < 0.5 * before.prediction.step_s
+
+
+IN_CHUNKS = Space(zero_stages=(3,), recompute=(True,), orders=("layered",), boundaries=("device",))
+
+
+@pytest.mark.parametrize(
+    ("chunked_s", "memory", "head"),
+    [
+        (0.2, GIB, "chunked"),  # as fast, and smaller
+        (0.4, GIB, "whole"),  # slower, and there is room
+        (0.4, 90_000, "chunked"),  # slower, but whole logits find no room
+        (None, GIB, "whole"),  # the class cannot
+    ],
+)
+def test_the_head_runs_in_chunks_where_that_is_no_slower_or_saves_the_plan(chunked_s, memory, head):
+    in_chunks = None if chunked_s is None else line(chunked_s)
+    measured = profile(
+        [Card("c", 1, memory, TIMES, chunked_head=in_chunks)],
+        calls=("block",) * 2,
+        root_unit=root(100, head=line(50_000), chunked_head=line(1_000)),
+    )
+    plan, after = touched(measured, 2, IN_CHUNKS)
+    assert {w.mode.head for w in (*plan.workers, *after.workers)} == {head}
+
+
+def cards_with_hosts(memory, **more):
+    of_host = {"host_copy": line(1e-9), "host_optimizer_s_per_element": 1e-6}
+    card = Card("c", 2, memory, TIMES, optimizer_s_per_element=1e-9, **(of_host | more))
+    return profile([card], calls=("block",) * 2, kinds=[block(trainable=2000)], root_unit=root(100))
+
+
+@pytest.mark.parametrize(
+    ("memory", "more", "state_on"),
+    [
+        (GIB, {}, "device"),
+        (50_000, {}, "host"),  # 2 x 16 bytes an element, and what is gathered
+        (50_000, {"host_optimizer_s_per_element": None}, None),
+        (50_000, {"host_bytes": 10_000}, None),
+        (50_000, {"host_bytes": 40_000}, "host"),
+    ],
+)
+def test_state_goes_to_the_host_where_devices_have_no_room(memory, more, state_on):
+    measured = cards_with_hosts(memory, **more)
+    if state_on is None:
+        with pytest.raises(NoFeasiblePlanError):
+            touched(measured, 4)
+        return
+    plan, after = touched(measured, 4)
+    assert {w.state_on for w in (*plan.workers, *after.workers)} == {state_on}
+
+
+def test_a_pinned_place_is_kept():
+    plan, after = touched(cards_with_hosts(GIB), 4, Space(state_on="host"))
+    assert {w.state_on for w in (*plan.workers, *after.workers)} == {"host"}
+    assert all(w.host_bytes >= 16 * 2000 for w in after.prediction.workers)

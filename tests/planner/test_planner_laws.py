@@ -118,6 +118,7 @@ def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batc
     """It can be left out. Its devices stand on hosts of the others, and on one of its own."""
     like = other.classes[0]
     times = dict.fromkeys((*profile.model.kind_of_call, ROOT), like.units[ROOT])
+    in_chunks = like.chunked_head if profile.model.root.chunked_head else None
     hosts = (profile.cluster.devices[0].host, "a-host-more")
     new = [
         Device(id=f"new-{i}", device_class="new", host=host, ordinal=9)
@@ -131,7 +132,12 @@ def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batc
         }
     )
     dtype = profile.classes[0].compute_dtype  # memory is known in this model's dtypes only
-    changed = {"device_class": "new", "units": times, "compute_dtype": dtype}
+    changed = {
+        "device_class": "new",
+        "units": times,
+        "compute_dtype": dtype,
+        "chunked_head": in_chunks,
+    }
     of_class = like.model_copy(update=changed)
     larger = profile.model_copy(
         update={"cluster": cluster, "classes": (*profile.classes, of_class)}
@@ -191,6 +197,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
                 "optimizer_s_per_element": c.optimizer_s_per_element * factor,
                 "units": slower(c.units),
                 "host_copy": slower(c.host_copy),
+                "chunked_head": slower(c.chunked_head),
             }
         )
         for c in profile.classes

@@ -21,13 +21,16 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.poplar import poplar
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
-from gpumix.spec.space import ENGINE, EVERYTHING, Space
+from gpumix.spec.space import EVERYTHING, Space
 
 MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}
 
 
-@pytest.mark.parametrize("space", [ENGINE, EVERYTHING], ids=["engine", "everything"])
+LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+
+
+@pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
 @MANY
 @given(profile=small_profiles(), batch=st.integers(1, 8))
 def test_it_is_the_published_rule(space, profile, batch):

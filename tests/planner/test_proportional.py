@@ -26,12 +26,15 @@ from gpumix.planner.proportional import proportional
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode
-from gpumix.spec.space import ENGINE, EVERYTHING
+from gpumix.spec.space import EVERYTHING, Space
 
 MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("space", [ENGINE, EVERYTHING], ids=["engine", "everything"])
+LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+
+
+@pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
 @MANY
 @given(profile=small_profiles(), batch=st.integers(1, 12))
 def test_it_is_the_published_algorithm(space, profile, batch):

@@ -16,11 +16,13 @@ from profiles import fleet
 
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.explain import STRATEGIES
-from gpumix.spec.space import ENGINE, EVERYTHING
+from gpumix.spec.space import EVERYTHING, Space
+
+LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
 EASY = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 BATCHES = st.integers(1, 12)
-SPACES = pytest.mark.parametrize("space", [ENGINE, EVERYTHING], ids=["engine", "everything"])
+SPACES = pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
 POLICIES = pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo", "best-subset"])
 
 

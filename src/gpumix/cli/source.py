@@ -82,7 +82,6 @@ class Asked:
     sequence_length: int | None = None
     global_batch: int | None = None
     precision: Precision | None = None
-    techniques: Literal["engine", "all"] = "engine"
     as_json: bool = False
     measures: bool = True
     link_option: str = "--network"
@@ -100,7 +99,7 @@ class Asked:
 
         job = read_job(self.job, self.overrides)
         profile, note = self._of_job(job, self.job)
-        return Source(profile, self._request(job.global_batch), job.strategy, note)
+        return Source(profile, _request(job.global_batch, job.techniques), job.strategy, note)
 
     def _of_job(self, job: Job, path: Path) -> tuple[Profile, str]:
         from gpumix.spec.profile import Profile
@@ -147,7 +146,7 @@ class Asked:
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
             f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
         )
-        return Source(profile, self._request(batch), "optimal", note)
+        return Source(profile, _request(batch), "optimal", note)
 
     def _estimate(
         self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
@@ -178,11 +177,6 @@ class Asked:
             precision=precision,
             optimizer_bytes=optimizer.state_bytes_per_element(shape.model(length, "fp32", name)),
         )
-
-    def _request(self, batch: int) -> PlanRequest:
-        from gpumix.planner.base import PlanRequest
-
-        return PlanRequest(global_batch=batch, space=space_named(self.techniques))
 
     def _refuse_contradictions(self) -> None:
         given = {
@@ -270,13 +264,6 @@ def _options(
             help="Without a job: what is computed in; by default auto, what each card does best.",
         ),
     ] = None,
-    techniques: Annotated[
-        Literal["engine", "all"],
-        typer.Option(
-            "--techniques",
-            help="What plans may use: what the engine runs, or all that the planner knows.",
-        ),
-    ] = "engine",
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """The options that `planning` gives."""
@@ -298,11 +285,11 @@ def profile_beside(plan: Path) -> Path:
     return plan.with_name(f"{plan.stem}.profile.json")
 
 
-def space_named(techniques: str) -> Space:
-    """The space of plans that `--techniques` names."""
-    from gpumix.spec.space import ENGINE, EVERYTHING
+def _request(batch: int, space: Space | None = None) -> PlanRequest:
+    from gpumix.planner.base import PlanRequest
+    from gpumix.spec.space import EVERYTHING
 
-    return EVERYTHING if techniques == "all" else ENGINE
+    return PlanRequest(global_batch=batch, space=space or EVERYTHING)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

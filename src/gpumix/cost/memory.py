@@ -23,7 +23,7 @@ from gpumix.cost.network import Links
 from gpumix.cost.phases import Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, ZeroStage, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, Place, ZeroStage, cut_sizes
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
@@ -73,7 +73,8 @@ def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, .
 
 @dataclass(frozen=True)
 class Demands:
-    """Bytes of many choices: without state, and what a share of it adds.
+    """Bytes of many choices: without state, and what a share of it adds; on the device, and on its
+    host.
 
     `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
     """
@@ -81,15 +82,21 @@ class Demands:
     fixed: FloatArray
     rounding: float
     per_share: float
+    host_fixed: FloatArray
+    host_per_share: float
 
-    def capacity(self, free_bytes: float) -> FloatArray:
+    def capacity(self, free_bytes: float, host_bytes: float | None) -> FloatArray:
         """The largest share of the state, at most 1, that each choice leaves room for.
 
-        `free_bytes` is what the device has besides the framework. -1 where the choice does not fit
-        even without state.
+        `free_bytes` is what the device has besides the framework, `host_bytes` what its host has
+        for it (None: no limit). -1 where the choice does not fit even without state.
         """
         room = free_bytes - self.fixed
         share = (room - self.rounding) / self.per_share
+        if host_bytes is not None:
+            room_there = host_bytes - self.host_fixed
+            share = np.minimum(share, room_there / max(1.0, self.host_per_share))
+            room = np.minimum(room, room_there)
         return np.where(room >= 0, np.clip(share, 0.0, 1.0), -1.0)
 
 
@@ -103,25 +110,38 @@ class MemoryModel:
     ranks: int
     zero_stage: ZeroStage = 3
 
-    def demands(self, held: Activations) -> Demands:
+    def demands(self, held: Activations, *, state_on: Place = "device") -> Demands:
         """What each choice takes at its peak, to compare with any amount of memory."""
-        state = self.state(held.compute_dtype)
+        state = self.state(held.compute_dtype, state_on)
+        divided = self.zero_stage > 0
         return Demands(
             fixed=sum(state.laid_out.values()) + held.most,
             rounding=state.rounding,
             per_share=state.bytes_per_share,
+            host_fixed=held.on_host + (0 if divided else state.on_host_bytes),
+            host_per_share=state.on_host_bytes if divided else 0,
         )
 
-    def state(self, compute_dtype: ComputeDtype) -> StateModel:
+    def state(self, compute_dtype: ComputeDtype, state_on: Place = "device") -> StateModel:
         """What does not depend on samples, on a device that computes in this dtype."""
-        if compute_dtype not in self._states:
-            made = StateModel(self.profile, self.links, self.ranks, self.zero_stage, compute_dtype)
-            self._states[compute_dtype] = made
-        return self._states[compute_dtype]
+        key = (compute_dtype, state_on)
+        if key not in self._states:
+            self._states[key] = StateModel(
+                self.profile, self.links, self.ranks, self.zero_stage, compute_dtype, state_on
+            )
+        return self._states[key]
 
     @cached_property
-    def _states(self) -> dict[ComputeDtype, StateModel]:
+    def _states(self) -> dict[tuple[ComputeDtype, Place], StateModel]:
         return {}
+
+    def state_on_host(self, owned: Owned, compute_dtype: ComputeDtype, state_on: Place) -> int:
+        """What a rank that stores `owned` keeps of it on its host."""
+        state = self.state(compute_dtype, state_on)
+        if self.zero_stage == 0:
+            return state.on_host_bytes
+        counts = self.links.buckets.counts()
+        return state.bytes_on_host(sum(counts[name] * n for name, n in owned.elements))
 
     def ones_are_least(self, largest: int) -> bool:
         """Whether no cut of samples takes less memory than micro-batches of one sample.
@@ -132,10 +152,12 @@ class MemoryModel:
         models = (self.profile.model, *self.profile.other_models)
         return all(_ones_are_least(model, largest) for model in models)
 
-    def peaks(self, held: Activations, owned: Sequence[Owned]) -> list[dict[str, int]]:
+    def peaks(
+        self, held: Activations, owned: Sequence[Owned], *, state_on: Place = "device"
+    ) -> list[dict[str, int]]:
         """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
         found: list[dict[str, int]] = []
-        state = self.state(held.compute_dtype)
+        state = self.state(held.compute_dtype, state_on)
         of_samples = [held.by_cause(phase) for phase in held.phases]
         for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
             laid_out = state.laid_out
@@ -162,6 +184,9 @@ class StateModel:
     parameters beside a rounded copy (1), the gradients (2), the parameters (3). Parameters that
     nothing rounds are their own masters. What arrives in another dtype than that of this device
     needs memory of its own, and frozen parameters are stored as they are gathered.
+
+    With its state on the host a device keeps neither fp32 parameters nor their gradients, summed,
+    nor the optimizer's state: only what it computes with.
     """
 
     profile: Profile
@@ -169,6 +194,7 @@ class StateModel:
     ranks: int
     zero_stage: ZeroStage
     compute_dtype: ComputeDtype
+    state_on: Place = "device"
 
     @property
     def buckets(self) -> Buckets:
@@ -193,10 +219,24 @@ class StateModel:
     @cached_property
     def sharded_per_element(self) -> float:
         """Bytes of one element's state that its owner alone keeps; the mean over the model."""
+        if self.state_on == "host":
+            return 0.0
         rounded = self._casts or self.compute_dtype != "fp32"
         masters = MASTER_BYTES if self.zero_stage == 3 or rounded else 0
         gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
         return masters + gradient + self.profile.optimizer_bytes_per_element
+
+    @cached_property
+    def on_host_bytes(self) -> int:
+        """State of the whole model, as far as it would be on the host."""
+        return self.bytes_on_host(self._parameters)
+
+    def bytes_on_host(self, elements: int) -> int:
+        """State of so many elements, as far as it is on the host."""
+        if self.state_on == "device":
+            return 0
+        per_element = MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
+        return ceil(elements * per_element)
 
     @cached_property
     def sharded_bytes(self) -> int:
@@ -326,7 +366,9 @@ class Activations:
         if mode.boundary == "host":
             self._passing = {n: _up(2 * micro.largest_bytes(curve)) for n, curve in left.items()}
         self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
-        self._working = {(ROOT, "head"): _up(micro.largest_bytes(model.root.head))}
+        head = model.root.head if mode.head == "whole" else model.root.chunked_head
+        assert head is not None, "the mode runs the head in chunks, which was not measured"
+        self._working = {(ROOT, "head"): _up(micro.largest_bytes(head))}
         for name, kind in self._kinds.items():
             self._working[name, "forward"] = _up(micro.largest_bytes(kind.forward))
             self._working[name, "backward"] = _up(self._of_backward(kind, kept=not mode.recompute))

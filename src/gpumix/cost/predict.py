@@ -24,6 +24,7 @@ from gpumix.cost.memory import (
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.time import (
     can,
+    can_keep_state_on_host,
     exposed_seconds,
     optimizer_seconds,
     pass_seconds,
@@ -31,7 +32,7 @@ from gpumix.cost.time import (
 )
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype, Mode, Plan, Prediction, Worker, WorkerPrediction
+from gpumix.spec.plan import ComputeDtype, Mode, Place, Plan, Prediction, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
 
 
@@ -69,7 +70,8 @@ class _Alike:
     kept_graphs: IntArray
 
 
-_Holding = tuple[Mode, bool, ComputeDtype]  # whether it keeps some graphs though it recomputes
+# Whether it keeps some graphs though it recomputes, and where its state is.
+_Holding = tuple[Mode, bool, ComputeDtype, Place]
 
 
 class _Step:
@@ -152,20 +154,22 @@ class _Step:
         for rank, worker in enumerate(self._workers):
             kept = worker.kept_graphs
             key = (worker.samples, worker.micro_batch, kept, owned[rank])
-            holding = (worker.mode, kept > 0, worker.compute_dtype)
+            holding = (worker.mode, kept > 0, worker.compute_dtype, worker.state_on)
             same.setdefault(holding, {}).setdefault(key, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
         framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
-        for (mode, _, dtype), alike in same.items():
+        for (mode, _, dtype, state_on), alike in same.items():
             samples, sizes, graphs, stored = zip(*alike)
             micro = MicroBatches.of(samples, sizes)
             held = Activations(self._profile.model_in(dtype), micro, mode, np.asarray(graphs))
-            found = self._memory.peaks(held, stored)
-            for ranks, peak, on_host in zip(alike.values(), found, held.on_host):
+            found = self._memory.peaks(held, stored, state_on=state_on)
+            for ranks, own, peak, on_host in zip(alike.values(), stored, found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
+                state_there = self._memory.state_on_host(own, dtype, state_on)
                 for rank in ranks:
-                    peaks[rank], host[rank] = causes[self._workers[rank].device_class], int(on_host)
+                    peaks[rank] = causes[self._workers[rank].device_class]
+                    host[rank] = int(on_host) + state_there
         return peaks, host
 
     def _owned(self) -> list[Owned]:
@@ -214,10 +218,12 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     """Seconds in which each worker updates what it stores; at stage 0 that is everything."""
-    names = {w.device_class for w in plan.workers}
-    whole = {name: optimizer_seconds(profile, name) for name in names}
-    replicated = plan.zero_stage == 0
-    return [whole[w.device_class] * (1.0 if replicated else w.state_share) for w in plan.workers]
+    stage = plan.zero_stage
+    kinds = {(w.device_class, w.state_on) for w in plan.workers}
+    whole = {(name, on): optimizer_seconds(profile, name, stage, on) for name, on in kinds}
+    return [
+        whole[w.device_class, w.state_on] * (w.state_share if stage else 1.0) for w in plan.workers
+    ]
 
 
 def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
@@ -264,8 +270,8 @@ def check_match(profile: Profile, plan: Plan) -> None:
 
 def _check_classes(profile: Profile, plan: Plan) -> None:
     measured = {c.device_class: c.compute_dtype for c in profile.classes}
-    for name, mode, dtype in sorted(
-        {(w.device_class, w.mode, w.compute_dtype) for w in plan.workers}, key=repr
+    for name, mode, dtype, state_on in sorted(
+        {(w.device_class, w.mode, w.compute_dtype, w.state_on) for w in plan.workers}, key=repr
     ):
         if name not in measured:
             raise InputError(
@@ -278,8 +284,11 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
                 where=f"device class '{name}'",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
-        if not can(profile, name, mode):
+        unknown = "" if can(profile, name, mode) else f"to {mode.describe()}"
+        if state_on == "host" and not can_keep_state_on_host(profile, name):
+            unknown = unknown or "to keep state on the host"
+        if unknown:
             raise InputError(
-                f"the profile does not say what class '{name}' takes to {mode.describe()}",
+                f"the profile does not say what class '{name}' takes {unknown}",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )

@@ -50,9 +50,10 @@ import numpy as np
 
 from gpumix.cost.buckets import BEFORE, Beside, Names
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
+from gpumix.cost.memory import MASTER_BYTES
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.plan import Mode, Place, ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
 
 
@@ -110,9 +111,25 @@ def moved_seconds(links: Links) -> tuple[float, float]:
     return forward, backward
 
 
-def optimizer_seconds(profile: Profile, device_class: str) -> float:
-    """Seconds that a device of this class would need to update the whole model."""
-    return profile.of_class(device_class).optimizer_s_per_element * profile.model.parameters
+def optimizer_seconds(
+    profile: Profile, device_class: str, zero_stage: ZeroStage, state_on: Place = "device"
+) -> float:
+    """Seconds that a device of this class would need to update the whole model. State on the host
+    is updated there: gradients are copied to it and parameters, for each gather, back."""
+    device, elements = profile.of_class(device_class), profile.model.parameters
+    if state_on == "device":
+        return device.optimizer_s_per_element * elements
+    assert device.host_optimizer_s_per_element is not None, "no state on the host was measured"
+    assert device.host_copy is not None, "copies to the host were not measured"
+    copies = 1 + (2 if zero_stage == 3 else 1)
+    copied = copies * float(seconds_at(device.host_copy, MASTER_BYTES * elements))
+    return device.host_optimizer_s_per_element * elements + copied
+
+
+def can_keep_state_on_host(profile: Profile, device_class: str) -> bool:
+    """Whether enough was measured of a class to predict that."""
+    device = profile.of_class(device_class)
+    return device.host_copy is not None and device.host_optimizer_s_per_element is not None
 
 
 @dataclass(frozen=True)
@@ -161,6 +178,9 @@ class Computing:
     def backward_curve(self, kind: str) -> Curve:
         """Of one micro-batch by its samples."""
         times = self.device.units[kind]
+        if kind == ROOT and self.mode.head == "chunked":
+            assert self.device.chunked_head is not None, "the head was not measured in chunks"
+            return self.device.chunked_head
         if self.mode.recompute or kind == ROOT:
             return times.backward
         assert times.gradient is not None, "the mode keeps graphs, which were not measured"
@@ -277,6 +297,8 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     device = profile.of_class(device_class)
     if mode.boundary == "host" and device.host_copy is None:
         return False
+    if mode.head == "chunked" and device.chunked_head is None:
+        return False
     if mode.recompute:
         return True
     model = profile.model_of(device_class)
@@ -284,3 +306,17 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     return all(
         model.kind(k).saved is not None and device.units[k].gradient is not None for k in kinds
     )
+
+
+def chunks_cost_nothing(profile: Profile, device_class: str) -> bool:
+    """Whether a head in chunks was measured to take no longer than a whole one, and no more memory,
+    at any number of samples."""
+    device, root = profile.of_class(device_class), profile.model_of(device_class).root
+    if device.chunked_head is None or root.chunked_head is None:
+        return False
+    whole = (device.units[ROOT].backward, root.head)
+    return all(map(_nowhere_above, (device.chunked_head, root.chunked_head), whole))
+
+
+def _nowhere_above(one: Curve, other: Curve) -> bool:
+    return one.sizes == other.sizes and all(a <= b for a, b in zip(one.values, other.values))

@@ -102,6 +102,8 @@ class Bucket:
 
     def start_reduce(self, scale: Callable[[], torch.Tensor]) -> None:
         """Start to sum the gradients over ranks."""
+        for group in self.trainable:
+            group.end_gradient()
         self._reduction = _together([group.reduce(scale) for group in self.trainable])
         self._reducing = next(self._reduction, [])
         self._comm.record.issued("reduce", self.name, self._reducing)

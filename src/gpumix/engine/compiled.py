@@ -75,25 +75,26 @@ class CompiledForward:
         self._module = module
 
         # The same objects for life, which the module holds while it is computed.
-        self._odd: list[nn.Parameter] | None = None
+        self._parameters: list[nn.Parameter] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_odd_gradients():
+        with self._without_gradients():
             return self._kind.run(self._module, args, kwargs)
 
     @contextlib.contextmanager
-    def _without_odd_gradients(self) -> Iterator[None]:
+    def _without_gradients(self) -> Iterator[None]:
         """The tracer makes a copy of each parameter with its gradient, and cannot where that has
-        another dtype: the fp32 one of low-precision weights. No forward looks at gradients."""
-        if self._odd is None:
-            self._odd = [p for p in self._module.parameters() if _odd(p)]
-        gradients = [p.grad for p in self._odd]
+        another dtype: the fp32 one of low-precision weights. No forward looks at gradients, and
+        whether there are some is no reason to compile again."""
+        if self._parameters is None:
+            self._parameters = list(self._module.parameters())
+        gradients = [p.grad for p in self._parameters]
         try:
-            for parameter in self._odd:
+            for parameter in self._parameters:
                 parameter.grad = None
             yield
         finally:
-            for parameter, gradient in zip(self._odd, gradients):
+            for parameter, gradient in zip(self._parameters, gradients):
                 parameter.grad = gradient
 
 
@@ -148,10 +149,6 @@ class _Kind:
         first dimension of what is broadcast."""
         found = {len(t) for t in tensors} & self._sizes
         return found.pop() if len(found) == 1 else 0
-
-
-def _odd(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.dtype != parameter.dtype
 
 
 def _named(name: str) -> Forward:

@@ -176,10 +176,11 @@ class Engine:
             for place, one in enumerate(cut)
         ]
         with _closing(batches):
-            layered.forward(self._parts, batches, keep=True)
-            results = layered.head(self._parts, batches, scale)
+            turns = layered.Turns(batches, in_order=bool(self._keepers))
+            layered.forward(self._parts, turns, keep=True)
+            results = layered.head(self._parts, turns, scale)
             table, gradient_scale = self._exchange(results, scale)
-            layered.backward(self._parts, batches, self._reductions(gradient_scale, updates))
+            layered.backward(self._parts, turns, self._reductions(gradient_scale, updates))
         return table
 
     def _step_sequentially(
@@ -244,8 +245,9 @@ class Engine:
                 results: list[Loss] = []
                 with untouched(self.device), torch.no_grad(), _closing(batches):
                     for some in [[b] for b in batches] if whole else [batches]:
-                        layered.forward(self._parts, some, keep=False)
-                        results += layered.head(self._parts, some, None)
+                        turns = layered.Turns(some)
+                        layered.forward(self._parts, turns, keep=False)
+                        results += layered.head(self._parts, turns, None)
                     self._parts.leave()
                     table, gradient_scale = self._exchange(results, torch.ones(()))
                     gradient_scale()

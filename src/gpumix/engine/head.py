@@ -83,6 +83,11 @@ class HeadInChunks:
         return self.chunked_losses > 0 and not self.whole_because
 
     @property
+    def layer(self) -> nn.Module | None:
+        """What makes the logits, and adds to the gradients of its parameters by itself."""
+        return self._layer
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Of the output layer, as it is now."""
         return [] if self._layer is None else list(self._layer.parameters(recurse=False))

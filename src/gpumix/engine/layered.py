@@ -4,14 +4,13 @@ Each bucket is gathered once per pass and its gradient reduced once per step, ho
 micro-batches a rank runs. So ranks with different numbers and sizes of micro-batches, also with
 none, issue exactly the same collectives. What each collective hides behind: the gather of the next
 bucket behind computing this one, and so the reduction of the last one.
-
-Each unit begins with the micro-batch that the one before ended with, whose values are in caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +20,30 @@ from gpumix.engine.parts import Parts
 from gpumix.spec.profile import ROOT
 
 
-def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
+@dataclass(frozen=True)
+class Turns:
+    """The micro-batches of a rank, and the order in which unit calls take them: there and back
+    again, so that a call begins with what the one before left in caches.
+
+    Args:
+        in_order: whether each call must take them in their order: where it leaves something behind
+            in the model's buffers.
+    """
+
+    batches: Sequence[MicroBatch]
+    in_order: bool = False
+
+    def of(self, call: int) -> Sequence[MicroBatch]:
+        """The order of a call, in either pass; call -1 is the code before the first one.
+
+        The last one, which may be smaller, stays the last: code is compiled for larger ones first.
+        """
+        if self.in_order or call % 2 == 0:
+            return self.batches
+        return [*self.batches[-2::-1], *self.batches[-1:]]
+
+
+def forward(parts: Parts, turns: Turns, *, keep: bool) -> None:
     """All micro-batches through all units; each then waits before the head."""
     record = parts.record
     for bucket in (parts.before, parts.throughout, parts.bucket(0)):
@@ -29,7 +51,7 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
     parts.before.gathered()
     parts.throughout.gathered()
     record.computes("forward", ROOT)
-    for batch in _in_turn(batches, -1):
+    for batch in turns.of(-1):
         batch.start()
     parts.before.release()
     last = parts.last_call
@@ -38,7 +60,7 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
         unit.bucket.gathered()
         record.computes("forward", unit.name)
         parts.ahead[number].start_gather()
-        for batch in _in_turn(batches, number):
+        for batch in turns.of(number):
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
@@ -47,7 +69,7 @@ def forward(parts: Parts, batches: Sequence[MicroBatch], *, keep: bool) -> None:
 
 
 def head(
-    parts: Parts, batches: Sequence[MicroBatch], scale: torch.Tensor | None
+    parts: Parts, turns: Turns, scale: torch.Tensor | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Head and loss of one micro-batch after the other, so that one's logits are alive at a time.
 
@@ -64,7 +86,7 @@ def head(
             bucket.begin_gradient()
     results = []
     with parts.head.step(scale) if parts.head else nullcontext():
-        for batch in _in_turn(batches, parts.last_call + 1):
+        for batch in turns.of(parts.last_call + 1):
             batch.resume(parts.last_call)
             loss, count = batch.finish()
             if scale is not None:
@@ -75,7 +97,7 @@ def head(
     return results
 
 
-def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions) -> None:
+def backward(parts: Parts, turns: Turns, reductions: Reductions) -> None:
     """All micro-batches backward through all units; reduces each bucket's gradient once."""
     record = parts.record
     reductions.start(parts.after)
@@ -92,7 +114,7 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         if id(bucket) not in begun:
             begun.add(id(bucket))
             bucket.begin_gradient()
-        turn = _in_turn(batches, number)
+        turn = turns.of(number)
         for place, batch in enumerate(turn):
             if place + 1 < len(turn):
                 turn[place + 1].prefetch(number)
@@ -107,8 +129,3 @@ def backward(parts: Parts, batches: Sequence[MicroBatch], reductions: Reductions
         reductions.start(bucket)
     reductions.finish()
     record.overhead()
-
-
-def _in_turn(batches: Sequence[MicroBatch], call: int) -> Sequence[MicroBatch]:
-    """There and back again. In either pass, for the backward pass takes the calls in reverse."""
-    return batches if call % 2 == 0 else batches[::-1]

@@ -29,7 +29,7 @@ from gpumix.engine.weights import load_buffers, source_of
 from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker
-from gpumix.spec.space import ENGINE
+from gpumix.spec.space import EVERYTHING
 
 # Where modules keep what they register; recurrent ones look there for weights that were replaced.
 REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
@@ -68,7 +68,7 @@ def prepare(
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
-    in_chunks = worker.head == "chunked"
+    in_chunks = worker.mode.head == "chunked"
     parts = shard(
         anatomy,
         plan.stages[0],
@@ -130,7 +130,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
-    if missing := ENGINE.missing(plan):
+    if missing := EVERYTHING.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.away import Away
 from gpumix.engine.comm import Pending
@@ -111,6 +113,16 @@ class Alike:
         return self.numel * 4 if self.trainable else 0
 
 
+@dataclass
+class _Gradient:
+    """Where the gradient of a parameter is summed, and the hook that copies the first one there;
+    None where somebody else than autograd adds to it."""
+
+    view: nn.Parameter
+    place: torch.Tensor
+    put: RemovableHandle | None
+
+
 class FlatGroup:
     """One flat buffer, divided among ranks.
 
@@ -200,11 +212,19 @@ class FlatGroup:
         self.remove()
 
     def _point_gradients(self, numels: list[int]) -> None:
-        """Make autograd accumulate in fp32 into views of the gradient buffer."""
+        """Make autograd accumulate in fp32 into views of the gradient buffer.
+
+        The first gradient of a step is copied there as soon as autograd has it: nothing has to be
+        made zero before, and nothing read to be added to.
+        """
+        self._gradients: list[_Gradient] = []
         for view, gradient in zip(self.views, self.gradient.split(numels)):
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
-            view.grad = gradient.view(view.shape)
+            place = gradient.view(view.shape)
+            view.grad = place
+            put = view.register_post_accumulate_grad_hook(partial(_put, place))
+            self._gradients.append(_Gradient(view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """What the modules may hold in the places of parameters, with the name of the piece."""
@@ -253,11 +273,27 @@ class FlatGroup:
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
-        """Make the gradient buffer zero, but remember what earlier steps have left to be added."""
+        """Nothing is in the gradient buffer yet; but remember what earlier steps have left to be
+        added."""
         if self._in_place and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.master_gradient.clone()
-        self.gradient.zero_()
+        for gradient in self._gradients:
+            gradient.view.grad = gradient.place.zero_() if gradient.put is None else None
+
+    def end_gradient(self) -> None:
+        """What got no gradient has one of zero."""
+        for gradient in self._gradients:
+            if gradient.view.grad is None:
+                gradient.view.grad = gradient.place.zero_()
+
+    def others_add(self, module: nn.Module) -> None:
+        """`module` adds to the gradients of its own parameters by itself: they begin with zero."""
+        added = {id(v) for held, _, v, _ in self._places if held is module._parameters}
+        for gradient in self._gradients:
+            if id(gradient.view) in added and gradient.put is not None:
+                gradient.put.remove()
+                gradient.put = None
 
     def reduce(self, scale: Callable[[], torch.Tensor]) -> Iterator[Pending]:
         """Sum the gradient over ranks; each collective begins when the next value is asked for.
@@ -325,6 +361,14 @@ class FlatGroup:
         for is_fresh, gradient in zip(fresh, self._piece_gradients):
             if is_fresh:
                 gradient.zero_()
+
+
+def _put(place: torch.Tensor, view: torch.Tensor) -> None:
+    """Copy the first gradient of `view` to where the next ones are added."""
+    if view.grad is not place:
+        assert view.grad is not None, "it has just been accumulated"
+        place.copy_(view.grad)
+        view.grad = place
 
 
 def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumix.cost.head import chunk_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
@@ -126,6 +127,7 @@ class Decoder:
             buffer_bytes=0,
             kept=_line(stream + 16 * tokens),
             head=_line(logits + 4 * stream, weight_left),
+            chunked_head=self._chunked_head(tokens, size),
             flops=2.0 * tokens * self.hidden * self.vocabulary,
         )
         return ModelProfile(
@@ -136,6 +138,21 @@ class Decoder:
             kinds=(block,),
             root=root,
         )
+
+    def _chunked_head(self, tokens: int, element_bytes: int) -> Curve:
+        """Chunks grow by powers of two, each at another place: as if at the next point already."""
+        sizes = tuple(2.0**exponent for exponent in range(MOST_SAMPLES.bit_length()))
+        stream = 4 * tokens * self.hidden * element_bytes
+        chunks = (
+            chunk_bytes(
+                2 * int(size) * tokens,
+                vocabulary=self.vocabulary,
+                width=self.hidden,
+                compute_bytes=element_bytes,
+            )
+            for size in sizes
+        )
+        return Curve(sizes=sizes, values=tuple(n * stream + c for n, c in zip(sizes, chunks)))
 
     def _widest(self) -> int:
         return max(self.feed_forward * max(1, self.experts_used), self.hidden)

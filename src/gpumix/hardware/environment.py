@@ -1,4 +1,5 @@
-"""The environment variables that this package reads or sets, all of them, in one place.
+"""The environment variables that this package reads or sets, all of them, in one place; and what
+the system says of the host.
 
 `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own; `CXX` and `XDG_CACHE_HOME` have
 their usual meaning; torchrun sets the others. Nothing here imports torch.
@@ -12,6 +13,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+# Where the kernel says how much memory this process and its like may have.
+MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -78,3 +84,14 @@ def torchrun_place() -> TorchrunPlace | None:
         master_port=int(port),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def host_memory_bytes() -> int:
+    """What this host has, or lets a container have."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in MEMORY_LIMITS:
+        try:
+            limits.append(int(path.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # there is none, or "max"
+            continue
+    return min(limits)

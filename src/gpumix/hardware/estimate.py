@@ -13,6 +13,7 @@ from gpumix.hardware.roofline import (
     optimizer_s_per_element,
 )
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
@@ -59,6 +60,8 @@ def estimate_class(
     return ClassProfile(
         device_class=name,
         units=times,
+        # As many products; the weight's gradient is added to more often, by as much as is hidden.
+        chunked_head=times[ROOT].backward if model.root.chunked_head else None,
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=host_copy(card),
@@ -107,12 +110,14 @@ def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfi
 
 
 def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
-    units = {}
-    for kind, times in profile.units.items():
-        curves = {
-            name: curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
-            for name, curve in times
-            if curve is not None
-        }
-        units[kind] = times.model_copy(update=curves)
-    return profile.model_copy(update={"units": units})
+    def slowed(curve: Curve | None) -> Curve | None:
+        if curve is None:
+            return None
+        return curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
+
+    units = {
+        kind: times.model_copy(update={name: slowed(curve) for name, curve in times})
+        for kind, times in profile.units.items()
+    }
+    head = slowed(profile.chunked_head)
+    return profile.model_copy(update={"units": units, "chunked_head": head})

@@ -18,7 +18,7 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import Profile
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH
 
 
@@ -30,7 +30,7 @@ class PlanRequest(Value):
         gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
     )
     devices: tuple[str, ...] = ()
-    space: Space = ENGINE
+    space: Space = EVERYTHING
 
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
@@ -83,6 +83,7 @@ def assemble(
             micro_batch=parts[device.id].micro_batch,
             state_share=parts[device.id].share,
             mode=parts[device.id].mode,
+            state_on=setting.state_on(device.device_class),
             compile=profile.of_class(device.device_class).compiled,
             compute_dtype=profile.of_class(device.device_class).compute_dtype,
         )

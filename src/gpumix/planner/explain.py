@@ -24,7 +24,7 @@ from gpumix.spec.network import Link
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
-from gpumix.spec.space import ENGINE, Space
+from gpumix.spec.space import EVERYTHING, Space
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": optimal,
@@ -58,7 +58,7 @@ def check_strategy(name: str) -> None:
 
 
 def plan(
-    profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = ENGINE
+    profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = EVERYTHING
 ) -> Plan:
     """Plan with `strategy` among what `space` has, and say why (`Plan.reasons`).
 

@@ -39,8 +39,10 @@ def finished(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -
 
 def _of_lowest_stage(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -> Plan:
     below_s = predicted(plan).step_s * (1.0 + AS_FAST)
+    places = tuple({worker.state_on for worker in plan.workers})
     for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
-        space = request.space.model_copy(update={"zero_stages": (zero_stage,)})
+        update = {"zero_stages": (zero_stage,), "state_on": places}
+        space = request.space.model_copy(update=update)
         lower = request.model_copy(update={"space": space})
         found = optimal_below(profile, lower, paces, below_s)
         if found is not None and predicted(found).step_s <= below_s:
@@ -83,9 +85,9 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
 
 def _may_keep(profile: Profile, worker: Worker) -> bool:
     mode = worker.mode  # one micro-batch at a time has its own mode that keeps all of its graphs
-    if not worker.samples or mode != Mode():
+    if not worker.samples or mode != Mode(head=mode.head):
         return False
-    return can(profile, worker.device_class, Mode(recompute=False))
+    return can(profile, worker.device_class, mode.model_copy(update={"recompute": False}))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:

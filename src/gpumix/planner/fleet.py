@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations, combinations_with_replacement, product
 from math import comb, prod
 
-from gpumix.cost.time import can
+from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.cost.wire import OnHosts, Remembered, Wire, like_hosts, on_hosts, wire_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
@@ -77,13 +77,20 @@ class Fleet:
         return Fleet(self.profile, self.everyone, kept, on_host, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
-        """Those of `modes` that were measured of each class."""
+        """Those of `modes` that were measured of each class, less those that another one beats."""
         if modes not in self._measured:
             self._measured[modes] = {
-                c.device_class: tuple(m for m in modes if can(self.profile, c.device_class, m))
+                c.device_class: tuple(self._worthwhile(modes, c.device_class))
                 for c in self.profile.classes
             }
         return self._measured[modes]
+
+    def _worthwhile(self, modes: tuple[Mode, ...], name: str) -> Iterator[Mode]:
+        in_chunks = chunks_cost_nothing(self.profile, name)
+        for mode in modes:
+            beaten = in_chunks and mode.model_copy(update={"head": "chunked"}) in modes
+            if can(self.profile, name, mode) and not (beaten and mode.head == "whole"):
+                yield mode
 
     @cached_property
     def communication_dtype(self) -> ComputeDtype:

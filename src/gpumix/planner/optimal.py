@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.curves import IntArray
-from gpumix.cost.time import exposed_seconds, optimizer_seconds
+from gpumix.cost.time import exposed_seconds
 from gpumix.planner.balance import parts
 from gpumix.planner.base import PlanRequest, assemble, predicted, ranked_devices
 from gpumix.planner.fleet import Fleet, fewer
@@ -193,7 +193,7 @@ class _Search:
         setting = self.setting
         if any(not setting.modes[name] for name in setting.classes):
             return float("inf")
-        return self._fixed_s + self.paces.least_seconds(setting)
+        return self._fixed_s + self.paces.least_seconds(setting) + self._least_update_s()
 
     def solve(self, below_s: float) -> Solution | None:
         """The fastest choice; None if none fits, or all take longer than `below_s`."""
@@ -211,7 +211,19 @@ class _Search:
         """Where nothing is sharded every device updates everything."""
         if self.setting.zero_stage > 0:
             return 0.0
-        return max(optimizer_seconds(self.setting.profile, name) for name in self.setting.classes)
+        return max(map(self.setting.update_s, self.setting.classes))
+
+    def _least_update_s(self) -> float:
+        """All devices of a pool update at once; the pool that takes the longest decides."""
+        setting = self.setting
+        if setting.zero_stage == 0:
+            return 0.0
+        longest = 0.0
+        for pool in setting.pools:
+            needed = [(len(there[0]), setting.update_s(name)) for name, there in pool.classes]
+            if all(update_s > 0 for _, update_s in needed):
+                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
+        return longest
 
     def _nearest_first(self, within_s: float) -> Found | None:
         """The fastest choice of those whose passes take at most `within_s`.

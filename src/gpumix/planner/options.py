@@ -19,9 +19,9 @@ from gpumix.cost.buckets import SINGLE, buckets_of
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import free_links
-from gpumix.cost.time import optimizer_seconds, pass_seconds, passes_meet, work_seconds
+from gpumix.cost.time import pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
-from gpumix.spec.plan import ComputeDtype, Mode, ZeroStage
+from gpumix.spec.plan import ComputeDtype, Mode, Place, ZeroStage
 from gpumix.spec.profile import Profile
 
 FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
@@ -245,7 +245,7 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
     rows, starts = np.unique(every[keep], return_index=True)
     return ClassOptions(
         name=name,
-        optimizer_s=0.0 if setting.zero_stage == 0 else optimizer_seconds(setting.profile, name),
+        optimizer_s=0.0 if setting.zero_stage == 0 else setting.update_s(name),
         modes=modes,
         samples=every[keep],
         micro_batch=np.tile(grid.micro.size, (1, len(modes)))[keep],
@@ -309,8 +309,8 @@ class Paces:
         self._free = free_links(buckets_of(profile.model, SINGLE))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, ComputeDtype, Mode], tuple[IntArray, Activations]] = {}
-        self._paces: dict[tuple[str, ZeroStage], _Pace] = {}
-        self._least: dict[tuple[str, ZeroStage], _Least] = {}
+        self._paces: dict[tuple[str, ZeroStage, Place], _Pace] = {}
+        self._least: dict[tuple[str, ZeroStage, Place], _Least] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
         """The least seconds of a sample on a device of class `name`, in any micro-batch."""
@@ -355,7 +355,7 @@ class Paces:
         return max(sum(setting.moved_s), self.batch / speed)
 
     def _pace(self, setting: Setting, name: str) -> _Pace:
-        key = (name, setting.zero_stage)
+        key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._paces:
             limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
             per_sample = (self._per_sample_s(setting, name, m, n) for m, n in limits.items())
@@ -369,7 +369,7 @@ class Paces:
         return float(np.min(np.add(*passes) / sizes))
 
     def _least_of(self, setting: Setting, name: str) -> _Least:
-        key = (name, setting.zero_stage)
+        key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._least:
             self._least[key] = self._measure(setting, name)
         return self._least[key]
@@ -408,14 +408,14 @@ class Paces:
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
-        fixed = self._stateless[zero_stage].demands(held).fixed
-        return np.asarray(fixed <= free_bytes(setting.profile, name))
+        demands = self._stateless[zero_stage].demands(held, state_on=setting.state_on(name))
+        return np.asarray(demands.fixed <= free_bytes(setting.profile, name))
 
 
 def _plain(mode: Mode) -> Mode:
     """What takes no longer than `mode`: copies to the host only make it longer. The order decides
     what counts as the forward pass."""
-    return Mode(recompute=mode.recompute, order=mode.order)
+    return mode.model_copy(update={"boundary": "device"})
 
 
 def _corners(profile: Profile, name: str, limit: int) -> list[int]:
@@ -424,11 +424,11 @@ def _corners(profile: Profile, name: str, limit: int) -> list[int]:
     Between two points of its curves the time of a sample rises or falls all the way, and beyond the
     last one it stays; so the whole sizes next to the points are enough, and the limit.
     """
-    found = {1}
-    for unit in profile.of_class(name).units.values():
-        for curve in (unit.forward, unit.backward, unit.gradient):
-            if curve is not None:
-                found |= {whole for size in curve.sizes for whole in (floor(size), ceil(size))}
+    found, device = {1}, profile.of_class(name)
+    of_units = (curve for unit in device.units.values() for _, curve in unit)
+    for curve in (device.chunked_head, *of_units):
+        if curve is not None:
+            found |= {whole for size in curve.sizes for whole in (floor(size), ceil(size))}
     found.add(min(limit, max(found)))
     return sorted(size for size in found if 1 <= size <= limit)
 

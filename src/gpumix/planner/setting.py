@@ -7,7 +7,7 @@ batch and the state. The state is divided within *pools*: all devices, or those 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,11 +16,11 @@ from gpumix.cost.buckets import Joining
 from gpumix.cost.curves import FloatArray
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import Cuts, Layout, Links, links_for
-from gpumix.cost.time import moved_seconds
+from gpumix.cost.time import can_keep_state_on_host, moved_seconds, optimizer_seconds
 from gpumix.cost.wire import Operation, forms_for
 from gpumix.planner.fleet import Fleet, Pool
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import PLAIN, Collectives, Mode, Sharding, ZeroStage
+from gpumix.spec.plan import PLAIN, Collectives, Mode, Place, Sharding, ZeroStage
 from gpumix.spec.profile import Profile, RankGroup
 from gpumix.spec.space import Space
 
@@ -36,7 +36,7 @@ class Setting:
 
     `cap` is the largest share that a device may store, times the devices of its pool: 1 where all
     store as much and native collectives serve, infinite where each owner sends its own. `modes` has
-    what was measured of each class.
+    what was measured of each class. Classes in `on_host` keep their state there.
     """
 
     fleet: Fleet
@@ -48,6 +48,7 @@ class Setting:
     links: Links
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
+    on_host: frozenset[str] = frozenset()
 
     @property
     def profile(self) -> Profile:
@@ -84,21 +85,46 @@ class Setting:
     def room(self, name: str, held: Activations) -> FloatArray:
         """The largest share that a device of class `name` has room for beside each choice; -1 where
         it or its host has no room at all."""
-        capacity = self.memory.demands(held).capacity(free_bytes(self.profile, name))
+        demands = self.memory.demands(held, state_on=self.state_on(name))
+        host_bytes = self.profile.of_class(name).host_bytes
+        capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
         if self.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
             capacity = np.where(capacity >= 0, 1.0, -1.0)
-        host_bytes = self.profile.of_class(name).host_bytes
-        if host_bytes is None:
-            return capacity
-        return np.where(held.on_host <= host_bytes, capacity, -1.0)
+        return capacity
+
+    def state_on(self, name: str) -> Place:
+        """Where devices of class `name` keep their state."""
+        return "host" if name in self.on_host else "device"
+
+    def update_s(self, name: str) -> float:
+        """Seconds in which a device of class `name` would update the whole model."""
+        return optimizer_seconds(self.profile, name, self.zero_stage, self.state_on(name))
 
 
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
-    """All settings of a space, those first that need the least memory."""
+    """All settings of a space: those first that keep the least on hosts, then those that need the
+    least memory."""
+    for on_host in places_of_state(fleet, space):
+        for setting in _of_stages(fleet, space):
+            yield replace(setting, on_host=on_host) if on_host else setting
+
+
+def _of_stages(fleet: Fleet, space: Space) -> Iterator[Setting]:
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         for sharding in space.shardings:
             if sharding == "all" or _worth_a_pool(fleet, zero_stage):
                 yield from _forms(fleet, space, zero_stage, sharding)
+
+
+def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
+    """Which classes keep their state on the host: none; then more and more of them, those first
+    that have the least memory."""
+    profile = fleet.profile
+    able = [name for name in fleet.classes if can_keep_state_on_host(profile, name)]
+    able.sort(key=lambda name: (free_bytes(profile, name), name))
+    for count in range(len(able) + 1) if "host" in space.state_on else [0]:
+        if "device" in space.state_on or count == len(fleet.classes):
+            yield frozenset(able[:count])
 
 
 def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:

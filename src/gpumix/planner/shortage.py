@@ -7,18 +7,18 @@ All amounts are per device unless they say otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
 from gpumix.cost.memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.planner.knapsack import Staircase, Undecided, select
-from gpumix.planner.setting import Setting, setting_of
+from gpumix.planner.setting import Setting, places_of_state, setting_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import ComputeDtype, Mode
+from gpumix.spec.plan import ComputeDtype, Mode, Place
 from gpumix.spec.profile import ModelProfile, Profile
 from gpumix.spec.space import Space
 from gpumix.spec.units import show_bytes
@@ -164,10 +164,16 @@ class _Shortage:
         """A technique that saves memory and that this space leaves out, with which it fits."""
         recompute: dict[str, object] = {"recompute": (True,)}
         sharded: dict[str, object] = {"zero_stages": (3,)}
+        on_hosts: dict[str, object] = {"state_on": ("device", "host")}
+        in_chunks: dict[str, object] = {"heads": ("chunked",)}
         for name, change in (
             ("recompute", recompute),
+            ("a head in chunks", in_chunks),
             ("ZeRO-3", sharded),
             ("recompute and ZeRO-3", recompute | sharded),
+            ("recompute, a head in chunks and ZeRO-3", recompute | in_chunks | sharded),
+            ("state on hosts", on_hosts),
+            ("all techniques", dict(Space())),
         ):
             wider = self.space.model_copy(update=change)
             if _fits(self.profile, self.devices, wider, self.batch):
@@ -185,16 +191,9 @@ class _Shortage:
         return None
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Bytes that each number of samples (rows) and size of micro-batch (columns) takes."""
-
-    demands: Demands
-    on_host: FloatArray
-
-
 class _Needs:
-    """What each class would need in one setting."""
+    """What each class would need in one setting: bytes that each number of samples (rows) and size
+    of micro-batch (columns) takes."""
 
     def __init__(self, setting: Setting, batch: int) -> None:
         self.setting = setting
@@ -207,14 +206,16 @@ class _Needs:
         self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
         profile = setting.profile
-        self._tables: dict[tuple[ComputeDtype, Mode], _Table] = {}
+        alike: dict[tuple[ComputeDtype, Mode, Place], Demands] = {}
+        self._tables: dict[tuple[str, Mode], Demands] = {}
         for name in setting.classes:
-            model = profile.model_of(name)
+            model, state_on = profile.model_of(name), setting.state_on(name)
             for mode in setting.modes[name]:
-                key = (model.compute_dtype, mode)
-                if key not in self._tables:
+                key = (model.compute_dtype, mode, state_on)
+                if key not in alike:
                     held = Activations(model, micro, mode)
-                    self._tables[key] = _Table(setting.memory.demands(held), held.on_host)
+                    alike[key] = setting.memory.demands(held, state_on=state_on)
+                self._tables[name, mode] = alike[key]
 
     def fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
         """Whether state and batch find room if the classes had so many more bytes, and hosts so
@@ -238,19 +239,20 @@ class _Needs:
         allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
         best: FloatArray = np.full(len(self._samples), -1.0)
         for mode in self.setting.modes[name]:
-            table = self._tables[profile.of_class(name).compute_dtype, mode]
-            by_size = table.demands.capacity(free)
-            if host_bytes is not None:
-                by_size = np.where(table.on_host <= host_bytes + on_host, by_size, -1.0)
+            table = self._tables[name, mode]
+            on = None if host_bytes is None else host_bytes + on_host
+            by_size = table.capacity(free, on)
             best = np.maximum(best, by_size[:, allowed].max(axis=1))
         return np.where(best >= 0, 1.0, -1.0) if self.setting.zero_stage == 0 else best
 
 
 def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> Iterator[Setting]:
-    """Of each ZeRO stage, the setting that asks the least of memory."""
+    """Of each ZeRO stage, the settings that ask the least of memory, and of hosts."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         modes = tuple(space.modes(zero_stage))
-        yield setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
+        setting = setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
+        for on_host in list(places_of_state(setting.fleet, space)) or [frozenset()]:
+            yield replace(setting, on_host=on_host)
 
 
 def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
@@ -277,7 +279,9 @@ def _with_shorter_samples(profile: Profile, part: int) -> Profile:
             for kind in model.kinds
         ]
         root = model.root
-        root = root.model_copy(update={"kept": less(root.kept), "head": less(root.head)})
+        root = root.model_copy(
+            update={name: less(getattr(root, name)) for name in ("kept", "head", "chunked_head")}
+        )
         return model.model_copy(update={"kinds": tuple(kinds), "root": root})
 
     others = tuple(map(shorter, profile.other_models))

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
 from gpumix.cost.memory import Activations
-from gpumix.cost.time import exposed_seconds, optimizer_seconds, pass_seconds, passes_meet
+from gpumix.cost.time import exposed_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Mode, ZeroStage
@@ -40,7 +40,7 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
         f, b = pass_seconds(setting.profile, load.device_class, setting.links, micro, load.mode)
         forward, backward = max(forward, float(f[0])), max(backward, float(b[0]))
         both = max(both, float(f[0] + b[0]))
-        whole = optimizer_seconds(setting.profile, load.device_class)
+        whole = setting.update_s(load.device_class)
         update = max(update, whole * (load.share if setting.zero_stage else 1.0))
     passes = forward + backward if passes_meet(setting.zero_stage) else both
     return exposed_seconds(setting.profile, setting.links) + passes + update

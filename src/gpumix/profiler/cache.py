@@ -26,6 +26,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ClassMeasurement,
+    ClassProfile,
     LinkMeasurement,
     ModelProfile,
     Profile,
@@ -38,6 +39,7 @@ D = TypeVar("D", ClassMeasurement, LinkMeasurement)
 
 # What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
 MEASURED_CODE = ("engine", "profiler", "hardware")
+HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
 class MeasurementCache:
@@ -151,13 +153,28 @@ def assemble(
         cluster=cluster,
         model=model,
         other_models=tuple(others),
-        classes=tuple(classes[c.name].device_class for c in cluster.classes),
+        classes=tuple(_with_host_bytes(classes[c.name], cluster) for c in cluster.classes),
         collectives=links.collectives,
         network=links.network,
         step_overhead_s=links.step_overhead_s,
         contention=links.contention,
         seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,
     )
+
+
+def _with_host_bytes(measured: ClassMeasurement, cluster: Cluster) -> ClassProfile:
+    """What of a host's memory each of its devices may keep something in, on the fullest host of a
+    class; devices that are CPUs have theirs from it too."""
+    found = measured.device_class
+    if measured.host_memory_bytes is None:
+        return found
+    memory = {c.name: c.memory_bytes if c.accelerator == "cpu" else 0 for c in cluster.classes}
+    room = []
+    for host in {d.host for d in cluster.devices if d.device_class == found.device_class}:
+        devices = [d.device_class for d in cluster.devices if d.host == host]
+        taken = sum(memory[name] for name in devices)
+        room.append((HOST_PART * measured.host_memory_bytes - taken) / len(devices))
+    return found.model_copy(update={"host_bytes": max(0, int(min(room, default=0)))})
 
 
 def _most(models: list[ModelProfile]) -> ModelProfile:
@@ -171,7 +188,7 @@ def _most(models: list[ModelProfile]) -> ModelProfile:
 
 def _raised(value: U, others: list[U]) -> U:
     curves = {
-        name: _upper(curve, [getattr(other, name) for other in others])
+        name: _upper(curve, [found for other in others if (found := getattr(other, name))])
         for name, curve in value
         if isinstance(curve, Curve)
     }

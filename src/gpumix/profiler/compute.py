@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,12 +19,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumix.cost.curves import undisturbed
 from gpumix.engine.coroutine import UnitCall
+from gpumix.engine.host import empty_on_host
 from gpumix.engine.optimizers.base import WholeOptimizer
-from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
+from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT, End
 
 # A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
@@ -32,6 +36,8 @@ REPEATS = 3
 TRIES = 3  # of a size, where an emulated device falls behind its speed
 GRADIENT_STD = 1e-3
 OPTIMIZER_NUMEL = 2**26  # enough to hide that a GPU takes time to start
+HOST_NUMEL = 2**22  # beyond what caches hold
+COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
 
 Batch = Any
 MakeBatch = Callable[[int], Batch]
@@ -56,6 +62,8 @@ class Point:
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
+    chunked_head_s: float | None = None  # of `backward_s` of the root; None: it cannot run so
+    chunked_head_bytes: int | None = None
 
     def seconds_per_sample(self) -> float:
         kinds = set(self.forward_s) - {ROOT}
@@ -160,6 +168,7 @@ class _Measurement:
         self._point = Point(size)
         self._point.kept[ROOT] = 0
         calls = self._first_walk(batch)
+        self._count_chunked_head(batch, len(calls))
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         return calls
@@ -201,6 +210,19 @@ class _Measurement:
             of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
             point.backward_bytes[ROOT] = max(0, self._memory.peak() - before - of_leaves)
             return tuple(walk.calls)
+
+    def _count_chunked_head(self, batch: Batch, calls: int) -> None:
+        specimens, memory = self._specimens, self._memory
+        with specimens.start(on_device(specimens, batch)) as walk:
+            outputs = self._to_last_call(walk, calls)
+            before = memory.current()
+            memory.reset_peak()
+            with specimens.head_in_chunks():
+                walk.go_on(outputs)
+                walk.loss_backward()
+            of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
+            if specimens.head.supported:
+                self._point.chunked_head_bytes = max(0, memory.peak() - before - of_leaves)
 
     def _on_device_counted(self, batch: Batch) -> Batch:
         made: list[Batch] = []
@@ -259,20 +281,30 @@ class _Measurement:
             self._point.gradient_s[kind] = _median(gradient)
 
     def _time_root(self, batch: Batch, calls: int) -> None:
-        forward, backward = [], []
+        specimens, point = self._specimens, self._point
+        forward: list[float] = []
+        ways: dict[bool, list[float]] = {False: []}
+        if point.chunked_head_bytes is not None:
+            ways[True] = []
         for _ in range(REPEATS):
-            with self._specimens.start(on_device(self._specimens, batch)) as walk:
-                forward.append(self._timed(walk.go_on)[0])
-                first = self._specimens.cut(walk.call).links if walk.call else []
-                for _ in range(calls - 1):
-                    walk.go_on(self._again(walk))
-                backward.append(
-                    self._timed(partial(walk.go_on, self._again(walk)))[0]
-                    + self._timed(walk.loss_backward)[0]
-                    + self._timed(partial(walk.root_backward, first))[0]
-                )
-        self._point.forward_s[ROOT] = _median(forward)
-        self._point.backward_s[ROOT] = _median(backward)
+            for in_chunks, backward in ways.items():
+                with specimens.start(on_device(specimens, batch)) as walk:
+                    forward.append(self._timed(walk.go_on)[0])
+                    first = specimens.cut(walk.call).links if walk.call else []
+                    outputs = self._to_last_call(walk, calls)
+                    with specimens.head_in_chunks() if in_chunks else nullcontext():
+                        head_s = self._timed(partial(walk.go_on, outputs))[0]
+                        head_s += self._timed(walk.loss_backward)[0]
+                    backward.append(head_s + self._timed(partial(walk.root_backward, first))[0])
+        point.forward_s[ROOT] = _median(forward)
+        point.backward_s[ROOT] = _median(ways[False])
+        point.chunked_head_s = _median(ways[True]) if True in ways else None
+
+    def _to_last_call(self, walk: Walk, calls: int) -> Any:
+        """Hand over the outputs of all calls but the last: what those of that one are."""
+        while len(walk.calls) < calls:
+            walk.go_on(self._again(walk) if walk.calls else None)
+        return self._again(walk)
 
     def _again(self, walk: Walk) -> Any:
         assert walk.call is not None
@@ -330,36 +362,69 @@ def time_optimizer(
 ) -> OptimizerCost:
     """Run the optimizer on a shard of its own, a small part of the device's memory; one that looks
     at whole matrices on parameters of a unit's shapes, as many as fit in there."""
+    device = runtime.torch_device
     numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
-    parameters = _trial_parameters(runtime, [torch.Size([numel])])
+    parameters = _trial_parameters(device, [torch.Size([numel])])
     optimizer = optimizer_of(parameters)
     whole = isinstance(optimizer, WholeOptimizer)
     if whole:
         totals = accumulate(shape.numel() for shape in unit_shapes)
         fitting = [shape for shape, total in zip(unit_shapes, totals) if total <= numel]
-        parameters = _trial_parameters(runtime, fitting or unit_shapes[:1])
+        parameters = _trial_parameters(device, fitting or unit_shapes[:1])
         numel = sum(p.numel() for p in parameters)
         optimizer = optimizer_of(parameters)
+    seconds = _timed_again(runtime, optimizer.step)
+    # What does not grow with the parameter (a step counter) is nothing per element.
+    state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
+    per_element = optimizer.state_bytes if whole else (state, state)
+    return OptimizerCost(seconds / numel, per_element)
+
+
+def time_host_optimizer(
+    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
+) -> float | None:
+    """Seconds of one element where its state is on the host; None for an optimizer that looks at
+    whole matrices, which are where they are computed with."""
+    with host_memory():
+        parameters = _trial_parameters(torch.device("cpu"), [torch.Size([HOST_NUMEL])])
+        optimizer = optimizer_of(parameters)
+        if isinstance(optimizer, WholeOptimizer):
+            return None
+        return _timed_again(runtime, optimizer.step) / HOST_NUMEL
+
+
+def time_host_copies(runtime: DeviceRuntime) -> Curve:
+    """Seconds to copy so many bytes to the host, or back: the slower of the two."""
+    device, seconds = runtime.torch_device, []
+    sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
+    for size in sizes:
+        here = torch.zeros(size, dtype=torch.uint8, device=device)
+        there = empty_on_host(size, torch.uint8, device)
+        out = _timed_again(runtime, partial(there.copy_, here, non_blocking=True))
+        back = _timed_again(runtime, partial(here.copy_, there, non_blocking=True))
+        seconds.append(max(out, back))
+    return Curve(sizes=tuple(map(float, sizes)), values=undisturbed(seconds))
+
+
+def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
+    """Seconds of `work` when it is not run for the first time."""
     seconds = []
     for _ in range(1 + REPEATS):
         runtime.synchronize()
         begun = time.perf_counter()
-        optimizer.step()
+        work()
         runtime.synchronize()
         seconds.append(time.perf_counter() - begun)
-    # What does not grow with the parameter (a step counter) is nothing per element.
-    state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
-    per_element = optimizer.state_bytes if whole else (state, state)
-    return OptimizerCost(_median(seconds[1:]) / numel, per_element)
+    return _median(seconds[1:])
 
 
 def _trial_parameters(
-    runtime: DeviceRuntime, shapes: Sequence[torch.Size]
+    device: torch.device, shapes: Sequence[torch.Size]
 ) -> list[torch.nn.Parameter]:
     """Parameters with gradients, all zero."""
     made = []
     for shape in shapes:
-        parameter = torch.nn.Parameter(torch.zeros(shape, device=runtime.torch_device))
+        parameter = torch.nn.Parameter(torch.zeros(shape, device=device))
         parameter.grad = torch.zeros_like(parameter)
         made.append(parameter)
     return made

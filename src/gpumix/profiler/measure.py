@@ -14,6 +14,7 @@ from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
+from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import (
@@ -21,6 +22,8 @@ from gpumix.profiler.compute import (
     Progress,
     Sweep,
     sweep,
+    time_host_copies,
+    time_host_optimizer,
     time_optimizer,
 )
 from gpumix.profiler.specimen import Specimens
@@ -122,13 +125,17 @@ def _measured(
         device_class=ClassProfile(
             device_class=device_class,
             units=_times(found),
+            chunked_head=_if_known(found, [p.chunked_head_s for p in found.points], undisturbed),
             optimizer_s_per_element=optimizer.s_per_element,
             framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
             largest_micro_batch=found.points[-1].size,
+            host_copy=time_host_copies(runtime),
+            host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
             compiled=compiled,
             compute_dtype=dtype,
         ),
         model=measured,
+        host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
@@ -205,6 +212,7 @@ def _model_profile(
             after=found.ends[1],
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             head=_curve(found, [p.backward_bytes[ROOT] for p in found.points]),
+            chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
             flops=found.points[0].flops[ROOT],
         ),
     )
@@ -218,3 +226,13 @@ def _in_matrices(unit: Unit) -> int:
 
 def _curve(found: Sweep, values: Sequence[float]) -> Curve:
     return Curve(sizes=tuple(float(p.size) for p in found.points), values=tuple(map(float, values)))
+
+
+def _if_known(
+    found: Sweep,
+    values: Sequence[float | None],
+    mended: Callable[[Sequence[float]], Sequence[float]] = tuple,
+) -> Curve | None:
+    """The curve of what was measured at every size; None if it was not."""
+    known = [value for value in values if value is not None]
+    return _curve(found, mended(known)) if len(known) == len(values) else None

@@ -7,6 +7,7 @@ on a device can be profiled on it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.glue import Glue, Link
+from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, alone
 from gpumix.engine.shards import Dtypes, FlatGroup
@@ -27,6 +29,8 @@ from gpumix.engine.units import Anatomy, Unit
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
 WEIGHT_STD = 0.02
+# Of the sum of all losses: of the order of one over the tokens of a batch.
+SCALE = 2.0**-16
 
 
 class Specimens:
@@ -36,6 +40,8 @@ class Specimens:
         model: on the meta device or not; its parameters are replaced by random ones.
         device: where it runs.
         objective: the loss of a batch, as for the engine.
+
+    `scale` is what summed losses are multiplied with before backward.
     """
 
     def __init__(
@@ -51,8 +57,13 @@ class Specimens:
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
+        self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
+        self.head = HeadInChunks(model, (unit.module for unit in anatomy.units))
         self.root = self._alive(anatomy.root)
+        if self.head.layer is not None:
+            for group in self.root.bucket.trainable:
+                group.others_add(self.head.layer)
         self.root_slots = anatomy.root.slots
         self.of_kind: dict[str, ShardedUnit] = {}
         calls = Calls()
@@ -84,6 +95,10 @@ class Specimens:
         """Let the units compute by compiled code, for micro-batches of `sizes`."""
         self.compiled = True
         compile_units(self.of_kind.values(), sizes=sizes, device=self.device)
+
+    def head_in_chunks(self) -> AbstractContextManager[None]:
+        """Inside, the head and its loss run in chunks, if the model lets them: `head.supported`."""
+        return self.head.step(self.scale)
 
     def start(self, batch: Any) -> Walk:
         """Begin to run the model on `batch`, whose tensors are on the device."""
@@ -134,9 +149,9 @@ class Walk:
     def loss_backward(self) -> None:
         """At the end: backward from the loss to the last unit's outputs."""
         assert isinstance(self._at, Finished)
-        loss, count = self._at.value
+        loss, _ = self._at.value
         self._at = None
-        self._glue.backward_loss(loss / count)
+        self._glue.backward_loss(loss * self._specimens.scale)
 
     def root_backward(self, inputs: list[Link]) -> None:
         """Backward through the code before the first call, which took `inputs`."""

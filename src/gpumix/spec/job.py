@@ -15,6 +15,7 @@ from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.profile import ModelProfile
+from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -281,6 +282,9 @@ class Job(Value):
             description="the others are there to compare with: `even` splits work and state "
             "evenly, `proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
         )
+    )
+    techniques: Space = Field(
+        default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"
     )
     output: Path = Field(
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"

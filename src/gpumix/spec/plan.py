@@ -26,6 +26,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 TokenRate = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 """Tokens a second: infinite where a step takes no time."""
 Sharding = Literal["all", "host"]
+Place = Literal["device", "host"]
 
 
 class Collectives(Value):
@@ -42,17 +43,19 @@ class Collectives(Value):
 
 
 class Mode(Value):
-    """How a worker keeps what its backward needs.
+    """How a worker runs its micro-batches, and what it keeps for their backward.
 
     With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
     on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
     forward and backward of one micro-batch after the other, the smaller one first, `layered` each
-    unit for all of them.
+    unit for all of them. A `chunked` head makes some rows of a micro-batch's logits at a time, if
+    the model takes nothing but its loss of them.
     """
 
     recompute: bool = True
-    boundary: Literal["device", "host"] = "device"
+    boundary: Place = "device"
     order: Literal["layered", "sequential"] = "layered"
+    head: Literal["whole", "chunked"] = "whole"
 
     @model_validator(mode="after")
     def _only_boundaries_go_to_the_host(self) -> Self:
@@ -64,7 +67,8 @@ class Mode(Value):
         """A few words for tables."""
         kept = "recompute" if self.recompute else "keep graphs"
         where = " from host" if self.boundary == "host" else ""
-        return f"{kept}{where}{', sequential' if self.order == 'sequential' else ''}"
+        order = ", sequential" if self.order == "sequential" else ""
+        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
 
 
 PLAIN = Mode()
@@ -91,15 +95,10 @@ class Worker(Value):
         description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
         "mode recomputes: the last ones of the forward pass",
     )
-    state_on: Literal["device", "host"] = Field(
+    state_on: Place = Field(
         default="device",
         description="where its share of fp32 parameters, of their gradients and of the optimizer's "
         "state lies, and is updated",
-    )
-    head: Literal["whole", "chunked"] = Field(
-        default="whole",
-        description="whether a micro-batch's logits are made whole, or some rows at a time where "
-        "the model takes nothing but its loss of them",
     )
     compile: bool = Field(default=False, description="whether its units run in compiled code")
     compute_dtype: ComputeDtype = "fp32"

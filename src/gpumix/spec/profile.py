@@ -84,6 +84,11 @@ class RootUnit(Value):
         description="working set of the head and loss, forward and backward; the gradients of the "
         "last call's outputs are not in it"
     )
+    chunked_head: Curve | None = Field(
+        default=None,
+        description="the same where some rows of the logits are made at a time; None: the model "
+        "cannot run so",
+    )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
 
 
@@ -143,19 +148,24 @@ class ClassProfile(Value):
     """How fast one device class is, and what it holds before gpumix allocates anything.
 
     `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
-    unit; backward = head and loss, forward and backward, and the backward of the former.
+    unit; backward = head and loss, forward and backward, and the backward of the former;
+    `chunked_head` is the latter where some rows of the logits are made at a time.
     `largest_micro_batch` is the largest that was measured: no plan goes beyond it, for a larger one
     was not worth the time, or did not fit. None is no limit. `host_copy` is the time to move bytes
     to pinned memory of the host or back, the slower of the two; None: it was not measured, and
-    nothing is kept there. `estimated` marks what a datasheet says where nothing was measured.
+    nothing is kept there. `host_optimizer_s_per_element` is the time to update state that is on the
+    host, there; None: none is kept there. `estimated` marks what a datasheet says where nothing was
+    measured.
     """
 
     device_class: str
     units: dict[str, UnitTimes]
+    chunked_head: Curve | None = None
     optimizer_s_per_element: float = Field(ge=0)
     framework_bytes: Count = Field(description="context and libraries, before any tensor")
     largest_micro_batch: int | None = Field(default=None, ge=1)
     host_copy: Curve | None = None
+    host_optimizer_s_per_element: float | None = Field(default=None, ge=0)
     host_bytes: Count | None = Field(
         default=None, description="of the host, for one device; None is no limit"
     )
@@ -247,6 +257,11 @@ class Profile(Document):
         refuse_twins("dtype", (m.compute_dtype for m in models), "is described twice")
         if len({(m.fingerprint, m.calls, m.kind_of_call) for m in models}) > 1:
             raise ValueError("the models of different dtypes are not the same model")
+        for c in self.classes:
+            if c.chunked_head and not self.model.root.chunked_head:
+                raise ValueError(
+                    f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
+                )
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
         if unknown:
             raise ValueError(f"a class computes in {min(unknown)}, whose memory was not measured")
@@ -298,6 +313,7 @@ class ClassMeasurement(Document):
 
     device_class: ClassProfile
     model: ModelProfile
+    host_memory_bytes: Count | None = Field(default=None, description="all of the host's")
     optimizer_bytes_per_element: StateBytes
     seconds_spent: float = Field(ge=0)
     ended_by_budget_s: float | None = Field(

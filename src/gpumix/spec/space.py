@@ -4,21 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field
 
 from gpumix.spec.base import Value
-from gpumix.spec.plan import Mode, Plan, Sharding, ZeroStage
+from gpumix.spec.plan import Mode, Place, Plan, Sharding, ZeroStage
+
+T = TypeVar("T")
+
+
+def _one_is_some(value: Any) -> Any:
+    """`zero_stages: 3` means `zero_stages: [3]`."""
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_one_is_some)]
 
 
 class Space(Value):
-    """The choices that a plan may make beside samples, micro-batches and shares; all by default."""
+    """What a plan may choose among, beside samples, micro-batches and shares; one value, or a list
+    of them. All by default."""
 
-    zero_stages: tuple[ZeroStage, ...] = (3, 2, 1, 0)
-    shardings: tuple[Sharding, ...] = ("all", "host")
-    recompute: tuple[bool, ...] = (True, False)
-    boundaries: tuple[Literal["device", "host"], ...] = ("device", "host")
-    orders: tuple[Literal["layered", "sequential"], ...] = ("layered", "sequential")
-    padded: bool = True
+    zero_stages: Some[ZeroStage] = Field(
+        default=(3, 2, 1, 0), description="what of the state is divided between devices"
+    )
+    shardings: Some[Sharding] = Field(
+        default=("all", "host"),
+        description="whether all devices divide the state, or those of each host",
+    )
+    recompute: Some[bool] = Field(
+        default=(True, False),
+        description="whether the backward computes blocks again or keeps their graphs; with both, "
+        "as many graphs are kept as there is room for",
+    )
+    boundaries: Some[Place] = Field(
+        default=("device", "host"), description="where the inputs to recompute from are kept"
+    )
+    orders: Some[Literal["layered", "sequential"]] = Field(
+        default=("layered", "sequential"),
+        description="each block for all micro-batches, or one micro-batch after the other",
+    )
+    heads: Some[Literal["whole", "chunked"]] = Field(
+        default=("whole", "chunked"),
+        description="whether a micro-batch's logits are made whole, or some rows at a time",
+    )
+    state_on: Some[Place] = Field(
+        default=("device", "host"),
+        description="where fp32 parameters and the optimizer's state are kept and updated",
+    )
+    padded: bool = Field(
+        default=True, description="whether nearly equal shares may be moved as equal ones"
+    )
 
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
         """What a worker may do at this stage, the plainest first.
@@ -26,12 +63,13 @@ class Space(Value):
         Micro-batches run one after the other only where each rank has the whole gradient, to which
         they add, and all parameters: at stages 0 and 1.
         """
-        for order, recompute, boundary in product(self.orders, self.recompute, self.boundaries):
+        choices = product(self.orders, self.recompute, self.boundaries, self.heads)
+        for order, recompute, boundary, head in choices:
             if order == "sequential" and zero_stage > 1:
                 continue
             if boundary == "host" and (not recompute or order == "sequential"):
                 continue
-            yield Mode(recompute=recompute, boundary=boundary, order=order)
+            yield Mode(recompute=recompute, boundary=boundary, order=order, head=head)
 
     def missing(self, plan: Plan) -> str:
         """What `plan` uses that is not in this space, in words; empty if nothing."""
@@ -41,11 +79,10 @@ class Space(Value):
             return "state that each host divides for itself"
         if not self.padded and "padded" in (plan.collectives.gather, plan.collectives.reduce):
             return "padded collectives"
+        if elsewhere := {w.state_on for w in plan.workers} - set(self.state_on):
+            return f"state on the {min(elsewhere)}"
         modes = tuple(self.modes(plan.zero_stage))
         return next((w.mode.describe() for w in plan.workers if w.mode not in modes), "")
 
 
 EVERYTHING = Space()
-
-ENGINE = Space()
-"""What the engine runs."""

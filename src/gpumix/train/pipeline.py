@@ -21,7 +21,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
-from gpumix.spec.space import ENGINE
+from gpumix.spec.space import EVERYTHING
 from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_folder import latest
@@ -77,7 +77,10 @@ class Pipeline:
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        return make_plan(profile, self.job.global_batch, strategy=strategy or self.job.strategy)
+        job = self.job
+        return make_plan(
+            profile, job.global_batch, strategy=strategy or job.strategy, space=job.techniques
+        )
 
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:
         """Train by `plan`, or by one that is made first."""
@@ -202,7 +205,7 @@ class Pipeline:
                     f"the plan is for {what} {planned}, the job has {wanted}",
                     fix="make a plan for this job: gpumix plan JOB.yaml",
                 )
-        if missing := ENGINE.missing(plan):
+        if missing := EVERYTHING.missing(plan):
             raise InputError(
                 f"the engine does not run this plan: {missing}",
                 fix="make a plan that it runs: gpumix plan JOB.yaml",
