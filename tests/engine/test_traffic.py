@@ -43,6 +43,9 @@ PLANS = {
     "stage 3, two ranks, kept": ([Share(6, 2, 1, kept=7), Share(6, 2, 1, KEEPING)], {}),
     "stage 3, joined": (UNEVEN, {"stage": {"joined": 4}}),
     "stage 3, ends": (EVEN, {"stage": ENDS}),
+    "stage 3, head in chunks": (UNEVEN, {"head": "chunked", "stage": ENDS}),
+    "stage 3, state on hosts": (UNEVEN, {"on_host": (0, 2)}),
+    "stage 1, state on hosts": (UNEVEN, {"on_host": (0, 1, 2, 3), "zero_stage": 1}),
     "stage 2, joined, ends": (UNEVEN, {"zero_stage": 2, "stage": {"joined": 2, **ENDS}}),
     "stage 1": (
         [Share(4, 2, 1, ONE_BY_ONE), Share(3, 1, 2, INLINE), Share(4, 2, 3), Share(3, 1, 0)],
@@ -86,7 +89,7 @@ def _run(plans: dict[str, str]) -> dict[str, tuple[dict[str, int], dict[str, int
                 counts, sizes = engine.comm.counts.copy(), engine.comm.bytes.copy()
                 engine.step(own)
                 counts, sizes = engine.comm.counts - counts, engine.comm.bytes - sizes
-                optimizer.step()
+                engine.update(optimizer)
                 optimizer.zero_grad()
             found[name] = dict(counts), dict(sizes), runtime.peak_bytes()
             del engine, optimizer
@@ -134,6 +137,7 @@ def test_collectives_and_bytes_are_those_that_were_counted(profile, plans, done,
 @pytest.mark.parametrize("name", PLANS)
 def test_the_peak_is_that_which_was_predicted(profile, plans, done, name):
     predicted = predict(profile, plans[name]).workers
-    above = 1.03 if name == "hosts unlike" else 1.005  # there what is short-lived adds up
+    # Where hosts cut unlike, what is short-lived adds up.
+    above = {"hosts unlike": 1.03, "stage 3, head in chunks": 1.01}.get(name, 1.005)
     for worker, (_, _, peak) in zip(predicted, done[name], strict=True):
         assert peak - BESIDE_THE_MODEL_BYTES <= worker.peak_bytes <= above * peak

@@ -17,7 +17,9 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import Space
 
-SPACE = Space(zero_stages=(3,), shardings=("all",), orders=("layered",), padded=False)
+SPACE = Space(
+    zero_stages=(3,), shardings=("all",), orders=("layered",), heads="whole", padded=False
+)
 MODES = list(SPACE.modes(3))
 SOLVER = 1e-5  # what HiGHS takes for equal
 

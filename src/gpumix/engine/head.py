@@ -7,6 +7,7 @@ them whole, and from then on at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -71,11 +72,13 @@ class HeadInChunks:
         self.chunked_losses = 0
         self._scale: Tensor | None = None
         self._families: list[Family] | None = None
-        self._layer = output_layer(model, units)
-        if self._layer is None:
+        layer = output_layer(model, units)
+        # The layer holds its forward, and so this: not the other way round too.
+        self._layer = None if layer is None else weakref.ref(layer)
+        if layer is None:
             self.whole_because = "the model has no linear output layer"
         else:
-            self._layer.forward = self._forward  # type: ignore[assignment, method-assign]
+            layer.forward = self._forward  # type: ignore[assignment, method-assign]
 
     @property
     def supported(self) -> bool:
@@ -83,14 +86,14 @@ class HeadInChunks:
         return self.chunked_losses > 0 and not self.whole_because
 
     @property
-    def layer(self) -> nn.Module | None:
+    def layer(self) -> nn.Linear | None:
         """What makes the logits, and adds to the gradients of its parameters by itself."""
-        return self._layer
+        return None if self._layer is None else self._layer()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Of the output layer, as it is now."""
-        return [] if self._layer is None else list(self._layer.parameters(recurse=False))
+        return [] if self.layer is None else list(self.layer.parameters(recurse=False))
 
     @contextmanager
     def step(self, scale: Tensor | None) -> Iterator[None]:
@@ -110,7 +113,7 @@ class HeadInChunks:
             self._scale, self._families = None, None
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        layer = self._layer
+        layer = self.layer
         assert layer is not None, "only then it is called"
         weight, bias = layer.weight, layer.bias
         plain = (

@@ -199,7 +199,11 @@ class _Task:
 def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -> tuple[Mode, ...]:
     """How inputs may be kept, on the host first."""
     space = request.space
-    modes = [mode for mode in space.modes(3) if mode.recompute and mode.order == "layered"]
+    modes = [
+        mode
+        for mode in space.model_copy(update={"heads": ("whole",)}).modes(3)
+        if mode.recompute and mode.order == "layered"
+    ]
     if 3 not in space.zero_stages or "all" not in space.shardings or not modes:
         raise InputError(
             "Cephalo plans ZeRO-3 with recompute over all devices, which is not allowed here",

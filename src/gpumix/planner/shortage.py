@@ -90,7 +90,8 @@ class _Shortage:
 
     def _nothing_measured(self) -> NoFeasiblePlanError:
         stages = self.space.zero_stages
-        modes = {mode.describe() for stage in stages for mode in self.space.modes(stage)}
+        space = self.space.model_copy(update={"heads": ("whole",)})
+        modes = {mode.describe() for stage in stages for mode in space.modes(stage)}
         missing = self._technique()
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
@@ -173,7 +174,6 @@ class _Shortage:
             ("recompute and ZeRO-3", recompute | sharded),
             ("recompute, a head in chunks and ZeRO-3", recompute | in_chunks | sharded),
             ("state on hosts", on_hosts),
-            ("all techniques", dict(Space())),
         ):
             wider = self.space.model_copy(update=change)
             if _fits(self.profile, self.devices, wider, self.batch):
