@@ -12,7 +12,7 @@ from rich.console import Console
 from gpumix.planner.explain import against, plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network as Links
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Mode, Plan
 from gpumix.train.tables import plan_table, why
 
 
@@ -251,3 +251,13 @@ def test_json_has_all_of_it():
 )
 def test_how_steps_compare_in_words(step_s, said):
     assert against(step_s, 1.0) == said
+
+
+def test_what_is_kept_and_where_stands_in_the_table():
+    made = plan(two_classes(), 8)
+    ways = [{"kept_graphs": 1}, {"state_on": "host", "mode": Mode(head="chunked")}]
+    workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
+    stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
+    rows = shown(made.model_copy(update={"stages": (stage,), "reasons": None})).splitlines()
+    assert any("recompute, 1 of" in row and "graphs kept" in row for row in rows)
+    assert any("% on the host" in row and "recompute, head in chunks" in row for row in rows)

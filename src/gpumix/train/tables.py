@@ -79,8 +79,8 @@ def plan_table(plan: Plan) -> RenderableType:
     """Whether mixing pays, who computes and who stores what, what it should take, and why."""
     worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
     columns = ["class", "devices", "samples", "micro-batches", "state share", "memory", "busy"]
-    modes = {worker.mode for worker in plan.workers}
-    columns += ["backward"] if modes != {PLAIN} else []
+    told = any(worker.mode != PLAIN or worker.kept_graphs for worker in plan.workers)
+    columns += ["backward"] if told else []
     columns += ["worth", "one more"] if worth else []
     table = new_table(f"plan ({plan.strategy})", *columns)
     predicted = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
@@ -92,11 +92,14 @@ def plan_table(plan: Plan) -> RenderableType:
         if of_device is not None and plan.prediction is not None:
             limit = of_device.memory_limit_bytes
             memory = f"{show_bytes(of_device.peak_bytes)} of {show_bytes(limit)}"
+            if of_device.host_bytes:
+                memory += f", {show_bytes(of_device.host_bytes)} on the host"
             busy = f"{of_device.busy_s / plan.prediction.step_s:.0%}"
         share = sum(w.state_share for w in workers) / len(workers)
         cells = [name, str(len(workers)), str(samples), _micro(workers[0])]
-        cells += [f"{share:.1%}", memory, busy]
-        cells += [workers[0].mode.describe()] if modes != {PLAIN} else []
+        where = " on the host" if workers[0].state_on == "host" else ""
+        cells += [f"{share:.1%}{where}", memory, busy]
+        cells += [_backward(workers[0], plan)] if told else []
         if worth:
             cells += _worth(worth[name]) if name not in seen else ["", ""]
         seen.add(name)
@@ -206,14 +209,24 @@ def _worth(worth: Worth) -> list[str]:
     return [whole, f"{worth.one_more:+.1%}"]
 
 
-def _alike(worker: Worker) -> tuple[str, int, int, float, str]:
+def _alike(worker: Worker) -> tuple[str, int, int, float, str, int]:
     return (
         worker.device_class,
         worker.samples,
         worker.micro_batch,
         round(worker.state_share, 3),
         worker.mode.describe(),
+        worker.kept_graphs,
     )
+
+
+def _backward(worker: Worker, plan: Plan) -> str:
+    """The mode, and how many graphs are kept though it recomputes."""
+    text = worker.mode.describe()
+    if worker.kept_graphs:
+        pairs = len(plan.stages[0].units) * len(worker.micro_batches)
+        text += f", {min(worker.kept_graphs, pairs)} of {pairs} graphs kept"
+    return text
 
 
 def _micro(worker: Worker) -> str:
