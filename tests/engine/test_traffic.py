@@ -89,7 +89,7 @@ def _run(plans: dict[str, str]) -> dict[str, tuple[dict[str, int], dict[str, int
                 counts, sizes = engine.comm.counts.copy(), engine.comm.bytes.copy()
                 engine.step(own)
                 counts, sizes = engine.comm.counts - counts, engine.comm.bytes - sizes
-                engine.update(optimizer)
+                optimizer.step()
                 optimizer.zero_grad()
             found[name] = dict(counts), dict(sizes), runtime.peak_bytes()
             del engine, optimizer

@@ -38,7 +38,7 @@ def _train(shares, on_host, early, settings):
             losses.append(engine.step(rows, optimizer).item())
         else:
             losses.append(engine.step(rows).item())
-            engine.update(optimizer)
+            optimizer.step()
         optimizer.zero_grad()
     return losses, pieces_of(engine)
 
@@ -76,7 +76,7 @@ def _device_bytes(on_host):
     before = memory.current_bytes
     engine.step(next(batches(GPT2, 2, 1)), optimizer)
     engine.step(next(batches(GPT2, 2, 1)))
-    engine.update(optimizer)
+    optimizer.step()
     masters = sum(p.nbytes for p in engine.parameters())
     return memory.current_bytes - before, masters
 

@@ -17,6 +17,7 @@ from gpumix.hardware.memory import limit_memory
 from gpumix.hardware.runtime import device_in_use, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.profile import Profile
 from harness import run_ranks
 
 SCRATCH = 4 * 2**20
@@ -137,3 +138,56 @@ def measure_wrong():
 def test_another_error_is_no_want_of_memory():
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run_ranks(measure_wrong, 1)
+
+
+# -- logits that find no room ----------------------------------------------------------------------
+
+VOCABULARY, LENGTH = 8192, 512  # 16 MiB of logits a sample, of which a loss holds several
+
+
+def language_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tokens(samples):
+    ids = torch.arange(samples * LENGTH).view(samples, LENGTH) % VOCABULARY
+    return {"input_ids": ids, "labels": ids}
+
+
+def profile_with_large_logits():
+    memory = 24 * 2**20
+    cluster = Cluster(
+        classes=(DeviceClass(name="small", accelerator="cpu", memory_bytes=memory),),
+        devices=(Device(id="small-0", device_class="small"),),
+    )
+    found = gpumix.profile(
+        language_model,
+        tokens,
+        sequence_length=LENGTH,
+        global_batch=2,
+        cluster=cluster,
+        progress=lambda line: None,
+    )
+    return found.model_dump_json()
+
+
+def test_whole_logits_may_be_too_much_where_chunks_fit():
+    (told,) = run_ranks(profile_with_large_logits, 1)
+    found = Profile.model_validate_json(told)
+    root, of_class = found.model.root, found.classes[0]
+    assert all(value >= 24 * 2**20 for value in root.head.values)
+    assert all(value < 24 * 2**20 for value in root.chunked_head.values)
+    assert root.flops == pytest.approx(2 * LENGTH * 32 * VOCABULARY, rel=0.01)
+    assert of_class.largest_micro_batch == 2
+    assert {w.mode.head for w in gpumix.plan(found, global_batch=2).workers} == {"chunked"}

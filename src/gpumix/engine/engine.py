@@ -35,8 +35,7 @@ from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
-from gpumix.engine.updates import Updates, updates_elements
-from gpumix.engine.updates import step as step_optimizer
+from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
 
@@ -83,6 +82,8 @@ class Engine:
         kept_on_host = self._worker.mode.boundary == "host"
         self._host = HostStore(self.device) if kept_on_host else None
         check.Watch(self)
+        if parts.division.on_host:
+            StepsOnHost(self, self.parameters())
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -135,17 +136,13 @@ class Engine:
         it updates each element for itself, and no gradient can overflow."""
         return updates_elements(optimizer) and not self.scaler.active
 
-    def update(self, optimizer: Optimizer) -> None:
-        """One step of `optimizer`; what it makes for state on the host is the host's too."""
-        step_optimizer(optimizer, on_host=self._parts.division.on_host)
-
     def _updates_of(self, optimizer: Optimizer | None) -> Updates | None:
         if optimizer is None:
             return None
         if not self.may_update_early(optimizer):
             raise InputError(
                 f"{type(optimizer).__name__} cannot step before all gradients are done",
-                fix="call engine.step(batch), then engine.update(optimizer)",
+                fix="call engine.step(batch), then optimizer.step()",
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
             on_host = self._parts.division.on_host

@@ -7,11 +7,18 @@ on the host is updated by a thread of its own, while the device goes on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gpumix.engine.buckets import Bucket
 from gpumix.hardware.memory import host_memory
@@ -24,13 +31,34 @@ def updates_elements(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
-def step(optimizer: Optimizer, *, on_host: bool) -> None:
-    """One step; the state that it makes for parameters on the host is the host's too."""
-    if not on_host:
-        optimizer.step()
-        return
-    with host_memory():
-        optimizer.step()
+class StepsOnHost:
+    """Lets what a step makes for parameters on the host be the host's too, whoever calls it.
+
+    Args:
+        owner: as long as it lives.
+        parameters: those on the host.
+    """
+
+    def __init__(self, owner: object, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._on_host = frozenset(map(id, parameters))
+        self._inside: list[ExitStack] = []
+        for handle in (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ):
+            weakref.finalize(owner, handle.remove)
+
+    def _updates(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._on_host for g in optimizer.param_groups for p in g["params"])
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._updates(optimizer):
+            self._inside.append(ExitStack())
+            self._inside[-1].enter_context(host_memory())
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside and self._updates(optimizer):
+            self._inside.pop().close()
 
 
 class Updates:
@@ -50,7 +78,6 @@ class Updates:
     ) -> None:
         self.optimizer = optimizer
         self._device = device
-        self._on_host = on_host
         self._thread = ThreadPoolExecutor(1, "gpumix-update") if on_host else None
         self._under_way: list[Future[None]] = []
         self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
@@ -90,7 +117,7 @@ class Updates:
         for group, some in zip(groups, members):
             group["params"] = some
         try:
-            step(self.optimizer, on_host=self._on_host)
+            self.optimizer.step()
         finally:
             for group, params in zip(groups, whole):
                 group["params"] = params

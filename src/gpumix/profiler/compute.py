@@ -62,8 +62,13 @@ class Point:
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
-    chunked_head_s: float | None = None  # of `backward_s` of the root; None: it cannot run so
+    chunked_head_s: float | None = None  # as `backward_s` of the root; None: it cannot run so
     chunked_head_bytes: int | None = None
+
+    @property
+    def whole_head(self) -> bool:
+        """Whether there was room for whole logits; else the times of the root are in chunks."""
+        return ROOT in self.backward_bytes
 
     def seconds_per_sample(self) -> float:
         kinds = set(self.forward_s) - {ROOT}
@@ -168,7 +173,7 @@ class _Measurement:
         self._point = Point(size)
         self._point.kept[ROOT] = 0
         calls = self._first_walk(batch)
-        self._count_chunked_head(batch, len(calls))
+        self._count_whole_head(batch, len(calls))
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         return calls
@@ -188,11 +193,11 @@ class _Measurement:
     # -- memory --------------------------------------------------------------------------------
 
     def _first_walk(self, batch: Batch) -> tuple[str, ...]:
-        """Run the model once; find a call of each kind, and what lies between the calls."""
+        """Run the model once, its head in chunks if it can; find a call of each kind, and what lies
+        between the calls."""
         specimens, point = self._specimens, self._point
-        with specimens.start(self._on_device_counted(batch)) as walk:
-            with FlopCount() as flops:
-                point.kept[ROOT] += self._memory.added(walk.go_on)
+        with specimens.start(self._on_device_counted(batch)) as walk, specimens.head_in_chunks():
+            point.kept[ROOT] += self._memory.added(walk.go_on)
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
@@ -201,28 +206,45 @@ class _Measurement:
                 outputs = self._seen[kind][1].again()
                 before = self._memory.current()
                 self._memory.reset_peak()
-                with flops:
-                    walk.go_on(outputs)
+                walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
                     point.kept[ROOT] += max(0, self._memory.current() - before)
-            point.flops[ROOT] = flops.total / point.size
             walk.loss_backward()
-            of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
-            point.backward_bytes[ROOT] = max(0, self._memory.peak() - before - of_leaves)
+            if specimens.head.supported:
+                point.chunked_head_bytes = self._head_bytes(before, outputs)
             return tuple(walk.calls)
 
-    def _count_chunked_head(self, batch: Batch, calls: int) -> None:
-        specimens, memory = self._specimens, self._memory
+    def _count_whole_head(self, batch: Batch, calls: int) -> None:
+        """Logits of a large vocabulary may be too much where they need not exist whole."""
+        specimens, point = self._specimens, self._point
         with specimens.start(on_device(specimens, batch)) as walk:
-            outputs = self._to_last_call(walk, calls)
-            before = memory.current()
-            memory.reset_peak()
-            with specimens.head_in_chunks():
-                walk.go_on(outputs)
+            with FlopCount() as flops:
+                outputs = self._to_last_call(walk, calls)
+            before_head = flops.total
+            before = self._memory.current()
+            self._memory.reset_peak()
+            try:
+                with flops:
+                    walk.go_on(outputs)
                 walk.loss_backward()
-            of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
-            if specimens.head.supported:
-                self._point.chunked_head_bytes = max(0, memory.peak() - before - of_leaves)
+            except Exception as error:
+                if point.chunked_head_bytes is None or not is_out_of_memory(error):
+                    raise
+                point.flops[ROOT] = before_head / point.size + self._head_flops(outputs)
+                return
+            point.flops[ROOT] = flops.total / point.size
+            point.backward_bytes[ROOT] = self._head_bytes(before, outputs)
+
+    def _head_flops(self, outputs: Any) -> float:
+        """Of the logits of one sample, which found no room."""
+        layer = self._specimens.head.layer
+        assert layer is not None, "else it does not run in chunks"
+        rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
+        return 2.0 * rows * layer.in_features * layer.out_features / self._point.size
+
+    def _head_bytes(self, before: int, outputs: Any) -> int:
+        of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
+        return max(0, self._memory.peak() - before - of_leaves)
 
     def _on_device_counted(self, batch: Batch) -> Batch:
         made: list[Batch] = []
@@ -283,9 +305,11 @@ class _Measurement:
     def _time_root(self, batch: Batch, calls: int) -> None:
         specimens, point = self._specimens, self._point
         forward: list[float] = []
-        ways: dict[bool, list[float]] = {False: []}
+        ways: dict[bool, list[float]] = {}  # whether in chunks
         if point.chunked_head_bytes is not None:
             ways[True] = []
+        if point.whole_head:
+            ways[False] = []
         for _ in range(REPEATS):
             for in_chunks, backward in ways.items():
                 with specimens.start(on_device(specimens, batch)) as walk:
@@ -297,8 +321,9 @@ class _Measurement:
                         head_s += self._timed(walk.loss_backward)[0]
                     backward.append(head_s + self._timed(partial(walk.root_backward, first))[0])
         point.forward_s[ROOT] = _median(forward)
-        point.backward_s[ROOT] = _median(ways[False])
-        point.chunked_head_s = _median(ways[True]) if True in ways else None
+        taken = {in_chunks: _median(backward) for in_chunks, backward in ways.items()}
+        point.chunked_head_s = taken.get(True)
+        point.backward_s[ROOT] = taken[False] if point.whole_head else taken[True]
 
     def _to_last_call(self, walk: Walk, calls: int) -> Any:
         """Hand over the outputs of all calls but the last: what those of that one are."""

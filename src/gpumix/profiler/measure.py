@@ -120,7 +120,7 @@ def _measured(
         progress=lambda line: progress(f"{device_class}: {line}"),
     )
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
-    measured = _model_profile(anatomy, found, model, dtype)
+    measured = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
     return ClassMeasurement(
         device_class=ClassProfile(
             device_class=device_class,
@@ -179,7 +179,11 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
 
 
 def _model_profile(
-    anatomy: Anatomy, found: Sweep, model: nn.Module, compute_dtype: ComputeDtype
+    anatomy: Anatomy,
+    found: Sweep,
+    model: nn.Module,
+    compute_dtype: ComputeDtype,
+    memory_bytes: int,
 ) -> ModelProfile:
     kind_of = {unit.name: unit.kind for unit in anatomy.units}
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
@@ -211,7 +215,8 @@ def _model_profile(
             before=found.ends[0],
             after=found.ends[1],
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
-            head=_curve(found, [p.backward_bytes[ROOT] for p in found.points]),
+            # What found no room takes more than there is.
+            head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
             chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
             flops=found.points[0].flops[ROOT],
         ),

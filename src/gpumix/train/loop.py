@@ -185,7 +185,7 @@ class Trainer:
                 self._not_finite(what, value, cursor)
         record.computes("optimizer", ROOT)
         if not early:
-            self.engine.update(self.optimizer)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.context.runtime.synchronize()
         self.step += 1
