@@ -171,9 +171,17 @@ class _Measurement:
         """Compute everything once; the names of the calls."""
         size = next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
         self._point = Point(size)
-        self._point.kept[ROOT] = 0
-        calls = self._first_walk(batch)
-        self._count_whole_head(batch, len(calls))
+        calls: tuple[str, ...] = ()
+        try:
+            calls = self._first_walk(batch)
+            self._count_chunked_head(batch, len(calls))
+        except Exception as error:
+            if self._specimens.head.layer is None or not is_out_of_memory(error):
+                raise
+        if (
+            not calls
+        ):  # logits of a large vocabulary may be too much where they need not exist whole
+            calls = self._first_walk(batch, in_chunks=True)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         return calls
@@ -192,12 +200,17 @@ class _Measurement:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def _first_walk(self, batch: Batch) -> tuple[str, ...]:
-        """Run the model once, its head in chunks if it can; find a call of each kind, and what lies
-        between the calls."""
+    def _first_walk(self, batch: Batch, *, in_chunks: bool = False) -> tuple[str, ...]:
+        """Run the model once; find a call of each kind, and what lies between the calls."""
         specimens, point = self._specimens, self._point
-        with specimens.start(self._on_device_counted(batch)) as walk, specimens.head_in_chunks():
-            point.kept[ROOT] += self._memory.added(walk.go_on)
+        point.kept[ROOT] = 0
+        self._seen.clear()
+        with (
+            specimens.start(self._on_device_counted(batch)) as walk,
+            specimens.head_in_chunks() if in_chunks else nullcontext(),
+        ):
+            with FlopCount() as flops:
+                point.kept[ROOT] += self._memory.added(walk.go_on)
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
@@ -206,45 +219,43 @@ class _Measurement:
                 outputs = self._seen[kind][1].again()
                 before = self._memory.current()
                 self._memory.reset_peak()
-                walk.go_on(outputs)
+                before_stretch = flops.total
+                with flops:
+                    walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
                     point.kept[ROOT] += max(0, self._memory.current() - before)
             walk.loss_backward()
-            if specimens.head.supported:
-                point.chunked_head_bytes = self._head_bytes(before, outputs)
+            found = self._head_bytes(before, outputs)
+            if in_chunks:
+                flops.total = before_stretch + self._head_flops(outputs)
+                point.chunked_head_bytes = found
+            else:
+                point.backward_bytes[ROOT] = found
+            point.flops[ROOT] = flops.total / point.size
             return tuple(walk.calls)
 
-    def _count_whole_head(self, batch: Batch, calls: int) -> None:
-        """Logits of a large vocabulary may be too much where they need not exist whole."""
-        specimens, point = self._specimens, self._point
+    def _count_chunked_head(self, batch: Batch, calls: int) -> None:
+        specimens = self._specimens
         with specimens.start(on_device(specimens, batch)) as walk:
-            with FlopCount() as flops:
-                outputs = self._to_last_call(walk, calls)
-            before_head = flops.total
+            outputs = self._to_last_call(walk, calls)
             before = self._memory.current()
             self._memory.reset_peak()
-            try:
-                with flops:
-                    walk.go_on(outputs)
+            with specimens.head_in_chunks():
+                walk.go_on(outputs)
                 walk.loss_backward()
-            except Exception as error:
-                if point.chunked_head_bytes is None or not is_out_of_memory(error):
-                    raise
-                point.flops[ROOT] = before_head / point.size + self._head_flops(outputs)
-                return
-            point.flops[ROOT] = flops.total / point.size
-            point.backward_bytes[ROOT] = self._head_bytes(before, outputs)
-
-    def _head_flops(self, outputs: Any) -> float:
-        """Of the logits of one sample, which found no room."""
-        layer = self._specimens.head.layer
-        assert layer is not None, "else it does not run in chunks"
-        rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
-        return 2.0 * rows * layer.in_features * layer.out_features / self._point.size
+            if specimens.head.supported:
+                self._point.chunked_head_bytes = self._head_bytes(before, outputs)
 
     def _head_bytes(self, before: int, outputs: Any) -> int:
         of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
         return max(0, self._memory.peak() - before - of_leaves)
+
+    def _head_flops(self, outputs: Any) -> float:
+        """Of the logits, which found no room."""
+        layer = self._specimens.head.layer
+        assert layer is not None, "else it does not run in chunks"
+        rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
+        return 2.0 * rows * layer.in_features * layer.out_features
 
     def _on_device_counted(self, batch: Batch) -> Batch:
         made: list[Batch] = []
