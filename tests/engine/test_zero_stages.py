@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from gpumix.engine.micro_batch import MicroBatch
 from gpumix.spec.plan import Mode
 from models import ARCHITECTURES
-from reference import Share, train_alone, train_by_plan, worst_error
+from reference import (
+    Share,
+    batches,
+    engine_alone,
+    train_alone,
+    train_by_plan,
+    worst_error,
+)
 
 STEPS = 3
 TOLERANCE = 2e-5
@@ -76,6 +84,27 @@ def test_inputs_kept_on_the_host(name):
     host = Mode(boundary="host")
     shares = [Share(3, 1, 1, host), Share(4, 2, 0, host, kept=3), Share(1, 1, 1)]
     assert_parity(name, shares)
+
+
+def test_what_comes_back_from_the_host_is_what_backward_runs_next(monkeypatch):
+    seen = {"prefetch": [], "backward": []}
+
+    def spy(name):
+        original = getattr(MicroBatch, name)
+
+        def called(batch, number):
+            seen[name].append((number, id(batch)))
+            return original(batch, number)
+
+        monkeypatch.setattr(MicroBatch, name, called)
+
+    spy("prefetch")
+    spy("backward")
+    architecture = ARCHITECTURES["gpt2"]
+    engine = engine_alone(architecture.factory, 3, 1, mode=Mode(boundary="host"))
+    engine.step(next(batches(architecture, 3, 1)))
+    assert len(seen["backward"]) == 3 * len(engine.plan.stages[0].units) > 3
+    assert seen["prefetch"] == seen["backward"][1:]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -119,7 +119,7 @@ def backward(parts: Parts, turns: Turns, reductions: Reductions) -> None:
             if place + 1 < len(turn):
                 turn[place + 1].prefetch(number)
             elif number:
-                batch.prefetch(number - 1)
+                turns.of(number - 1)[0].prefetch(number - 1)
             batch.backward(number)
         if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
