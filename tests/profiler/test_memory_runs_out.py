@@ -19,6 +19,7 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import Profile
 from harness import run_ranks
+from models import causal_model
 
 SCRATCH = 4 * 2**20
 PLACES = ["block", "backward of the block", "head"]
@@ -145,19 +146,15 @@ def test_another_error_is_no_want_of_memory():
 VOCABULARY, LENGTH = 8192, 512  # 16 MiB of logits a sample, of which a loss holds several
 
 
-def language_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+language_model = causal_model(
+    "LlamaConfig",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=LENGTH,
+)
 
 
 def tokens(samples):

@@ -135,14 +135,6 @@ class MemoryModel:
     def _states(self) -> dict[tuple[ComputeDtype, Place], StateModel]:
         return {}
 
-    def state_on_host(self, owned: Owned, compute_dtype: ComputeDtype, state_on: Place) -> int:
-        """What a rank that stores `owned` keeps of it on its host."""
-        state = self.state(compute_dtype, state_on)
-        if self.zero_stage == 0:
-            return state.on_host_bytes
-        counts = self.links.buckets.counts()
-        return state.bytes_on_host(sum(counts[name] * n for name, n in owned.elements))
-
     def ones_are_least(self, largest: int) -> bool:
         """Whether no cut of samples takes less memory than micro-batches of one sample.
 
@@ -229,10 +221,18 @@ class StateModel:
     @cached_property
     def on_host_bytes(self) -> int:
         """State of the whole model, as far as it would be on the host."""
-        return self.bytes_on_host(self._parameters)
+        return self._bytes_on_host(self._parameters)
 
-    def bytes_on_host(self, elements: int) -> int:
-        """State of so many elements, as far as it is on the host."""
+    def owned_bytes_on_host(self, owned: Owned) -> int:
+        """What a rank that stores `owned` keeps of it on its host."""
+        if self.zero_stage == 0:
+            return self.on_host_bytes
+        return self._bytes_on_host(self._elements(owned))
+
+    def _elements(self, owned: Owned) -> int:
+        return sum(self.counts[name] * n for name, n in owned.elements)
+
+    def _bytes_on_host(self, elements: int) -> int:
         if self.state_on == "device":
             return 0
         per_element = MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
@@ -315,9 +315,8 @@ class StateModel:
         """State of a rank that stores `owned`."""
         if self.zero_stage == 0:
             return 0
-        elements = sum(self.counts[name] * n for name, n in owned.elements)
         frozen = owned.frozen_bytes if self._stores_frozen else 0
-        return ceil(elements * self.sharded_per_element) + frozen
+        return ceil(self._elements(owned) * self.sharded_per_element) + frozen
 
     def received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
         """The buffers in which all ranks' parts of the own interval arrive, to be summed there, and

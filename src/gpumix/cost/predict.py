@@ -166,7 +166,7 @@ class _Step:
             found = self._memory.peaks(held, stored, state_on=state_on)
             for ranks, own, peak, on_host in zip(alike.values(), stored, found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
-                state_there = self._memory.state_on_host(own, dtype, state_on)
+                state_there = self._memory.state(dtype, state_on).owned_bytes_on_host(own)
                 for rank in ranks:
                     peaks[rank] = causes[self._workers[rank].device_class]
                     host[rank] = int(on_host) + state_there

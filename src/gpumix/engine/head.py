@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gpumix.engine.chunked_loss import ChunkedLoss, Payment
 from gpumix.engine.lazy_logits import Family, LazyLogits
+from gpumix.engine.shards import FlatGroup
 
 
 class Expected:
@@ -80,6 +81,12 @@ class HeadInChunks:
         else:
             layer.forward = self._forward  # type: ignore[assignment, method-assign]
 
+    def add_to_gradients_of(self, groups: Iterable[FlatGroup]) -> None:
+        """Where the layer's parameters are: it adds to their gradients by itself."""
+        if self.layer is not None:
+            for group in groups:
+                group.others_add(self.layer)
+
     @property
     def supported(self) -> bool:
         """Whether the losses that ran so far ran in chunks, and no logits were made."""
@@ -87,7 +94,7 @@ class HeadInChunks:
 
     @property
     def layer(self) -> nn.Linear | None:
-        """What makes the logits, and adds to the gradients of its parameters by itself."""
+        """What makes the logits."""
         return None if self._layer is None else self._layer()
 
     @property

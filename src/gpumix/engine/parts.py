@@ -161,9 +161,8 @@ def shard(
     *buckets, first, last, root = _place(requests, division, device, source)
     trained = [group for bucket in (*buckets, first, last, root) for group in bucket.trainable]
     max(trained, key=lambda group: group.numel).expect_reduce()
-    if head is not None and head.layer is not None:
-        for group in trained:
-            group.others_add(head.layer)
+    if head is not None:
+        head.add_to_gradients_of(trained)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
     return Parts(division, units, stage.units, first, root, last, tuple(buckets), head)
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from gpumix.engine.buckets import Bucket
+from gpumix.engine.optimizers.check import holds_any
 from gpumix.hardware.memory import host_memory
 
 ELEMENTWISE = (Adam, AdamW, SGD)
@@ -48,16 +49,13 @@ class StepsOnHost:
         ):
             weakref.finalize(owner, handle.remove)
 
-    def _updates(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._on_host for g in optimizer.param_groups for p in g["params"])
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._updates(optimizer):
+        if holds_any(optimizer, self._on_host):
             self._inside.append(ExitStack())
             self._inside[-1].enter_context(host_memory())
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside and self._updates(optimizer):
+        if self._inside and holds_any(optimizer, self._on_host):
             self._inside.pop().close()
 
 

@@ -13,7 +13,6 @@ from gpumix.hardware.roofline import (
     optimizer_s_per_element,
 )
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
@@ -110,14 +109,11 @@ def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfi
 
 
 def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
-    def slowed(curve: Curve | None) -> Curve | None:
-        if curve is None:
-            return None
-        return curve.model_copy(update={"values": tuple(v * factor for v in curve.values)})
-
     units = {
-        kind: times.model_copy(update={name: slowed(curve) for name, curve in times})
+        kind: times.model_copy(
+            update={name: curve and curve.scaled(factor) for name, curve in times}
+        )
         for kind, times in profile.units.items()
     }
-    head = slowed(profile.chunked_head)
+    head = profile.chunked_head and profile.chunked_head.scaled(factor)
     return profile.model_copy(update={"units": units, "chunked_head": head})

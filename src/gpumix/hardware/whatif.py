@@ -167,11 +167,7 @@ def _knowing(profile: Profile, dtype: ComputeDtype) -> Profile:
 
 
 def _enlarged(unit: U, times: int) -> U:
-    curves = {
-        name: curve.model_copy(update={"values": tuple(v * times for v in curve.values)})
-        for name, curve in unit
-        if isinstance(curve, Curve)
-    }
+    curves = {name: curve.scaled(times) for name, curve in unit if isinstance(curve, Curve)}
     return unit.model_copy(update=curves | {"frozen_bytes": unit.frozen_bytes * times})
 
 

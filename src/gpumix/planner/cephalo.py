@@ -201,8 +201,8 @@ def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) 
     space = request.space
     modes = [
         mode
-        for mode in space.model_copy(update={"heads": ("whole",)}).modes(3)
-        if mode.recompute and mode.order == "layered"
+        for mode in space.modes(3)
+        if mode.recompute and mode.order == "layered" and mode.head == "whole"
     ]
     if 3 not in space.zero_stages or "all" not in space.shardings or not modes:
         raise InputError(

@@ -104,9 +104,9 @@ class Setting:
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
     """All settings of a space: those first that keep the least on hosts, then those that need the
     least memory."""
+    on_devices = list(_of_stages(fleet, space))
     for on_host in places_of_state(fleet, space):
-        for setting in _of_stages(fleet, space):
-            yield replace(setting, on_host=on_host) if on_host else setting
+        yield from (replace(setting, on_host=on_host) for setting in on_devices)
 
 
 def _of_stages(fleet: Fleet, space: Space) -> Iterator[Setting]:

@@ -90,8 +90,8 @@ class _Shortage:
 
     def _nothing_measured(self) -> NoFeasiblePlanError:
         stages = self.space.zero_stages
-        space = self.space.model_copy(update={"heads": ("whole",)})
-        modes = {mode.describe() for stage in stages for mode in space.modes(stage)}
+        every = [mode for stage in stages for mode in self.space.modes(stage)]
+        modes = {mode.describe() for mode in every if mode.head == self.space.heads[0]}
         missing = self._technique()
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
@@ -266,7 +266,7 @@ def _with_shorter_samples(profile: Profile, part: int) -> Profile:
     def less(curve: Curve | None) -> Curve | None:
         if curve is None:
             return None
-        return curve.model_copy(update={"values": tuple(v / part for v in curve.values)})
+        return curve.scaled(1 / part)
 
     def shorter(model: ModelProfile) -> ModelProfile:
         kinds = [

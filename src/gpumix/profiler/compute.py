@@ -226,7 +226,7 @@ class _Measurement:
                     point.kept[ROOT] += max(0, self._memory.current() - before)
             walk.loss_backward()
             found = self._head_bytes(before, outputs)
-            if in_chunks:
+            if in_chunks and specimens.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
                 point.chunked_head_bytes = found
             else:

@@ -61,9 +61,7 @@ class Specimens:
         self._objective = objective
         self.head = HeadInChunks(model, (unit.module for unit in anatomy.units))
         self.root = self._alive(anatomy.root)
-        if self.head.layer is not None:
-            for group in self.root.bucket.trainable:
-                group.others_add(self.head.layer)
+        self.head.add_to_gradients_of(self.root.bucket.trainable)
         self.root_slots = anatomy.root.slots
         self.of_kind: dict[str, ShardedUnit] = {}
         calls = Calls()

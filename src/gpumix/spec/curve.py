@@ -17,6 +17,10 @@ class Curve(Value):
     sizes: tuple[float, ...] = Field(min_length=1)
     values: tuple[float, ...]
 
+    def scaled(self, factor: float) -> Self:
+        """All values `factor` times as large."""
+        return self.model_copy(update={"values": tuple(v * factor for v in self.values)})
+
     @model_validator(mode="after")
     def _well_formed(self) -> Self:
         if len(self.sizes) != len(self.values):

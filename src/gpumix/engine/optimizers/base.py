@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ Group = dict[str, Any]
 Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Group]
 
 
-class WholeOptimizer(Optimizer):
+class WholeOptimizer(Optimizer, ABC):
     """An optimizer of pieces that gives the result of its namesake over whole parameters.
 
     Every rank must call `step`, also one that stores nothing; a parameter without gradient is
@@ -42,9 +43,9 @@ class WholeOptimizer(Optimizer):
         self._update()
         return loss
 
+    @abstractmethod
     def _update(self) -> None:
         """Update all parameters that have a gradient."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)

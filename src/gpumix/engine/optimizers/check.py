@@ -8,7 +8,7 @@ before its first update, and earlier where gpumix is given it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -45,14 +45,18 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
+def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
+    """Whether one of its parameters is among those of these identities."""
+    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+
+
 def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
     """Refuse an optimizer of these pieces that does not give the result of whole parameters.
 
     Raises:
         InputError: it is such a one.
     """
-    ours = {id(piece) for piece in pieces}
-    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+    if not holds_any(optimizer, {id(piece) for piece in pieces}):
         return
     name = type(optimizer).__name__
     if isinstance(optimizer, WholeOptimizer):
