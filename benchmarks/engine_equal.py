@@ -5,7 +5,7 @@ fused AdamW, with and without recompute, with and without accumulation over 4 mi
 FSDP2 in its forms, and the engine at each ZeRO stage live in the same processes and take turns; a
 ratio is the median over rounds of one turn by another. Then one rank against a plain loop.
 
-    python benchmarks/engine_equal.py [--json] [--rounds 5] [--steps 3] [--ranks 2 4]
+    python benchmarks/engine_equal.py [--json] [--rounds 20] [--steps 1] [--ranks 2 4]
         [--clock auto]
 
 Each stage is compared with DDP and with that form of FSDP2 which keeps as much: stage 3 with all
@@ -73,8 +73,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps per system and round")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1, help="steps per system and round")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, ACCUMULATION])
