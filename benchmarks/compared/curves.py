@@ -116,7 +116,7 @@ def _single(seat: Seat, case: Case, steps: int, micro_batches: tuple[int, ...]) 
     optimizers = case.theirs(model)
     scaler = torch.amp.GradScaler(
         "cpu",
-        init_scale=LossScaler(torch.float16).scale,
+        init_scale=LossScaler(active=True).scale,
         enabled=case.dtype == "fp16",
     )
     losses = []

@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpumix.engine.away import Away
 from gpumix.engine.engine import Engine
+from gpumix.spec.plan import Mode
 from memory import assert_no_tensor_waits_for_the_collector, count_tensors
 from models import ARCHITECTURES
 from reference import batches, engine_alone
@@ -74,6 +76,28 @@ def test_logits_of_one_micro_batch_are_alive_at_a_time():
     engine = engine_alone(GPT2.factory, 6, 2, loss=loss)
     engine.step(next(batches(GPT2, 6, 1)))
     assert len(alive) == 3
+
+
+@pytest.mark.parametrize("boundary", ["device", "host"])
+def test_inputs_on_the_host_are_not_on_the_device_too(boundary):
+    inputs: list[StorageWeakRef] = []
+    alive = []
+
+    def loss(model, batch):
+        result = model(**batch)
+        alive.append(sum(not storage.expired() for storage in inputs))
+        return result.loss, torch.tensor(1)
+
+    engine = engine_alone(GPT2.factory, 2, 2, mode=Mode(boundary=boundary), loss=loss)
+    for unit in engine._parts.units.values():
+
+        def forward(hidden, *args, inner=unit.forward, **kwargs):
+            inputs.append(StorageWeakRef(hidden.untyped_storage()))
+            return inner(hidden, *args, **kwargs)
+
+        unit.forward = forward
+    engine.step(next(batches(GPT2, 2, 1)))
+    assert alive == [len(engine.plan.stages[0].units) if boundary == "device" else 0]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])

@@ -108,18 +108,20 @@ class Cut:
         if self._recompute:
             self._given = Given(inputs, wanted)
             again = partial(self._run.again, self._given, buffers)
-            self._ran = Recomputed(self.unit.name, run, again)
+            self._ran = Recomputed(self.unit.name, again)
         else:
-            self._ran = Kept(run)
+            self._ran = Kept()
+        outputs, structure = self._ran.forward(run)
         del run
-        outputs, structure = self._ran.forward()
         buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
         result = self._hand_over(handed_on, structure)
-        if self._host is not None and self._given is not None:
+        if self._given is None:
+            self._inputs = []  # autograd has what it needs of them, and sees to it
+        elif self._host is not None:
             self._given.send(self._host)
             self._inputs = []
         return result

@@ -33,13 +33,11 @@ class Recomputed(Generic[T]):
 
     Args:
         label: the unit's name, for error messages.
-        run: the unit's forward.
-        again: the same once more, as often as need be: with the same result, changing nothing.
+        again: runs the unit once more, as often as need be: with the same result, changing nothing.
     """
 
-    def __init__(self, label: str, run: Callable[[], T], again: Callable[[], T]) -> None:
+    def __init__(self, label: str, again: Callable[[], T]) -> None:
         self._label = label
-        self._run = run
         self._again = again
         self._phase = _Phase.FORWARD
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
@@ -47,11 +45,12 @@ class Recomputed(Generic[T]):
         self._reruns = 0
         self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
 
-    def forward(self) -> T:
-        """Run the unit with gradients, and keep only the graph."""
+    def forward(self, run: Callable[[], T]) -> T:
+        """Run the unit by `run`, with gradients, and keep only the graph: not `run` either, which
+        holds the unit's inputs."""
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
-                return self._run()
+                return run()
         finally:
             self._phase = _Phase.BETWEEN
             self._found.clear()
@@ -144,13 +143,10 @@ class Recomputed(Generic[T]):
 class Kept(Generic[T]):
     """One run of a unit whose graph is kept, with all that backward needs."""
 
-    def __init__(self, run: Callable[[], T]) -> None:
-        self._run = run
-
-    def forward(self) -> T:
-        """Run the unit with gradients."""
+    def forward(self, run: Callable[[], T]) -> T:
+        """Run the unit by `run`, with gradients."""
         with torch.enable_grad():
-            return self._run()
+            return run()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

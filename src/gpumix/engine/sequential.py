@@ -245,8 +245,8 @@ class _Answers:
             refuse_writes(sources, before, what)
             return once.again(given, buffers)
 
-        recomputed = Recomputed(unit.name, partial(once, inputs), again)
-        outputs, structure = recomputed.forward()
+        recomputed = Recomputed(unit.name, again)
+        outputs, structure = recomputed.forward(partial(once, inputs))
         recomputed.expect_backward()
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
