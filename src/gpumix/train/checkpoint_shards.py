@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from gpumix.engine.boxes import boxes
 from gpumix.engine.comm import reported
+from gpumix.hardware.memory import host_memory
 from gpumix.spec.base import Value
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
 from gpumix.train.checkpoint_together import Together, explained
@@ -167,7 +168,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Togethe
     Raises:
         GpumixError: a rank could not write; the same on all ranks.
     """
-    with _agreed("write a checkpoint", folder):
+    with _agreed("write a checkpoint", folder), host_memory():  # which it goes through
         metadata = dcp.save(
             dict(tensors),
             storage_writer=_Writer(folder, ranks.rank),
@@ -184,7 +185,7 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
     Raises:
         GpumixError: a rank could not read; the same on all ranks.
     """
-    with _agreed("read a checkpoint", folder):
+    with _agreed("read a checkpoint", folder), host_memory():
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(folder, index),
