@@ -12,19 +12,19 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
 PEAK_TOLERANCE = 0.97
-# Beside a model this small: batches that are fetched ahead, and a state of the random numbers.
-BESIDE_THE_STEP_BYTES = 64 * 1024
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on real CPU devices, whose allocator counts every byte, and its summary."""
+    """A run on real CPU devices, whose allocator counts every byte, and its summary. The model is
+    large beside the samples, which the devices' memory holds too."""
     folder = tmp_path_factory.mktemp("run")
     job = write_job(
         folder,
-        model=toy(width=96, blocks=3),
+        model=toy(width=192, blocks=3),
         data={"factory": "toys:tokens", "arguments": {"samples": 200}, "held_out": 0.1},
         global_batch=24,
+        optimizer={"lr": 3e-3},
         evaluation={"every_steps": 3, "batches": 1},
         checkpoint={"every_steps": 2, "keep": 2},
     )
@@ -65,8 +65,7 @@ def test_metrics_tells_how_each_class_did(run):
 def test_the_peak_is_foretold(run):
     """The allocator counts every byte; what is planned must hold it, or a tight plan runs out."""
     for of_class in metrics(run[0], "classes")[-1]["classes"]:
-        of_step = of_class["peak_bytes"] - BESIDE_THE_STEP_BYTES
-        assert of_class["planned_peak_bytes"] >= PEAK_TOLERANCE * of_step
+        assert of_class["planned_peak_bytes"] >= PEAK_TOLERANCE * of_class["peak_bytes"]
 
 
 def test_progress_is_json_at_any_time(run):

@@ -178,9 +178,7 @@ class _Measurement:
         except Exception as error:
             if self._specimens.head.layer is None or not is_out_of_memory(error):
                 raise
-        if (
-            not calls
-        ):  # logits of a large vocabulary may be too much where they need not exist whole
+        if not calls:  # whole logits may find no room where they need not exist whole
             calls = self._first_walk(batch, in_chunks=True)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
