@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gpumix
 from compared.setting import Batch, Order, Setting
-from gpumix.engine.comm import Communicator
 from gpumix.engine.engine import Engine
+from gpumix.engine.groups import all_ranks
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.record import SILENT, Recorder, Recording
 from gpumix.engine.units import dissect
@@ -145,15 +145,7 @@ class Gpumix:
     def make(self, setting: Setting, device: torch.device) -> System:
         model = setting.model.build()
         plan = setting.plan(model, self.zero_stage, self.order, nccl=device.type == "cuda")
-        several = setting.world > 1
-        comm = Communicator(
-            dist.group.WORLD if several else None,
-            rank=dist.get_rank() if several else 0,
-            world=setting.world,
-            forms=plan.collectives,
-            device=device,
-        )
-        engine = gpumix.prepare(model, plan, comm=comm)
+        engine = gpumix.prepare(model, plan, comm=all_ranks(device, plan.collectives))
         return OnEngine(engine, optimizer_of(engine.parameters()))
 
 

@@ -28,7 +28,7 @@ EXPECTED = {
 }
 
 
-def ends_of(name):
+def ends_of(name, *, in_chunks=False):
     architecture = ARCHITECTURES[name]
     model = build(architecture.factory, 0)
     switch_off_caches(model)
@@ -41,12 +41,12 @@ def ends_of(name):
         objective=objective_of(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    return anatomy, find_ends(specimens, batch)
+    return anatomy, find_ends(specimens, batch, in_chunks=in_chunks)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_ends_are_found(name):
-    anatomy, ends = ends_of(name)
+@pytest.mark.parametrize(("name", "in_chunks"), [*((n, False) for n in EXPECTED), ("llama", True)])
+def test_ends_are_found(name, in_chunks):
+    anatomy, ends = ends_of(name, in_chunks=in_chunks)
     numels = {slot.name: slot.parameter.numel() for slot in anatomy.root.slots}
     for end, expected in zip(ends, EXPECTED[name]):
         if expected is not None:

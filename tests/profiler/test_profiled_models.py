@@ -86,6 +86,18 @@ def test_a_profile_is_true_to_the_model(profiled):
     assert {c.device_class for c in profile.classes} == {"big", "small"}
 
 
+def test_what_of_the_root_is_used_at_one_end_only_is_found(profiled):
+    name, profile = profiled
+    root = profile.model.root
+    if name == "gpt2":  # whose token embedding is the head too
+        assert set(root.before.names) == {"transformer.wpe.weight"}
+        assert set(root.after.names) == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+    model = ARCHITECTURES[name].factory()
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    for end in (root.before, root.after):
+        assert end.trainable == sum(trained.get(name, 0) for name in end.names)
+
+
 def test_every_kind_of_unit_is_measured_at_every_size(profiled):
     _, profile = profiled
     kinds = {kind.name for kind in profile.model.kinds}

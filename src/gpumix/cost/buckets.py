@@ -39,10 +39,6 @@ class UnitSize:
     trainable: int
     frozen_bytes: int
 
-    def gathered_bytes(self, compute_dtype: str) -> int:
-        """Bytes of the gathered parameters."""
-        return self.trainable * DTYPE_BYTES[compute_dtype] + self.frozen_bytes
-
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the whole gradient."""

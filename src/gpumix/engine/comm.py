@@ -27,8 +27,8 @@ import torch.distributed as dist
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import device_in_use, indexed
-from gpumix.spec.plan import Collectives, Plan
+from gpumix.hardware.runtime import indexed
+from gpumix.spec.plan import Collectives
 
 
 class Pending:
@@ -173,21 +173,6 @@ class Communicator:
     @record.setter
     def record(self, record: Record) -> None:
         self._record = record
-
-    @classmethod
-    def of_default_group(cls, plan: Plan) -> Communicator:
-        """All ranks of the default process group, on the device that this process has opened, else
-        on its current GPU, else on the CPU."""
-        device = _own_device(plan)
-        if not dist.is_initialized():
-            return cls(None, rank=0, world=1, forms=plan.collectives, device=device)
-        return cls(
-            dist.group.WORLD,
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-            forms=plan.collectives,
-            device=device,
-        )
 
     def gather(
         self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
@@ -458,22 +443,6 @@ class Communicator:
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         self.counts[operation] += 1
         self.bytes[operation] += tensor.numel() * tensor.element_size()
-
-
-def _own_device(plan: Plan) -> torch.device:
-    opened = device_in_use()
-    if opened is not None:
-        return opened.torch_device
-    if torch.cuda.is_available() and not plan.emulated and _speaks_cuda():
-        return indexed("cuda")
-    return torch.device("cpu")
-
-
-def _speaks_cuda() -> bool:
-    """Whether the default group takes tensors on GPUs; gloo lacks what uneven shares need there."""
-    if not dist.is_initialized():
-        return True
-    return "cuda:nccl" in str(dist.get_backend_config())
 
 
 def _equal(parts: Sequence[torch.Tensor]) -> bool:

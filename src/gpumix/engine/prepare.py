@@ -18,6 +18,7 @@ from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.engine import Engine
+from gpumix.engine.groups import all_ranks, own_device
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.last_words import LastWords
 from gpumix.engine.objective import Objective, objective_of
@@ -59,7 +60,7 @@ def prepare(
     Raises:
         InputError: the plan is for another model or number of ranks, or ranks disagree.
     """
-    comm = comm or Communicator.of_default_group(plan)
+    comm = comm or all_ranks(own_device(plan), plan.collectives)
     plan = _bound(plan, comm)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)

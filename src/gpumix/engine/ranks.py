@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError, Communicator
+from gpumix.engine.groups import all_ranks
 from gpumix.spec.errors import (
     GpumixError,
     InputError,
@@ -127,13 +128,7 @@ class Ranks:
 
     def communicator(self, plan: Plan | None = None) -> Communicator:
         """The engine's collectives over all ranks, in the forms of `plan`."""
-        return Communicator(
-            dist.group.WORLD if self.world > 1 else None,
-            rank=self.rank,
-            world=self.world,
-            forms=plan.collectives if plan is not None else None,
-            device=self.device,
-        )
+        return all_ranks(self.device, plan.collectives if plan is not None else None)
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
         """A group of CPU tensors for checkpoints, so that saving never blocks training's group."""

@@ -26,6 +26,7 @@ from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
+from gpumix.profiler.ends import find_ends
 from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT, End
@@ -82,7 +83,7 @@ class Sweep:
 
     calls: tuple[str, ...]
     points: list[Point]
-    ends: tuple[End, End] = (End(), End())
+    ends: tuple[End, End]
     cut_short: bool = False
 
 
@@ -109,9 +110,11 @@ def sweep(
         # What libraries allocate at their first call is none of the model's; nor is what compiling
         # takes, which is done for one sample, and for more.
         for size in (1, 2)[: largest if specimens.compiled else 1]:
-            _Measurement(specimens, runtime, memory).warm_up(make_batch(size))
+            measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
+            measurement.warm_up(batch)
     begun = time.perf_counter()
-    found, sizes, ran_out = Sweep((), []), list(_sizes(largest)), False
+    found = Sweep((), [], measurement.ends(batch))
+    sizes, ran_out = list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
         try:
@@ -183,6 +186,11 @@ class _Measurement:
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         return calls
+
+    def ends(self, batch: Batch) -> tuple[End, End]:
+        """What of the root is used at one end only, after `warm_up`."""
+        specimens, in_chunks = self._specimens, not self._point.whole_head
+        return find_ends(specimens, on_device(specimens, batch), in_chunks=in_chunks)
 
     def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
         calls = self.warm_up(batch)

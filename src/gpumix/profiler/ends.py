@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,13 +50,14 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_ends(specimens: Specimens, batch: Any) -> tuple[End, End]:
+def find_ends(specimens: Specimens, batch: Any, *, in_chunks: bool) -> tuple[End, End]:
     """What is looked up before the first unit only, and what is used after the last one only, when
-    the model runs on `batch`."""
+    the model runs on `batch`; `in_chunks` is without whole logits."""
     groups = specimens.root.bucket.groups
     names = {id(held): name for group in groups for held, name in group.names_by_parameter()}
     uses, outputs = _Uses(names), {}
-    with specimens.start(batch) as walk, uses:
+    chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
+    with specimens.start(batch) as walk, chunks, uses:
         walk.go_on()
         while walk.call is not None:
             kind = specimens.kind_of[walk.call.unit]

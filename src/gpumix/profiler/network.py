@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from gpumix.cost.wire import Operation
 from gpumix.engine.comm import Communicator, Pending
@@ -155,7 +154,7 @@ def _between_groups(
     places = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     if len(set(hosts)) < 2 or max(places) == 0:
         return
-    inside = _own_group(comm, [[r for r, h in enumerate(hosts) if h == x] for x in _unique(hosts)])
+    inside = comm.subgroup([[r for r, h in enumerate(hosts) if h == x] for x in _unique(hosts)])
     gathers: list[GatherForm] = ["native", best.gather]
     for gather in dict.fromkeys(gathers):
         seconds = [_gather_s(inside, gather, n, agree=comm) for n in sizes]
@@ -164,20 +163,10 @@ def _between_groups(
     for reduce in dict.fromkeys(reduces):
         seconds = [_reduce_s(inside, reduce, n, agree=comm) for n in sizes]
         yield _times("reduce", reduce, sizes, seconds, group="inside")
-    across = _own_group(comm, [[r for r, p in enumerate(places) if p == x] for x in set(places)])
+    across = comm.subgroup([[r for r, p in enumerate(places) if p == x] for x in set(places)])
     per_host = max(places) + 1
     seconds = [_sum_s(across, n // per_host, agree=comm) for n in sizes]
     yield _times("reduce", "native", sizes, seconds, group="across")
-
-
-def _own_group(comm: Communicator, groups: list[list[int]]) -> Communicator:
-    """Collectives between this rank and those in its group; every rank makes all groups."""
-    made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
-    (index,) = (i for i, ranks in enumerate(groups) if comm.rank in ranks)
-    ranks = groups[index]
-    return Communicator(
-        made[index], rank=ranks.index(comm.rank), world=len(ranks), device=comm.device
-    )
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -205,9 +194,7 @@ def _layout(comm: Communicator, size: int, *, even: bool) -> tuple[int, tuple[in
 
 
 def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:
-    return Communicator(
-        comm.group, rank=comm.rank, world=comm.world, forms=forms, device=comm.device
-    )
+    return type(comm)(comm.group, rank=comm.rank, world=comm.world, forms=forms, device=comm.device)
 
 
 def _agreed_s(comm: Communicator, work: Callable[[], object]) -> float:

@@ -56,7 +56,6 @@ class Trial:
 
     step_s: float
     tokens_per_s: float
-    steps_s: list[float]
     losses: list[float]
     peak_bytes: list[int | None]
     overruns: int
@@ -156,7 +155,6 @@ class Trainer:
             tokens_per_s=self.plan.global_batch
             * self.plan.sequence_length
             / times[len(times) // 2],
-            steps_s=[r.step_s for r in records],
             losses=self._losses,
             peak_bytes=[json.loads(text) for text in peaks],
             overruns=sum(map(int, overruns)),
