@@ -1,0 +1,322 @@
+"""In which order ranks take micro-batches through stages, and when they are done.
+
+A stage's workers share its micro-batches, as many each as it is fast; each takes numbers that
+follow one another. So every worker of a stage is busy for about the same time, and one with n
+micro-batches takes 1 / n of it for each: orders follow from these counts alone, and all ranks find
+the same. A rank that has several stages (interleaved) takes turns between them.
+
+* `gpipe`: all forward passes, then all backward passes.
+* `1f1b`: a backward pass as soon as there is one to run. No more micro-batches wait for their
+  backward than come through the later stages meanwhile (Narayanan et al., PipeDream-Flush): for
+  equal stages as many as there are stages from this one on.
+* `interleaved`: the same where a rank has several stages; micro-batches go through them in groups
+  of as many as there are ranks in a row (Narayanan et al. 2021, Megatron-LM).
+* `zero-bubble`: the backward pass of weights, which nobody waits for, is put off to when a rank
+  would wait otherwise; no more are put off than `1f1b` keeps (Qi et al., ZB-H1).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+from typing import Literal
+
+from gpumix.spec.plan import Schedule
+
+Kind = Literal["forward", "backward", "weights"]
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """A stage's part of one micro-batch, in one pass. With a schedule that has `weights`, its
+    `backward` is that of activations alone."""
+
+    kind: Kind
+    stage: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker of a stage, and the numbers of its micro-batches: some that follow one another."""
+
+    stage: int
+    rank: int
+    batches: range
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who is to run which micro-batches.
+
+    Args:
+        seats: of each stage, its workers in the order of their micro-batches.
+    """
+
+    schedule: Schedule
+    seats: tuple[tuple[Seat, ...], ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return tuple(sorted({seat.rank for seats in self.seats for seat in seats}))
+
+    @cached_property
+    def turns(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """By (stage, rank): its micro-batches in the order in which it takes them.
+
+        A worker takes first what is wanted first by those that come after it; so what two workers
+        send each other is in the same order for both.
+        """
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        wanted: dict[int, float] = {}
+        for seats in reversed(self.seats):
+            progress: dict[int, float] = {}
+            for seat in seats:
+                order = sorted(seat.batches, key=lambda batch: (wanted.get(batch, 0.0), batch))
+                found[seat.stage, seat.rank] = tuple(order)
+                progress |= {b: (n + 0.5) / len(order) for n, b in enumerate(order)}
+            wanted = progress
+        return found
+
+    def seat_of(self, stage: int, batch: int) -> Seat:
+        """The worker that runs micro-batch `batch` in `stage`."""
+        return next(seat for seat in self.seats[stage] if batch in seat.batches)
+
+    @cached_property
+    def rank_of(self) -> dict[tuple[int, int], int]:
+        """By (stage, micro-batch)."""
+        return {
+            (seat.stage, batch): seat.rank
+            for seats in self.seats
+            for seat in seats
+            for batch in seat.batches
+        }
+
+    @cached_property
+    def in_flight(self) -> dict[int, int]:
+        """By rank: the most of its forward passes that may wait for their backward, stages of the
+        same rank counted together."""
+        if self.schedule == "gpipe":
+            return {rank: sum(map(len, self._batches(rank))) for rank in self.ranks}
+        if any(len(self._stages_of(rank)) > 1 for rank in self.ranks):
+            return {rank: self._interleaved_in_flight(rank) for rank in self.ranks}
+        turnaround: dict[int, float] = {}  # of a micro-batch: busy time of this and later stages
+        limits: dict[int, int] = {}
+        following: dict[int, float] = {}
+        for seats in reversed(self.seats):
+            here: dict[int, float] = {}
+            shares: dict[int, float] = {}
+            for seat in filter(lambda seat: seat.batches, seats):
+                count = len(seat.batches)
+                here |= {b: 1.0 / count + turnaround.get(b, 0.0) for b in seat.batches}
+                longest = max(here[b] for b in seat.batches) * count
+                # Each of those that come after it has one to go on with beside those it holds.
+                feeding = sum(following.get(b, 0.0) for b in seat.batches)
+                limits[seat.rank] = min(count, ceil(max(longest, feeding) - 1e-9))
+                shares |= dict.fromkeys(seat.batches, (limits[seat.rank] + 1) / count)
+            turnaround, following = here, shares
+        return limits
+
+    def _interleaved_in_flight(self, rank: int) -> int:
+        """As Megatron-LM counts: of `v` stages on each of `p` ranks in a row, the one at place `r`
+        runs 2 (p - r - 1) + (v - 1) p forward passes before it alternates."""
+        stages = self._stages_of(rank)
+        in_row = len(self.seats) // len(stages)
+        warm_up = 2 * (in_row - stages[0] - 1) + (len(stages) - 1) * in_row
+        return min(warm_up + 1, sum(map(len, self._batches(rank))))
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [n for n, seats in enumerate(self.seats) if any(s.rank == rank for s in seats)]
+
+    def _batches(self, rank: int) -> Iterator[tuple[int, ...]]:
+        return (order for (_, of), order in self.turns.items() if of == rank)
+
+    def forwards(self, rank: int) -> list[Action]:
+        """All forward passes of a rank, in order."""
+        return self._in_groups("forward", rank, self._stages_of(rank))
+
+    def backwards(self, rank: int) -> list[Action]:
+        """All backward passes of a rank, in order."""
+        return self._in_groups("backward", rank, self._stages_of(rank)[::-1])
+
+    def _in_groups(self, kind: Kind, rank: int, stages: Sequence[int]) -> list[Action]:
+        size = len(self.seats) // len(stages)
+        orders = [self.turns[stage, rank] for stage in stages]
+        most = max(map(len, orders))
+        return [
+            Action(kind, stage, batch)
+            for begin in range(0, most, size if len(stages) > 1 else most)
+            for stage, order in zip(stages, orders)
+            for batch in order[begin : begin + size if len(stages) > 1 else most]
+        ]
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        """What must be done before, beside what comes earlier on the same rank."""
+        last = len(self.seats) - 1
+        if action.kind == "forward" and action.stage > 0:
+            yield Action("forward", action.stage - 1, action.batch)
+        if action.kind == "backward":
+            yield Action("forward", action.stage, action.batch)
+            if action.stage < last:
+                yield Action("backward", action.stage + 1, action.batch)
+        if action.kind == "weights":
+            yield Action("backward", action.stage, action.batch)
+
+    @cached_property
+    def orders(self) -> dict[int, tuple[Action, ...]]:
+        """What each rank does in a step, in order."""
+        return _Trial(self).run()
+
+
+Seconds = Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each action begins and ends, in seconds from the beginning of the step."""
+
+    begin_s: Mapping[Action, float]
+    end_s: Mapping[Action, float]
+
+    @property
+    def step_s(self) -> float:
+        return max(self.end_s.values(), default=0.0)
+
+
+def replay(
+    orders: Mapping[int, Sequence[Action]],
+    needs: Callable[[Action], Iterable[Action]],
+    seconds: Seconds,
+    transfer_s: Callable[[Action, Action], float],
+) -> Times:
+    """When ranks that each keep to their order are done.
+
+    Args:
+        needs: what must be done before an action, beside what comes earlier on the same rank.
+        seconds: that an action takes.
+        transfer_s: from the end of an action until what it sends is there for another one.
+
+    Raises:
+        ValueError: two ranks wait for each other.
+    """
+    begin: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    free = dict.fromkeys(orders, 0.0)
+    at = dict.fromkeys(orders, 0)
+    waiting: dict[Action, list[int]] = {}
+    ready = list(orders)
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(orders[rank]):
+            action = orders[rank][at[rank]]
+            earlier = list(needs(action))
+            missing = next((one for one in earlier if one not in end), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            there = (end[one] + transfer_s(one, action) for one in earlier)
+            begin[action] = max([free[rank], *there])
+            end[action] = free[rank] = begin[action] + seconds(action)
+            at[rank] += 1
+            ready += waiting.pop(action, [])
+    if waiting:
+        missing = next(iter(waiting))
+        raise ValueError(f"ranks {waiting[missing]} wait for {missing}, which never comes")
+    return Times(begin, end)
+
+
+@dataclass
+class _Trial:
+    """A step in which every worker of a stage is busy for the same time: what each does next is
+    what there is to do then."""
+
+    pipeline: Pipeline
+    _done: dict[Action, float] = field(default_factory=dict)
+
+    def run(self) -> dict[int, tuple[Action, ...]]:
+        pipeline = self.pipeline
+        ranks = {rank: _Rank(pipeline, rank) for rank in pipeline.ranks}
+        wakes = [(0.0, rank) for rank in ranks]
+        heapq.heapify(wakes)
+        while wakes:
+            now, rank = heapq.heappop(wakes)
+            one = ranks[rank]
+            if now < one.free:
+                continue
+            action = one.choose(lambda action, now=now: self._ready(action, now))
+            if action is None:
+                continue
+            one.free = now + self._seconds(action)
+            self._done[action] = one.free
+            # The rank itself, and whoever waits for this.
+            for other in {rank, *self._after(action)}:
+                heapq.heappush(wakes, (one.free, other))
+        assert all(one.finished for one in ranks.values()), "ranks wait for each other"
+        return {rank: tuple(one.order) for rank, one in ranks.items()}
+
+    def _ready(self, action: Action, now: float) -> bool:
+        return all(self._done.get(one, float("inf")) <= now for one in self.pipeline.needs(action))
+
+    def _after(self, action: Action) -> Iterator[int]:
+        """Ranks that may wait for the end of `action`."""
+        step = 1 if action.kind == "forward" else -1
+        rank = self.pipeline.rank_of.get((action.stage + step, action.batch))
+        if rank is not None:
+            yield rank
+
+    def _seconds(self, action: Action) -> float:
+        """A forward takes half of a backward, a backward of activations alone as long as it."""
+        seat = self.pipeline.seat_of(action.stage, action.batch)
+        whole = action.kind == "backward" and self.pipeline.schedule != "zero-bubble"
+        return (2.0 if whole else 1.0) / len(seat.batches)
+
+
+class _Rank:
+    """What a rank has done, and has yet to do."""
+
+    def __init__(self, pipeline: Pipeline, rank: int) -> None:
+        self.order: list[Action] = []
+        self.free = 0.0
+        self._forwards = pipeline.forwards(rank)[::-1]
+        self._backwards = pipeline.backwards(rank)[::-1]
+        self._weights: list[Action] = []
+        self._splits = pipeline.schedule == "zero-bubble"
+        self._all_first = pipeline.schedule == "gpipe"
+        self._room = pipeline.in_flight.get(rank, 0)
+        self._put_off = 0
+        self._most_put_off = max(pipeline.in_flight.values())
+
+    @property
+    def finished(self) -> bool:
+        return not (self._forwards or self._backwards or self._weights)
+
+    def choose(self, ready: Callable[[Action], bool]) -> Action | None:
+        """The next action, if there is one that need not wait."""
+        action = self._next(ready)
+        if action is not None:
+            self.order.append(action)
+        return action
+
+    def _next(self, ready: Callable[[Action], bool]) -> Action | None:
+        if self._forwards and self._room > 0 and self._put_off < self._most_put_off:
+            if ready(self._forwards[-1]):
+                self._room -= 1
+                self._put_off += 1
+                return self._forwards.pop()
+        waits = self._all_first and self._forwards
+        if self._backwards and not waits and ready(self._backwards[-1]):
+            action = self._backwards.pop()
+            self._room += 1
+            if self._splits:
+                self._weights.insert(0, Action("weights", action.stage, action.batch))
+            else:
+                self._put_off -= 1
+            return action
+        if self._weights:
+            self._put_off -= 1
+            return self._weights.pop()
+        return None
