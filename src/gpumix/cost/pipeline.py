@@ -20,11 +20,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from math import ceil
-from typing import Literal
+from typing import Literal, Self
 
-from gpumix.spec.plan import Schedule
+from gpumix.spec.plan import Plan, Schedule
 
 Kind = Literal["forward", "backward", "weights"]
 
@@ -58,6 +59,11 @@ class Pipeline:
 
     schedule: Schedule
     seats: tuple[tuple[Seat, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """That of a plan whose ranks each have an order of their own (below ZeRO stage 2)."""
+        return cls(plan.schedule, tuple(_seats(plan, n) for n in range(len(plan.stages))))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -172,6 +178,15 @@ class Pipeline:
         return _Trial(self).run()
 
 
+def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
+    counts = [len(worker.micro_batches) for worker in plan.stages[stage].workers]
+    ends = list(accumulate(counts))
+    return tuple(
+        Seat(stage, rank, range(end - count, end))
+        for rank, count, end in zip(plan.ranks_of(stage), counts, ends)
+    )
+
+
 Seconds = Callable[[Action], float]
 
 
@@ -247,7 +262,7 @@ class _Trial:
             one = ranks[rank]
             if now < one.free:
                 continue
-            action = one.choose(lambda action, now=now: self._ready(action, now))
+            action = one.choose(partial(self._ready, now))
             if action is None:
                 continue
             one.free = now + self._seconds(action)
@@ -258,7 +273,7 @@ class _Trial:
         assert all(one.finished for one in ranks.values()), "ranks wait for each other"
         return {rank: tuple(one.order) for rank, one in ranks.items()}
 
-    def _ready(self, action: Action, now: float) -> bool:
+    def _ready(self, now: float, action: Action) -> bool:
         return all(self._done.get(one, float("inf")) <= now for one in self.pipeline.needs(action))
 
     def _after(self, action: Action) -> Iterator[int]:
@@ -302,11 +317,11 @@ class _Rank:
         return action
 
     def _next(self, ready: Callable[[Action], bool]) -> Action | None:
-        if self._forwards and self._room > 0 and self._put_off < self._most_put_off:
-            if ready(self._forwards[-1]):
-                self._room -= 1
-                self._put_off += 1
-                return self._forwards.pop()
+        may = self._room > 0 and self._put_off < self._most_put_off
+        if self._forwards and may and ready(self._forwards[-1]):
+            self._room -= 1
+            self._put_off += 1
+            return self._forwards.pop()
         waits = self._all_first and self._forwards
         if self._backwards and not waits and ready(self._backwards[-1]):
             action = self._backwards.pop()

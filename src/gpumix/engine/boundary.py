@@ -41,6 +41,7 @@ class Cut:
         recompute: whether the graph is dropped after the forward.
         host: where the inputs to recompute from are kept; None: on the device.
         forward: stands in for the unit's own forward; the profiler runs one unit for all its kind.
+        sends: places of those outputs that other stages take, which are `sent`.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Cut:
         recompute: bool = True,
         host: HostStore | None = None,
         forward: Forward | None = None,
+        sends: Sequence[int] = (),
     ) -> None:
         self.unit = unit
+        self._sends = sends
+        self.sent: list[torch.Tensor] = []
         self._recompute = recompute
         self._host = host
         self._inputs, structure = tree_flatten((call.args, call.kwargs))
@@ -97,6 +101,7 @@ class Cut:
         if not self.differentiable:
             outputs, structure = self._run(inputs)
             refuse_outputs(self.unit, outputs)
+            self.sent = self._chosen(outputs)
             return self._hand_over(outputs, structure)
         wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
         leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
@@ -115,6 +120,7 @@ class Cut:
         del run
         buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
+        self.sent = self._chosen(outputs)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -125,6 +131,12 @@ class Cut:
             self._given.send(self._host)
             self._inputs = []
         return result
+
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        """Of the output at `place`, from another stage."""
+        leaf = self._leaves[place]
+        assert leaf is not None, "the plan's word on what is differentiable"
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def prefetch(self) -> None:
         """The backward is next: bring back what is on the host."""
@@ -156,6 +168,10 @@ class Cut:
                 torch.autograd.backward(edges, gradients)
         self._ran = self._given = None
         return [source.grad for source in sources]
+
+    def _chosen(self, outputs: list[Any]) -> list[torch.Tensor]:
+        """The outputs that other stages take; the model may write into its own."""
+        return [outputs[place].detach().clone() for place in self._sends]
 
     def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
         """The model gets what the unit returned, and what it collects beside that."""

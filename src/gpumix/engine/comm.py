@@ -359,25 +359,28 @@ class Communicator:
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
         rank makes all of them."""
-        own: Communicator = self
-        group = self.group
-        for ranks in groups:
-            made = None
-            if len(ranks) > 1 and group is not None:
-                made = dist.new_group(
-                    [dist.get_global_rank(group, rank) for rank in ranks],
-                    timeout=group._get_backend(self.device).options._timeout,
-                )
-            if self.rank in ranks:
-                own = type(self)(
-                    made,
-                    rank=ranks.index(self.rank),
-                    world=len(ranks),
-                    forms=self.forms,
-                    device=self.device,
-                    of=self,
-                )
-        return own
+        made = [self.among(ranks) for ranks in groups]
+        return next((own for own in made if own is not None), self)
+
+    def among(self, ranks: Sequence[int]) -> Communicator | None:
+        """The collectives of some ranks; None on the others. Collective: every rank makes it."""
+        ranks = sorted(ranks)  # as the group will have them
+        group = None
+        if len(ranks) > 1 and self.group is not None:
+            group = dist.new_group(
+                [dist.get_global_rank(self.group, rank) for rank in ranks],
+                timeout=self.group._get_backend(self.device).options._timeout,
+            )
+        if self.rank not in ranks:
+            return None
+        return type(self)(
+            group,
+            rank=ranks.index(self.rank),
+            world=len(ranks),
+            forms=self.forms,
+            device=self.device,
+            of=self,
+        )
 
     def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
         """Every rank's `row` (1-D, same length everywhere): a [world, len(row)] tensor once waited
@@ -423,6 +426,23 @@ class Communicator:
                 async_op=True,
             )
         return received, Pending([work], label, self)
+
+    def pass_on(self, value: torch.Tensor, source: int, label: str) -> Pending:
+        """Begin to give `value` (contiguous, of any dtype) of rank `source` to all others, in
+        place; until waited for it must stay as it is.
+
+        Between two ranks this is a message. Those of the backend can neither be waited for with an
+        eye on other ranks (gloo closes the pair), nor told apart (NCCL): these come in order.
+        """
+        self._count("send" if self.rank == source else "receive", value)
+        with reported(label):
+            work = dist.broadcast(
+                value.view(-1).view(torch.uint8),
+                group_src=source,
+                group=self.group,
+                async_op=True,
+            )
+        return Pending([work], label, self)
 
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         """`value` of rank `source` on all ranks, in place, of any dtype."""

@@ -64,6 +64,29 @@ class Division:
         return offsets[self.comm.rank], offsets[self.comm.rank + 1]
 
     @classmethod
+    def of_stages(
+        cls, plan: Plan, comm: Communicator, divided: Sequence[Sequence[int]]
+    ) -> list[Division | None]:
+        """Of what stages divide between them, each of `divided` being numbers of stages; None where
+        this rank is in none of them. Collective: it makes process groups."""
+        found: list[Division | None] = []
+        for stages in divided:
+            shares: dict[int, float] = {}
+            for stage in stages:
+                for rank, share in zip(plan.ranks_of(stage), plan.stages[stage].shares):
+                    shares[rank] = shares.get(rank, 0.0) + share / len(stages)
+            ranks = tuple(sorted(shares))
+            own = comm.among(ranks)
+            if own is None:
+                found.append(None)
+                continue
+            on_host = plan.workers[comm.rank].state_on == "host"
+            first = plan.zero_stage > 0 or own.rank == 0
+            of_ranks = tuple(shares[rank] for rank in ranks)
+            found.append(cls(plan.zero_stage, of_ranks, own, ranks, first=first, on_host=on_host))
+        return found
+
+    @classmethod
     def of(cls, plan: Plan, comm: Communicator) -> Division:
         """Of `plan` on the ranks of `comm`. Collective: it makes process groups."""
         workers = plan.workers

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine import buffers, layered, sequential, state
+from gpumix.engine import buffers, layered, pipelined, sequential, state
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
@@ -31,6 +31,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.parts import Parts
+from gpumix.engine.pipelined import Entrance, Place
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
@@ -58,7 +59,9 @@ class Engine:
         comm: Communicator,
         objective: Objective,
         seed: int,
+        place: Place | None = None,
     ) -> None:
+        self._place = place
         self.model = model
         self.plan = plan
         self.comm = comm
@@ -73,7 +76,7 @@ class Engine:
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        self._position = sum(w.samples for w in plan.workers[: comm.rank])
+        self._position = _position(plan, comm.rank)
         self._stats = torch.zeros(comm.world, 3)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
@@ -115,7 +118,9 @@ class Engine:
             cut = self._cut(batch, self._worker.micro_batches)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
-                if self._worker.mode.order == "sequential":
+                if self._place is not None:
+                    table = self._step_in_stages(self._place, cut, scale, updates)
+                elif self._worker.mode.order == "sequential":
                     table = self._step_sequentially(cut, scale, updates)
                 else:
                     table = self._step_in_layers(cut, scale, updates)
@@ -174,11 +179,43 @@ class Engine:
         ]
         with _closing(batches):
             turns = layered.Turns(batches, in_order=bool(self._keepers))
+            begun = layered.Begun()
             layered.forward(self._parts, turns, keep=True)
-            results = layered.head(self._parts, turns, scale)
+            results = layered.head(self._parts, turns, scale, begun)
             table, gradient_scale = self._exchange(results, scale)
-            layered.backward(self._parts, turns, self._reductions(gradient_scale, updates))
+            reductions = self._reductions(gradient_scale, updates)
+            layered.backward(self._parts, turns, reductions, begun)
+            layered.finish(self._parts, reductions)
         return table
+
+    def _step_in_stages(
+        self, place: Place, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+    ) -> torch.Tensor:
+        tables: list[torch.Tensor] = []
+
+        def make(number: int) -> tuple[MicroBatch, Entrance]:
+            own = number - place.batches.start
+            entrance = Entrance(place, number, cut[own].looks)
+            batch = MicroBatch(
+                cut[own].compute_loss,
+                calls=self._parts.calls,
+                randomness=cut[own].randomness,
+                compute_dtype=self._dtype,
+                keeps=self._keeps(own, len(cut)),
+                host=self._host,
+                earlier=place.earlier,
+                entry=entrance,
+                sends=place.sends,
+            )
+            return batch, entrance
+
+        def exchange(results: list[Loss]) -> Reductions:
+            table, gradient_scale = self._exchange(results, scale)
+            tables.append(table)
+            return self._reductions(gradient_scale, updates)
+
+        pipelined.Step(place, self._parts, make, scale, exchange).run()
+        return tables[0]
 
     def _step_sequentially(
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
@@ -244,7 +281,7 @@ class Engine:
                     for some in [[b] for b in batches] if whole else [batches]:
                         turns = layered.Turns(some)
                         layered.forward(self._parts, turns, keep=False)
-                        results += layered.head(self._parts, turns, None)
+                        results += layered.head(self._parts, turns, None, layered.Begun())
                     self._parts.leave()
                     table, gradient_scale = self._exchange(results, torch.ones(()))
                     gradient_scale()
@@ -310,7 +347,7 @@ class Engine:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
         on whole matrices is divided as samples are: by how fast ranks are. Collective."""
         parts, division = self._parts, self._parts.division
-        ends = (parts.before, parts.throughout, parts.after)
+        ends = (parts.before, *parts.throughout, parts.after)
         root = [piece.name for bucket in ends for piece in bucket.pieces]
         speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
         comm = division.comm if not division.replicated else self.comm.alone()
@@ -404,7 +441,9 @@ class Engine:
             rows = slice(begin, begin + size)
             part = tree_map(lambda t, rows=rows: t[rows] if torch.is_tensor(t) else t, batch)
             randomness = Randomness(self._seed, self.steps, self._position + begin, self.device)
-            made.append(_Samples(functools.partial(self._objective, self.model, part), randomness))
+            looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
+            compute = functools.partial(self._objective, self.model, part)
+            made.append(_Samples(compute, randomness, looks))
             begin += size
         return made
 
@@ -440,10 +479,18 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Samples:
-    """A micro-batch's loss, to be computed, and its random numbers."""
+    """A micro-batch's loss, to be computed, its random numbers, and the shapes of its tensors."""
 
     compute_loss: Callable[[], Loss]
     randomness: Randomness
+    looks: tuple[torch.Size, ...]
+
+
+def _position(plan: Plan, rank: int) -> int:
+    """Where a rank's samples begin in the global batch."""
+    stage = plan.stages_of(rank)[0]
+    ranks = plan.ranks_of(stage)
+    return sum(w.samples for w in plan.stages[stage].workers[: ranks.index(rank)])
 
 
 def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:

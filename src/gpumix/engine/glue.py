@@ -64,7 +64,8 @@ class _Root:
 
 
 class Glue:
-    """One micro-batch's roots. Backward comes in the order: loss, last unit call, ..., first."""
+    """One micro-batch's roots. Backward comes in the order: the end, last unit call, ..., first.
+    The end is the loss, or that there is nothing more to come."""
 
     def __init__(self) -> None:
         self._roots: dict[tuple[int, int], _Root] = {}
@@ -78,13 +79,18 @@ class Glue:
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         """From the loss through the head to the last units' outputs."""
+        seen = self.all_used()
+        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
+
+    def all_used(self) -> set[Node]:
+        """There is no further call: see which graphs share a part. All nodes that are used."""
         seen: set[Node] = set()
         for call in sorted({root.first_call for root in self._roots.values()}):
             nodes = _nodes(root.link.edge.node for root in self._of(call))
             if nodes & seen:
                 self._kept.add(call)
             seen |= nodes
-        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
+        return seen
 
     def backward(
         self,

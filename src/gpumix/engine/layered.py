@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpumix.engine.buckets import Reductions
+from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.micro_batch import MicroBatch
 from gpumix.engine.parts import Parts
 from gpumix.spec.profile import ROOT
@@ -43,13 +43,27 @@ class Turns:
         return [*self.batches[-2::-1], *self.batches[-1:]]
 
 
+class Begun:
+    """The buckets to whose gradients something has been added in a step."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def begin(self, *buckets: Bucket) -> None:
+        """Something will be."""
+        for bucket in buckets:
+            if id(bucket) not in self._begun:
+                self._begun.add(id(bucket))
+                bucket.begin_gradient()
+
+
 def forward(parts: Parts, turns: Turns, *, keep: bool) -> None:
     """All micro-batches through all units; each then waits before the head."""
     record = parts.record
-    for bucket in (parts.before, parts.throughout, parts.bucket(0)):
+    for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
         bucket.start_gather()
-    parts.before.gathered()
-    parts.throughout.gathered()
+    for bucket in (parts.before, *parts.throughout):
+        bucket.gathered()
     record.computes("forward", ROOT)
     for batch in turns.of(-1):
         batch.start()
@@ -69,12 +83,13 @@ def forward(parts: Parts, turns: Turns, *, keep: bool) -> None:
 
 
 def head(
-    parts: Parts, turns: Turns, scale: torch.Tensor | None
+    parts: Parts, turns: Turns, scale: torch.Tensor | None, begun: Begun
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Head and loss of one micro-batch after the other, so that one's logits are alive at a time.
 
     Args:
         scale: with it, backward from loss x scale follows each loss; without, no backward.
+        begun: of what there are gradients already.
 
     Returns:
         (summed loss, count) of each micro-batch, without graph.
@@ -82,8 +97,7 @@ def head(
     parts.after.gathered()
     parts.record.computes("head", ROOT)
     if scale is not None:
-        for bucket in (parts.throughout, parts.before, parts.after):
-            bucket.begin_gradient()
+        begun.begin(*parts.throughout, parts.before, parts.after)
     results = []
     with parts.head.step(scale) if parts.head else nullcontext():
         for batch in turns.of(parts.last_call + 1):
@@ -97,23 +111,27 @@ def head(
     return results
 
 
-def backward(parts: Parts, turns: Turns, reductions: Reductions) -> None:
-    """All micro-batches backward through all units; reduces each bucket's gradient once."""
-    record = parts.record
-    reductions.start(parts.after)
+def backward(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
+    """All micro-batches backward through all units; starts to reduce each bucket's gradient once it
+    is done, or leaves it for others to be added.
+
+    Args:
+        reductions: None if others follow in the same step.
+        begun: of what there are gradients already.
+    """
+    begun.begin(*parts.throughout, parts.before, parts.after)
+    if reductions is not None:
+        reductions.start(parts.after)
     reduced_after = parts.reduced_after
-    begun: set[int] = set()
     for number in reversed(range(parts.last_call + 1)):
         unit = parts.call(number)
         bucket = unit.bucket
         bucket.gathered()
-        record.computes("backward", unit.name)
+        parts.record.computes("backward", unit.name)
         behind = parts.behind[number]
         if behind is not None:
             behind.start_gather()
-        if id(bucket) not in begun:
-            begun.add(id(bucket))
-            bucket.begin_gradient()
+        begun.begin(bucket)
         turn = turns.of(number)
         for place, batch in enumerate(turn):
             if place + 1 < len(turn):
@@ -123,9 +141,20 @@ def backward(parts: Parts, turns: Turns, reductions: Reductions) -> None:
             batch.backward(number)
         if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
-        if number in reduced_after:
+        if reductions is not None and number in reduced_after:
             reductions.start(bucket)
-    for bucket in (parts.throughout, parts.before):
+
+
+def reduce_units(parts: Parts, reductions: Reductions) -> None:
+    """Start to reduce what `backward` has left, in the order in which it would have."""
+    reductions.start(parts.after)
+    for number in sorted(parts.reduced_after, reverse=True):
+        reductions.start(parts.reduced_after[number])
+
+
+def finish(parts: Parts, reductions: Reductions) -> None:
+    """Reduce what is in use throughout the step, and wait for all reductions."""
+    for bucket in (*parts.throughout, parts.before):
         reductions.start(bucket)
     reductions.finish()
-    record.overhead()
+    parts.record.overhead()

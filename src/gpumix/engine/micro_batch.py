@@ -1,10 +1,10 @@
-"""One micro-batch on its way through the model, from unit call to unit call and back."""
+"""One micro-batch on its way through a stage, from unit call to unit call and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,12 +18,23 @@ from gpumix.engine.randomness import Randomness
 Loss = tuple[torch.Tensor, torch.Tensor]
 
 
+class Entry(Protocol):
+    """How a micro-batch comes to the first unit call of its stage."""
+
+    def returned(self, call: UnitCall) -> Any:
+        """What the next call, of an earlier stage, has returned there."""
+
+
 class MicroBatch:
     """One micro-batch that stops at every unit.
 
     Args:
         compute_loss: runs the model and returns (summed loss, count).
-        calls: names of the units in the order in which the model must call them.
+        calls: names of the stage's units in the order in which the model must call them; calls are
+            numbered from 0 here.
+        earlier: calls of earlier stages.
+        entry: gives what those returned.
+        sends: by call, places of the outputs that later stages take; then they are in `sent`.
         keeps: whether the graph of a unit call is kept, by its number; else it is recomputed.
         host: where what calls are recomputed from is kept; None: on the device.
     """
@@ -37,8 +48,15 @@ class MicroBatch:
         compute_dtype: torch.dtype,
         keeps: Callable[[int], bool],
         host: HostStore | None = None,
+        earlier: Sequence[str] = (),
+        entry: Entry | None = None,
+        sends: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._coroutine = Coroutine(compute_loss)
+        self._earlier = earlier
+        self._entry = entry
+        self._sends = sends or {}
+        self.sent: dict[tuple[int, int], torch.Tensor] = {}
         self._calls = calls
         self._randomness = randomness
         self._dtype = compute_dtype
@@ -50,38 +68,52 @@ class MicroBatch:
         self._outputs: Any = None
 
     def start(self) -> None:
-        """Run the code before the first unit."""
+        """Run the code before the stage's first unit."""
         self._resume(0)
+        for number, name in enumerate(self._earlier):
+            assert self._entry is not None
+            self._resume(2 * number + 2, self._entry.returned(self._called(number, name)))
 
     def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
         """Run unit call `number`; `keep` what its backward needs."""
-        call = self._at
-        if not isinstance(call, UnitCall) or call.unit != unit.name:
-            raise out_of_order(self._calls, number, call.unit if isinstance(call, UnitCall) else "")
+        call = self._called(len(self._earlier) + number, unit.name)
         cut = Cut(
             call,
             unit,
             compute_dtype=self._dtype,
-            seed=partial(self._randomness.start, 2 * number + 1),
+            seed=partial(self._randomness.start, 2 * (len(self._earlier) + number) + 1),
             recompute=not self._keeps(number),
             host=self._host,
+            sends=self._sends.get(number, ()),
         )
         self._at = None
         self._outputs = cut.forward()
         if keep:
             self._cuts.append(cut if cut.differentiable else None)
             self._glue.used(number, cut.links)
+        for place, value in zip(self._sends.get(number, ()), cut.sent):
+            self.sent[number, place] = value
+        cut.sent = []
+
+    def _called(self, number: int, name: str) -> UnitCall:
+        """The call that the model has stopped at, which must be call `number` of all, of `name`."""
+        call = self._at
+        if not isinstance(call, UnitCall) or call.unit != name:
+            called = call.unit if isinstance(call, UnitCall) else ""
+            raise out_of_order([*self._earlier, *self._calls], number, called)
+        return call
 
     def resume(self, number: int) -> None:
         """Go on after unit call `number` to the next unit call, or to the end."""
         outputs, self._outputs = self._outputs, None
-        self._resume(2 * number + 2, outputs)
+        self._resume(2 * (len(self._earlier) + number) + 2, outputs)
 
     def finish(self) -> Loss:
         """(summed loss, count) of a micro-batch that has come to its end."""
         if not isinstance(self._at, Finished):
             assert self._at is not None
-            raise out_of_order(self._calls, len(self._calls), self._at.unit)
+            calls = [*self._earlier, *self._calls]
+            raise out_of_order(calls, len(calls), self._at.unit)
         loss, count = self._at.value
         self._at = None
         return loss, count
@@ -90,6 +122,18 @@ class MicroBatch:
         """Backward from the loss to the last unit's outputs."""
         refuse_detached(loss)
         self._glue.backward_loss(loss)
+
+    def expect_gradients(self) -> None:
+        """There is no loss in this stage; `add_gradient` comes in its place."""
+        self._glue.all_used()
+        self._outputs = None
+        self._coroutine.close()
+
+    def add_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        """Of what unit call `number` returns at `place`, from a later stage."""
+        cut = self._cuts[number]
+        assert cut is not None, "the plan's word on what is differentiable"
+        cut.add_gradient(place, gradient)
 
     def prefetch(self, number: int) -> None:
         """Backward through unit call `number` comes soon."""

@@ -53,15 +53,16 @@ class ShardedUnit:
 class Parts:
     """A sharded model.
 
-    The root unit's parameters are in three buckets: what is used `before` the first unit only, what
-    is used `after` the last one only, and what is in use `throughout`.
+    The root unit's parameters are in buckets of their own: what is used `before` the first unit
+    only, what is used `after` the last one only, and what is in use `throughout`: here alone, or in
+    other stages too, with which it is divided.
     """
 
     division: Division
     units: dict[str, ShardedUnit]
     calls: tuple[str, ...]
     before: Bucket
-    throughout: Bucket
+    throughout: tuple[Bucket, ...]
     after: Bucket
     of_units: tuple[Bucket, ...]
     head: HeadInChunks | None = None  # None: logits are made whole
@@ -69,7 +70,7 @@ class Parts:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The root's, then those of the units."""
-        return (self.throughout, self.before, self.after, *self.of_units)
+        return (*self.throughout, self.before, self.after, *self.of_units)
 
     @property
     def record(self) -> Record:
@@ -119,6 +120,14 @@ class Parts:
             bucket.leave()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Parameters of the root that several stages have, divided over the ranks of all of them."""
+
+    names: tuple[str, ...]
+    division: Division
+
+
 def shard(
     anatomy: Anatomy,
     stage: Stage,
@@ -128,22 +137,26 @@ def shard(
     dtypes: Dtypes,
     source: Source,
     head: HeadInChunks | None = None,
+    shared: Sequence[Shared] = (),
 ) -> Parts:
     """Replace the parameters of a model by views of flat buffers that are divided by `division`.
 
     Args:
+        anatomy: what the stage has of the model.
         stage: the order of the calls, how many units in a row make a bucket, and which parameters
             of the root are used at its ends only.
         source: gives the initial values.
+        shared: parameters of the root that other stages have too.
     """
     own = {unit.name: list(unit.slots) for unit in anatomy.units}
     names = tuple(dict.fromkeys(stage.units))
     rows = [names[k : k + stage.joined] for k in range(0, len(names), stage.joined)]
     number = {name: n for n, row in enumerate(rows) for name in row}
     sequence = [n for n, _ in groupby(number[name] for name in stage.units)]
-    throughout = {slot.name: slot for slot in anatomy.root.slots}
-    before = [throughout.pop(name) for name in stage.before]
-    after = [throughout.pop(name) for name in stage.after]
+    others = {slot.name: slot for slot in anatomy.root.slots}
+    before = [others.pop(name) for name in stage.before]
+    after = [others.pop(name) for name in stage.after]
+    shared_slots = [[others.pop(name) for name in one.names] for one in shared]
 
     def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
         return _Request(name, Alike.among(slots, dtypes), *uses)
@@ -156,15 +169,24 @@ def shard(
     requests += [
         request(f"{ROOT} before", before, ends[0]),
         request(f"{ROOT} after", after, ends[1]),
-        request(ROOT, list(throughout.values())),
+        request(ROOT, list(others.values())),
     ]
     *buckets, first, last, root = _place(requests, division, device, source)
-    trained = [group for bucket in (*buckets, first, last, root) for group in bucket.trainable]
-    max(trained, key=lambda group: group.numel).expect_reduce()
-    if head is not None:
-        head.add_to_gradients_of(trained)
+    of_several = [
+        bucket
+        for one, slots in zip(shared, shared_slots)
+        for bucket in _place([request(ROOT, slots)], one.division, device, source)
+    ]
+    here = (*buckets, first, last, root)
+    for alike in (here, *((bucket,) for bucket in of_several)):  # a division has its own pools
+        trained = [group for bucket in alike for group in bucket.trainable]
+        if trained:
+            max(trained, key=lambda group: group.numel).expect_reduce()
+        if head is not None:
+            head.add_to_gradients_of(trained)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
-    return Parts(division, units, stage.units, first, root, last, tuple(buckets), head)
+    throughout = (root, *of_several)
+    return Parts(division, units, stage.units, first, throughout, last, tuple(buckets), head)
 
 
 def alone(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpumix.cost.pipeline import Pipeline
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -22,11 +23,14 @@ from gpumix.engine.groups import all_ranks, own_device
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.last_words import LastWords
 from gpumix.engine.objective import Objective, objective_of
-from gpumix.engine.parts import shard
+from gpumix.engine.parts import Shared, shard
+from gpumix.engine.pipelined import Place
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.shards import Dtypes
+from gpumix.engine.stages import divided, part_of
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
+from gpumix.engine.wires import Wires
 from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker
@@ -69,15 +73,32 @@ def prepare(
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
-    in_chunks = worker.mode.head == "chunked"
+    stages = plan.stages_of(comm.rank)
+    has_head = len(plan.stages) - 1 in stages
+    in_chunks = worker.mode.head == "chunked" and has_head
+    compute_dtype = TORCH_DTYPE[worker.compute_dtype]
+    dtypes = Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype])
+    source = source_of(model, weights)
+    head = HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None
+    place: Place | None = None
+    shared: list[Shared] = []
+    if len(plan.stages) == 1:
+        here, division = anatomy, Division.of(plan, comm)
+    else:
+        here, elsewhere = part_of(anatomy, plan.stages[stages[0]], comm.device, compute_dtype)
+        division, shared = divided(plan, comm)
+        pipeline = Pipeline.of(plan)
+        wires = Wires(plan, pipeline, comm, dtypes.communication)
+        place = Place(plan, pipeline, stages[0], comm.rank, wires, elsewhere)
     parts = shard(
-        anatomy,
-        plan.stages[0],
-        Division.of(plan, comm),
+        here,
+        plan.stages[stages[0]],
+        division,
         device=comm.device,
-        dtypes=Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype]),
-        source=source_of(model, weights),
-        head=HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None,
+        dtypes=dtypes,
+        source=source,
+        head=head,
+        shared=shared,
     )
     if weights is not None:
         load_buffers(model, weights)
@@ -85,10 +106,10 @@ def prepare(
     calls = Calls()
     if worker.compile:
         compile_units(parts.units.values(), sizes=worker.micro_batches, device=comm.device)
-    for name, unit in parts.units.items():
-        intercept(name, unit.module, calls)
+    for unit in anatomy.units:
+        intercept(unit.name, unit.module, calls)
     objective = loss or objective_of(model)
-    return Engine(model, plan, parts, calls, comm=comm, objective=objective, seed=seed)
+    return Engine(model, plan, parts, calls, comm=comm, objective=objective, seed=seed, place=place)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -123,9 +144,8 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             "there is nothing to train: no parameter of the model requires a gradient",
             fix="set requires_grad of those parameters that are to be trained",
         )
-    if plan.model != anatomy.fingerprint() or set(plan.stages[0].units) != {
-        unit.name for unit in anatomy.units
-    }:
+    units = {name for stage in plan.stages for name in stage.units}
+    if plan.model != anatomy.fingerprint() or units != {unit.name for unit in anatomy.units}:
         raise InputError(
             "the plan was made for another model",
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",

@@ -100,10 +100,10 @@ class _Gathering:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        for bucket in (parts.before, parts.throughout, parts.bucket(0)):
+        for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
             bucket.start_gather()
-        parts.before.gathered()
-        parts.throughout.gathered()
+        for bucket in (parts.before, *parts.throughout):
+            bucket.gathered()
         parts.record.computes("forward", ROOT)
         for bucket in parts.buckets:
             bucket.begin_gradient()
@@ -129,7 +129,7 @@ class _Reducing:
     def __init__(self, parts: Parts, reductions: Reductions) -> None:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
-        self._waiting = [parts.after, *units, parts.throughout, parts.before]
+        self._waiting = [parts.after, *units, *parts.throughout, parts.before]
         self._reductions = reductions
         self._head = parts.head
         self._missing: dict[int, int] = {}

@@ -8,7 +8,7 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -119,11 +119,20 @@ class Worker(Value):
         return split_micro_batches(self.samples, self.micro_batch)
 
 
+class Taken(Value):
+    """What a stage needs of an earlier one: a tensor that a unit call returns."""
+
+    call: int = Field(ge=0, description="number of the call, counted over all stages")
+    output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
+    differentiable: bool = Field(default=True, description="whether its gradient goes back")
+
+
 class Stage(Value):
     """A contiguous run of units, and the workers that compute them, in rank order.
 
     `units` are the module names of the unit calls in the order of the forward pass, without the
-    root unit; a unit that is called twice is named twice.
+    root unit; a unit that is called twice is named twice. Where there are several stages, `takes`
+    and `root` are all that a stage needs of what lies outside of its units.
     """
 
     units: tuple[str, ...] = Field(min_length=1)
@@ -138,10 +147,21 @@ class Stage(Value):
     after: tuple[str, ...] = Field(
         default=(), description="parameters of the root that only head and loss use"
     )
+    takes: tuple[Taken, ...] = ()
+    root: tuple[str, ...] | None = Field(
+        default=None, description="parameters of the root that the stage uses; null: all"
+    )
 
     @property
     def shares(self) -> tuple[float, ...]:
         return tuple(w.state_share for w in self.workers)
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Where each micro-batch of the global batch begins: those of the first worker come
+        first."""
+        sizes = [size for worker in self.workers for size in worker.micro_batches]
+        return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 class WorkerPrediction(Value):
@@ -190,7 +210,13 @@ class Plan(Document):
         description="parameters are rounded to it before any rank computes with them; gradients "
         "are summed in fp32",
     )
-    stages: tuple[Stage, ...] = Field(min_length=1, max_length=1)
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    schedule: Schedule = Field(
+        default="1f1b", description="in which order micro-batches go through several stages"
+    )
+    ranks: tuple[str, ...] = Field(
+        default=(), description="devices in the order of their ranks; empty: as stages name them"
+    )
     zero_stage: ZeroStage = 3
     sharding: Sharding = Field(
         default="all", description="whether all ranks divide the state, or those of each host"
@@ -205,7 +231,11 @@ class Plan(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        refuse_twins("device", (w.device for w in self.workers))
+        for stage in self.stages:
+            refuse_twins("device", (w.device for w in stage.workers))
+        if self.schedule != "interleaved":
+            devices = (w.device for stage in self.stages for w in stage.workers)
+            refuse_twins("device", devices, "is in two stages, which is for interleaved ones")
         if self.collectives.padding > len(self.workers):
             raise ValueError(
                 f"intervals padded to {self.collectives.padding:g} times an equal one are longer "
@@ -221,7 +251,34 @@ class Plan(Document):
             for where, total in self._sums_of_shares(stage):
                 if abs(total - 1.0) > 1e-6:
                     raise ValueError(f"the state shares of {where} add up to {total:.6f}, not to 1")
+        if len(self.stages) > 1:
+            self._check_stages()
         return self
+
+    def _check_stages(self) -> None:
+        """What one stage alone cannot have wrong."""
+        first, *others = (stage.begins for stage in self.stages)
+        if any(begins != first for begins in others):
+            raise ValueError("the stages do not cut the batch into the same micro-batches")
+        calls = 0
+        for number, stage in enumerate(self.stages):
+            late = [taken.call for taken in stage.takes if taken.call >= calls]
+            if late:
+                raise ValueError(
+                    f"stage {number + 1} takes what call {late[0]} returns, which is not in an "
+                    "earlier stage"
+                )
+            calls += len(stage.units)
+        if self.schedule == "interleaved":
+            rows = {tuple(w.device for w in stage.workers) for stage in self.stages}
+            in_row = [tuple(w.device for w in s.workers) for s in self.stages[: len(rows)]]
+            if len(self.stages) % len(rows) or any(
+                tuple(w.device for w in stage.workers) != in_row[number % len(rows)]
+                for number, stage in enumerate(self.stages)
+            ):
+                raise ValueError("interleaved stages go round the same devices again and again")
+        if self.sharding == "host":
+            raise ValueError("the hosts of a stage repeat no state: sharding 'host' is for one")
 
     def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
         """The sum of the shares of those that divide the state between them."""
@@ -236,8 +293,29 @@ class Plan(Document):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All workers in rank order."""
-        return tuple(w for stage in self.stages for w in stage.workers)
+        """A worker of each rank, in rank order: of a rank with several stages that of the first."""
+        first: dict[str, Worker] = {}
+        for worker in (w for stage in self.stages for w in stage.workers):
+            first.setdefault(worker.device, worker)
+        return tuple(first[device] for device in self.ranks or first)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the stages that a rank computes."""
+        device = self.workers[rank].device
+        return tuple(
+            number
+            for number, stage in enumerate(self.stages)
+            if any(w.device == device for w in stage.workers)
+        )
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage, in its order."""
+        numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
+        return tuple(numbers[worker.device] for worker in self.stages[stage].workers)
+
+    def first_call(self, stage: int) -> int:
+        """Number of a stage's first unit call, counted over all stages."""
+        return sum(len(earlier.units) for earlier in self.stages[:stage])
 
     def for_devices(self, devices: Sequence[str]) -> Plan:
         """The same plan with its workers in the order of `devices`, the id of each rank's device.
@@ -254,9 +332,15 @@ class Plan(Document):
                 f"{', '.join(sorted(extra)) or 'none'}",
                 fix="make a plan for these devices: gpumix plan JOB.yaml",
             )
-        workers = tuple(by_device[device] for device in devices)
-        stage = self.stages[0].model_copy(update={"workers": workers})
-        return self.model_copy(update={"stages": (stage,)})
+        rank = {device: number for number, device in enumerate(devices)}
+        stages = [
+            stage.model_copy(
+                update={"workers": tuple(sorted(stage.workers, key=lambda w: rank[w.device]))}
+            )
+            for stage in self.stages
+        ]
+        ranks = tuple(devices) if len(stages) > 1 else ()
+        return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})
 
 
 def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:

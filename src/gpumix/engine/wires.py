@@ -1,0 +1,135 @@
+"""What the ranks of different stages send each other: outputs forward, their gradients back.
+
+Every pair of ranks has a line of its own for each stage that takes and for each direction, on which
+messages come in order. Both ends know the order of all from the plan, and the looks of what comes
+too: so nothing is sent but values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gpumix.cost.pipeline import Pipeline
+from gpumix.engine.comm import Communicator, Pending
+from gpumix.engine.elsewhere import Look
+from gpumix.spec.plan import Plan, Taken
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What stage `to` takes of an earlier stage's call, of one micro-batch; or its gradient."""
+
+    direction: Direction
+    to: int
+    batch: int
+    taken: Taken
+
+
+@dataclass(frozen=True)
+class _Line:
+    """From one rank to another, for one stage that takes, in one direction."""
+
+    direction: Direction
+    to: int
+    giver: int
+    taker: int
+
+
+class Wires:
+    """The lines of one rank. Collective to make: all ranks make all lines.
+
+    Args:
+        dtype: that floating values are sent in.
+    """
+
+    def __init__(
+        self, plan: Plan, pipeline: Pipeline, comm: Communicator, dtype: torch.dtype
+    ) -> None:
+        self._comm = comm
+        self._pipeline = pipeline
+        self._dtype = dtype
+        self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
+        self._lines: dict[_Line, Communicator] = {}
+        self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
+        self._coming: dict[Message, tuple[torch.Tensor, Pending]] = {}
+        self._going: deque[Pending] = deque()
+        for line in sorted(self._needed(plan), key=str):
+            made = comm.among((line.giver, line.taker))
+            if made is not None:
+                self._lines[line] = made
+
+    def _needed(self, plan: Plan) -> set[_Line]:
+        found = set()
+        for to, stage in enumerate(plan.stages):
+            for batch in range(len(stage.begins)):
+                for taken in stage.takes:
+                    for direction in ("forward", "backward"):
+                        line = self._line(Message(direction, to, batch, taken))
+                        if line.giver != line.taker:
+                            found.add(line)
+        return found
+
+    def _line(self, message: Message) -> _Line:
+        ranks = self._pipeline.rank_of
+        made = ranks[self._stage_of_call[message.taken.call], message.batch]
+        used = ranks[message.to, message.batch]
+        if message.direction == "backward":
+            made, used = used, made
+        return _Line(message.direction, message.to, made, used)
+
+    def send(self, message: Message, value: torch.Tensor) -> None:
+        """Begin to send; `value` is not changed any more."""
+        line = self._line(message)
+        if line.giver == line.taker:
+            self._here[message] = value
+            return
+        if value.is_floating_point():
+            value = value.to(self._dtype)
+        self._reap()
+        self._going.append(
+            self._lines[line].pass_on(value.contiguous(), self._own(line), str(message))
+        )
+
+    def expect(self, message: Message, look: Look) -> None:
+        """Begin to receive what looks so."""
+        line = self._line(message)
+        if line.giver == line.taker or message in self._coming:
+            return
+        dtype = self._dtype if look.dtype.is_floating_point else look.dtype
+        room = torch.empty(look.shape, dtype=dtype, device=self._comm.device)
+        lines = self._lines[line]
+        self._coming[message] = (room, lines.pass_on(room, 1 - lines.rank, str(message)))
+
+    def receive(self, message: Message, look: Look) -> torch.Tensor:
+        """What was sent, in the dtype of its look."""
+        if message in self._here:
+            return self._here.pop(message)
+        self.expect(message, look)
+        room, pending = self._coming.pop(message)
+        pending.wait()
+        return room.to(look.dtype)
+
+    def finish(self) -> None:
+        """Wait until all that was sent is there."""
+        while self._going:
+            self._going.popleft().wait()
+
+    def abandon(self) -> None:
+        """Leave nothing of a step that failed."""
+        self._here.clear()
+        self._coming.clear()
+        self._going.clear()
+
+    def _own(self, line: _Line) -> int:
+        return self._lines[line].rank
+
+    def _reap(self) -> None:
+        """Let go of what has arrived."""
+        while self._going and all(work.is_completed() for work in self._going[0].works):
+            self._going.popleft().wait()
