@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a unit call returns, and what is collected beside: tensors by their looks."""
+    """What a unit call returns, and what is collected beside: tensors, or their looks."""
 
     leaves: tuple[Any, ...]
     structure: TreeSpec
@@ -67,12 +68,15 @@ class Elsewhere:
 
     def install(self, slots: Sequence[Slot]) -> None:
         """Put parameters without values in the places of these."""
+        self._install(slots, lambda shape, dtype: self.tensor(Look(shape, dtype)))
+
+    def _install(self, slots: Sequence[Slot], make: Callable[..., torch.Tensor]) -> None:
         for slot in slots:
             old = slot.parameter
             dtype = self._dtype if old.is_floating_point() else old.dtype
-            fake = nn.Parameter(self.tensor(Look(old.shape, dtype)), requires_grad=False)
+            stand_in = nn.Parameter(make(old.shape, dtype=dtype), requires_grad=False)
             for module, attribute in slot.places:
-                module._parameters[attribute] = fake
+                module._parameters[attribute] = stand_in
 
     def tensor(self, look: Look) -> torch.Tensor:
         """One without values."""
@@ -93,27 +97,53 @@ class Elsewhere:
         return self._returned[key]
 
     def _tried(self, call: UnitCall) -> Returned:
-        captured = Captured(call.context)
-        args, kwargs = tree_map(self._without_values, (call.args, call.kwargs))
         try:
-            with call.state.applied(), torch.no_grad():
-                outputs = captured.run(lambda: self._forwards[call.unit](*args, **kwargs))
+            returned = plain_run(call, self._forwards[call.unit], self._without_values)
+        except Exception:  # what it computes depends on values, or a kernel knows none without
+            returned = self._computed(call)
+        looks = (
+            Look(t.shape, t.dtype) if isinstance(t, torch.Tensor) else t for t in returned.leaves
+        )
+        return Returned(tuple(looks), returned.structure)
+
+    def _computed(self, call: UnitCall) -> Returned:
+        """By a run whose parameters, and inputs without values, are zeros."""
+        slots = self._units[call.unit].slots
+        try:
+            self._install(slots, partial(torch.zeros, device=self._device))
+            return plain_run(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
                 f"what unit '{call.unit}' of another stage returns cannot be told",
-                why=f"run without values it fails: {lines[0]}",
+                why=f"run on zeros it fails: {lines[0]}",
                 fix="make a plan of one stage for this model",
             ) from error
-        leaves, structure = tree_flatten(outputs)
-        looks = (Look(t.shape, t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
-        return Returned(tuple(looks), structure)
+        finally:
+            self.install(slots)
 
     def _without_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
             return self._mode.from_tensor(value)
         return value
+
+    def _with_values(self, value: Any) -> Any:
+        value = cast(value, self._dtype)
+        if isinstance(value, FakeTensor):
+            return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
+        return value
+
+
+def plain_run(
+    call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
+) -> Returned:
+    """What a unit returns by `forward`, without gradients; each input is `prepared` before."""
+    captured = Captured(call.context)
+    args, kwargs = tree_map(prepared, (call.args, call.kwargs))
+    with call.state.applied(), torch.no_grad():
+        leaves, structure = tree_flatten(captured.run(lambda: forward(*args, **kwargs)))
+    return Returned(tuple(leaves), structure)
 
 
 def has_no_values(value: Any) -> bool:

@@ -76,7 +76,7 @@ class Engine:
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        self._position = _position(plan, comm.rank)
+        self._position = plan.rows_of(comm.rank).start
         self._stats = torch.zeros(comm.world, 3)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
@@ -484,13 +484,6 @@ class _Samples:
     compute_loss: Callable[[], Loss]
     randomness: Randomness
     looks: tuple[torch.Size, ...]
-
-
-def _position(plan: Plan, rank: int) -> int:
-    """Where a rank's samples begin in the global batch."""
-    stage = plan.stages_of(rank)[0]
-    ranks = plan.ranks_of(stage)
-    return sum(w.samples for w in plan.stages[stage].workers[: ranks.index(rank)])
 
 
 def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:

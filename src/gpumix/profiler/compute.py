@@ -26,10 +26,10 @@ from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
-from gpumix.profiler.ends import find_ends
+from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
 from gpumix.spec.curve import Curve
-from gpumix.spec.profile import ROOT, End
+from gpumix.spec.profile import ROOT
 
 # A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
 WORTHWHILE_GAIN = 0.02
@@ -60,6 +60,7 @@ class Point:
     kept: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)  # of one sample's forward
+    outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes by place
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
@@ -78,12 +79,11 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `cut_short`: there was no time for more; `ends`:
-    what of the root is used before the first unit only, and after the last one only."""
+    """All points of one device, in growing size; `cut_short`: there was no time for more."""
 
     calls: tuple[str, ...]
     points: list[Point]
-    ends: tuple[End, End]
+    flows: Flows
     cut_short: bool = False
 
 
@@ -113,7 +113,7 @@ def sweep(
             measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
             measurement.warm_up(batch)
     begun = time.perf_counter()
-    found = Sweep((), [], measurement.ends(batch))
+    found = Sweep((), [], measurement.flows(batch))
     sizes, ran_out = list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
@@ -187,10 +187,10 @@ class _Measurement:
             self._count_unit(kind, call)
         return calls
 
-    def ends(self, batch: Batch) -> tuple[End, End]:
-        """What of the root is used at one end only, after `warm_up`."""
+    def flows(self, batch: Batch) -> Flows:
+        """What calls are computed from, after `warm_up`."""
         specimens, in_chunks = self._specimens, not self._point.whole_head
-        return find_ends(specimens, on_device(specimens, batch), in_chunks=in_chunks)
+        return find_flows(specimens, on_device(specimens, batch), in_chunks=in_chunks)
 
     def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
         calls = self.warm_up(batch)
@@ -274,8 +274,11 @@ class _Measurement:
 
     def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
         with FlopCount() as flops:  # which compiled code does not show
-            self._specimens.cut(call, plain=True).forward()
+            returned = self._specimens.returned(call)
+        sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
+        self._point.outputs[kind] = sizes
         self._point.flops[kind] = flops.total / self._point.size
+        del returned
         before = self._memory.current()
         self._memory.reset_peak()
         cut = self._specimens.cut(call)

@@ -192,6 +192,7 @@ def _model_profile(
         compute_dtype=compute_dtype,
         calls=found.calls,
         kind_of_call=tuple(kind_of[name] for name in found.calls),
+        needs=found.flows.needs,
         kinds=tuple(
             UnitKind(
                 name=kind,
@@ -204,6 +205,10 @@ def _model_profile(
                 forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
                 backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
                 flops=found.points[0].flops[kind],
+                outputs={
+                    place: _curve(found, [p.outputs[kind][place] for p in found.points])
+                    for place in found.points[0].outputs[kind]
+                },
             )
             for kind, unit in sorted(first_of_kind.items())
             if kind in found.points[0].kept
@@ -212,8 +217,8 @@ def _model_profile(
             trainable=anatomy.root.trainable,
             frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
             buffer_bytes=buffer_bytes(model),
-            before=found.ends[0],
-            after=found.ends[1],
+            before=found.flows.before,
+            after=found.flows.after,
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             # What found no room takes more than there is.
             head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.boundary import Cut
+from gpumix.engine.boundary import Cut, cast
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
+from gpumix.engine.elsewhere import Returned, plain_run
 from gpumix.engine.glue import Glue, Link
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
@@ -102,14 +103,16 @@ class Specimens:
         """Begin to run the model on `batch`, whose tensors are on the device."""
         return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
 
-    def cut(self, call: UnitCall, *, recompute: bool = True, plain: bool = False) -> Cut:
-        """The specimen of the called unit, given what that was called with; `plain` is without
-        compiled code."""
-        unit = self.of_kind[self.kind_of[call.unit]]
+    def returned(self, call: UnitCall) -> Returned:
+        """What the called unit returns, without gradients and compiled code."""
+        forward = plain_forward(self.of_kind[self.kind_of[call.unit]])
+        return plain_run(call, forward, lambda value: cast(value, self.compute_dtype))
+
+    def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
+        """The specimen of the called unit, given what that was called with."""
         return Cut(
             call,
-            unit,
-            forward=plain_forward(unit) if plain else None,
+            self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
             recompute=recompute,
@@ -136,6 +139,12 @@ class Walk:
     def call(self) -> UnitCall | None:
         """The unit call that the walk has stopped at; None at the end."""
         return self._at if isinstance(self._at, UnitCall) else None
+
+    @property
+    def result(self) -> Any:
+        """Summed loss and count, at the end."""
+        assert isinstance(self._at, Finished)
+        return self._at.value
 
     def go_on(self, outputs: Any = None) -> None:
         """Hand over the outputs of the call (nothing at the start) and walk to the next."""

@@ -313,6 +313,14 @@ class Plan(Document):
         numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
         return tuple(numbers[worker.device] for worker in self.stages[stage].workers)
 
+    def rows_of(self, rank: int) -> range:
+        """Which samples of the global batch a rank computes; of several stages on it, the first
+        one's."""
+        stage = self.stages_of(rank)[0]
+        place = self.ranks_of(stage).index(rank)
+        counts = [worker.samples for worker in self.stages[stage].workers]
+        return range(sum(counts[:place]), sum(counts[: place + 1]))
+
     def first_call(self, stage: int) -> int:
         """Number of a stage's first unit call, counted over all stages."""
         return sum(len(earlier.units) for earlier in self.stages[:stage])

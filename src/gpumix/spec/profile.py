@@ -17,7 +17,7 @@ from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives, ComputeDtype
+from gpumix.spec.plan import Collectives, ComputeDtype, Taken
 from gpumix.spec.units import Count, show_seconds
 
 ROOT = "(root)"
@@ -57,6 +57,17 @@ class UnitKind(Value):
         "those of the outputs are not"
     )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
+    outputs: dict[int, Curve] = Field(
+        default={}, description="each tensor that a call returns, by its place"
+    )
+
+
+class Needs(Value):
+    """What a unit call, or the loss, is computed from, by the code between units; beside the
+    batch."""
+
+    root: tuple[str, ...] = Field(default=(), description="parameters of the root")
+    outputs: tuple[Taken, ...] = Field(default=(), description="what earlier calls return")
 
 
 class End(Value):
@@ -99,6 +110,9 @@ class ModelProfile(Value):
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the bytes are of")
     calls: tuple[str, ...] = Field(min_length=1, description="module name of each unit call")
     kind_of_call: tuple[str, ...]
+    needs: tuple[Needs, ...] = Field(
+        default=(), description="of each call, then of the loss; empty: not known"
+    )
     kinds: tuple[UnitKind, ...] = Field(min_length=1)
     root: RootUnit
 
@@ -106,6 +120,8 @@ class ModelProfile(Value):
     def _consistent(self) -> Self:
         if len(self.calls) != len(self.kind_of_call):
             raise ValueError(f"{len(self.calls)} calls but {len(self.kind_of_call)} kinds of calls")
+        if self.needs and len(self.needs) != len(self.calls) + 1:
+            raise ValueError(f"{len(self.calls)} calls and a loss, but {len(self.needs)} needs")
         refuse_twins("unit kind", (k.name for k in self.kinds))
         missing = set(self.kind_of_call) - {k.name for k in self.kinds}
         if missing:
@@ -117,6 +133,22 @@ class ModelProfile(Value):
     def kind(self, name: str) -> UnitKind:
         """The kind called `name`; raises KeyError if there is none."""
         return {k.name: k for k in self.kinds}[name]
+
+    def needs_of(self, begin: int, end: int) -> Needs:
+        """What calls [begin, end) need of the root and of earlier calls; the last call stands for
+        the loss too.
+
+        Raises:
+            ValueError: it is not known.
+        """
+        if not self.needs:
+            raise ValueError("the profile does not say what calls need of each other")
+        wanted = [*self.needs[begin:end], *(self.needs[-1:] if end == len(self.calls) else ())]
+        outputs = {taken for needs in wanted for taken in needs.outputs if taken.call < begin}
+        return Needs(
+            root=tuple(dict.fromkeys(name for needs in wanted for name in needs.root)),
+            outputs=tuple(sorted(outputs, key=lambda taken: (taken.call, taken.output))),
+        )
 
     @property
     def parameters(self) -> int:

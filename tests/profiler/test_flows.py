@@ -9,7 +9,7 @@ from gpumix.engine.deferred import build
 from gpumix.engine.objective import objective_of
 from gpumix.engine.prepare import switch_off_caches
 from gpumix.engine.units import dissect
-from gpumix.profiler.ends import find_ends
+from gpumix.profiler.flows import find_flows
 from gpumix.profiler.specimen import Specimens
 from models import ARCHITECTURES
 
@@ -28,7 +28,7 @@ EXPECTED = {
 }
 
 
-def ends_of(name, *, in_chunks=False):
+def flows_of(name, *, in_chunks=False):
     architecture = ARCHITECTURES[name]
     model = build(architecture.factory, 0)
     switch_off_caches(model)
@@ -41,14 +41,14 @@ def ends_of(name, *, in_chunks=False):
         objective=objective_of(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    return anatomy, find_ends(specimens, batch, in_chunks=in_chunks)
+    return anatomy, find_flows(specimens, batch, in_chunks=in_chunks)
 
 
 @pytest.mark.parametrize(("name", "in_chunks"), [*((n, False) for n in EXPECTED), ("llama", True)])
 def test_ends_are_found(name, in_chunks):
-    anatomy, ends = ends_of(name, in_chunks=in_chunks)
+    anatomy, flows = flows_of(name, in_chunks=in_chunks)
     numels = {slot.name: slot.parameter.numel() for slot in anatomy.root.slots}
-    for end, expected in zip(ends, EXPECTED[name]):
+    for end, expected in zip((flows.before, flows.after), EXPECTED[name]):
         if expected is not None:
             assert set(end.names) == expected
         assert end.trainable == sum(numels[name] for name in end.names)

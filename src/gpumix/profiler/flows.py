@@ -1,0 +1,191 @@
+"""From what a model's unit calls and its loss are computed, and what of the root is used where.
+
+The model is run once, and every function that the code between units calls is noted: what it gives
+comes from all that it is given. So each call, and the loss, is known by the parameters of the root
+and the earlier calls that it needs; a stage must have those parameters, and take what those calls
+return. What the code before the first unit looks up is needed nowhere else, not in backward either:
+the gradient of a lookup takes indices alone. What head and loss use need not be here before them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gpumix.engine.away import HARMLESS
+from gpumix.engine.elsewhere import Returned, hand_over
+from gpumix.engine.units import frozen_bytes
+from gpumix.profiler.specimen import Specimens
+from gpumix.spec.plan import Taken
+from gpumix.spec.profile import End, Needs
+
+LOOKUPS = (nn.functional.embedding, torch.embedding)
+INSIDE = -1  # of a unit
+# What takes a tensor's shape, dtype or device, but none of its values.
+LIKE_FIRST = frozenset(
+    getattr(torch.Tensor, f"new_{what}") for what in ("zeros", "ones", "empty", "full", "tensor")
+) | frozenset(
+    getattr(torch, f"{what}_like") for what in ("zeros", "ones", "empty", "full", "rand", "randn")
+)
+LIKE_SECOND = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
+)
+
+Source = str | Taken
+"""A parameter of the root, by its name, or what a unit call returns."""
+
+
+@dataclass(frozen=True)
+class Flows:
+    """What was found.
+
+    Attributes:
+        before, after: what of the root is looked up before the first unit only, and what is used
+            after the last one only.
+        needs: of each call, then of the loss.
+    """
+
+    before: End
+    after: End
+    needs: tuple[Needs, ...]
+
+
+class _Notes(TorchFunctionMode):
+    """Notes where and by what parameters are used (the number of unit calls before, and whether
+    they are looked up), and from what each tensor is computed.
+
+    `used` are the parameters since it was last emptied.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.uses: dict[str, set[tuple[int, bool]]] = defaultdict(set)
+        self.used: set[str] = set()
+        self.place = 0
+        self._names = names
+        self._sources = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in HARMLESS:
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        for name in (self._names[id(t)] for t in given if id(t) in self._names):
+            self.uses[name].add((self.place, func in LOOKUPS))
+            self.used.add(name)
+        sources = self.sources(_read(func, args, kwargs))
+        versions = [t._version for t in given]
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.add(tensor, sources)
+        for tensor, version in zip(given, versions):
+            if tensor._version != version:
+                self.add(tensor, sources)
+                if tensor._base is not None:  # and so whatever else is a view of it
+                    self.add(tensor._base, sources)
+        return result
+
+    def sources(self, value: Any) -> set[Source]:
+        """What the tensors in a pytree are computed from."""
+        found: set[Source] = set()
+        for tensor in _tensors(value):
+            if id(tensor) in self._names:
+                found.add(self._names[id(tensor)])
+            for one in (tensor, tensor._base):
+                found |= set() if one is None else self._sources.get(one, set())
+        return found
+
+    def set(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+        """`tensor` stands for these and nothing else."""
+        self._sources[tensor] = sources
+
+    def add(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+        """`tensor` is computed from these too."""
+        if sources:
+            self._sources[tensor] = self._sources.get(tensor, set()) | sources
+
+
+def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
+    """Run the model on `batch`, whose tensors are on the device; `in_chunks` is without whole
+    logits."""
+    groups = specimens.root.bucket.groups
+    notes = _Notes({id(p): name for group in groups for p, name in group.names_by_parameter()})
+    returned: dict[str, Returned] = {}
+    needed: list[set[Source]] = []
+    chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
+    with specimens.start(batch) as walk, chunks, notes:
+        walk.go_on()
+        inside: dict[str, set[str]] = {}
+        while walk.call is not None:
+            kind = specimens.kind_of[walk.call.unit]
+            if kind not in returned:
+                notes.place = INSIDE
+                notes.used.clear()
+                returned[kind] = specimens.returned(walk.call)
+                inside[kind] = set(notes.used)
+            needed.append(notes.sources((walk.call.args, walk.call.kwargs)) | inside[kind])
+            call, notes.place = len(walk.calls) - 1, len(walk.calls)
+            walk.go_on(hand_over(walk.call, returned[kind], _fresh(returned[kind], call, notes)))
+        needed.append(notes.sources(walk.result))
+    before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
+    after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
+    return Flows(
+        before=_end(specimens, before),
+        after=_end(specimens, after),
+        needs=tuple(_needs(specimens, sources) for sources in needed),
+    )
+
+
+def _fresh(returned: Returned, call: int, notes: _Notes) -> list[Any]:
+    """What a unit returned, again, as what `call` returns."""
+    leaves = []
+    for place, leaf in enumerate(returned.leaves):
+        value = leaf
+        if isinstance(leaf, torch.Tensor):
+            value = leaf.clone()
+            source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
+            notes.set(value, {source})
+        leaves.append(value)
+    return leaves
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Those of a function's arguments whose values it looks at."""
+    if func in LIKE_FIRST:
+        return args[1:], {name: value for name, value in kwargs.items() if name != "input"}
+    return args[:1] if func in LIKE_SECOND else (args, kwargs)
+
+
+def _needs(specimens: Specimens, sources: set[Source]) -> Needs:
+    names = tuple(slot.name for slot in specimens.root_slots if slot.name in sources)
+    taken = [source for source in sources if isinstance(source, Taken)]
+    return Needs(root=names, outputs=tuple(sorted(taken, key=lambda one: (one.call, one.output))))
+
+
+def _end(specimens: Specimens, names: Collection[str]) -> End:
+    chosen = [slot for slot in specimens.root_slots if slot.name in names]
+    trained = [s.parameter.numel() for s in chosen if s.parameter.requires_grad]
+    return End(
+        names=tuple(slot.name for slot in chosen),
+        trainable=sum(trained),
+        frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
