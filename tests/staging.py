@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from gpumix.engine.deferred import build
+from gpumix.engine.engine import Engine
 from gpumix.engine.objective import objective_of
 from gpumix.engine.prepare import prepare, switch_off_caches
 from gpumix.engine.units import dissect
@@ -16,15 +18,31 @@ from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES
+from models import ARCHITECTURES, Batch
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
 
 
 class Row(NamedTuple):
-    """A stage: how many unit calls it computes, and each worker's part."""
+    """The workers of a stage: each one's part, and the number of its device."""
 
-    calls: int
     shares: tuple[Share, ...]
+    devices: tuple[int, ...]
+
+
+def rows(*samples: Sequence[int], micro_batch: int = 2, **share: Any) -> list[Row]:
+    """Stages on devices of their own, by the samples of each worker."""
+    found, device = [], 0
+    for of_stage in samples:
+        shares = tuple(Share(n, min(n, micro_batch), 1, **share) for n in of_stage)
+        found.append(Row(shares, tuple(range(device, device + len(shares)))))
+        device += len(shares)
+    return found
+
+
+@cache
+def calls_of(name: str) -> tuple[str, ...]:
+    """Names of an architecture's unit calls."""
+    return tuple(unit.name for unit in dissect(build(ARCHITECTURES[name].factory, 0)).units)
 
 
 @cache
@@ -44,44 +62,34 @@ def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
     return find_flows(specimens, batch, in_chunks=in_chunks)
 
 
-def staged_plan(name: str, rows: Sequence[Row], **settings: Any) -> Plan:
-    """A plan whose devices are numbered from stage to stage."""
-    anatomy = dissect(build(ARCHITECTURES[name].factory, SEED))
-    calls = [unit.name for unit in anatomy.units]
-    needs = flows_of(name).needs
-    stages, begin, device = [], 0, 0
-    for row in rows:
-        workers = []
-        for share in row.shares:
-            workers.append(
-                Worker(
-                    device=f"d{device}",
-                    device_class="cpu",
-                    samples=share.samples,
-                    micro_batch=share.micro_batch,
-                    state_share=share.state / sum(s.state for s in row.shares),
-                    mode=share.mode,
-                    kept_graphs=share.kept,
-                )
-            )
-            device += 1
-        end = begin + row.calls
+def staged_plan(
+    name: str, rows: Sequence[Row], cuts: Sequence[int] | None = None, **settings: Any
+) -> Plan:
+    """A plan of stages.
+
+    Args:
+        cuts: numbers of the calls at which stages but the first begin; default: equally many each.
+    """
+    calls, needs = calls_of(name), flows_of(name).needs
+    ends = [len(calls) * n // len(rows) for n in range(len(rows) + 1)]
+    if cuts is not None:
+        ends = [0, *cuts, len(calls)]
+    stages = []
+    for row, (begin, end) in zip(rows, pairwise(ends), strict=True):
         wanted = [*needs[begin:end], *(needs[-1:] if end == len(calls) else ())]
-        root = dict.fromkeys(name for one in wanted for name in one.root)
-        takes = dict.fromkeys(t for one in wanted for t in one.outputs if t.call < begin)
         stages.append(
             Stage(
-                units=tuple(calls[begin:end]),
-                workers=tuple(workers),
-                root=tuple(root),
-                takes=tuple(takes),
+                units=calls[begin:end],
+                workers=tuple(_worker(row, n) for n in range(len(row.shares))),
+                root=tuple(dict.fromkeys(name for one in wanted for name in one.root)),
+                takes=tuple(
+                    dict.fromkeys(t for one in wanted for t in one.outputs if t.call < begin)
+                ),
             )
         )
-        begin = end
-    assert begin == len(calls)
     return Plan(
         strategy="test",
-        model=anatomy.fingerprint(),
+        model=dissect(build(ARCHITECTURES[name].factory, SEED)).fingerprint(),
         sequence_length=1,
         global_batch=sum(share.samples for share in rows[0].shares),
         stages=tuple(stages),
@@ -89,26 +97,44 @@ def staged_plan(name: str, rows: Sequence[Row], **settings: Any) -> Plan:
     )
 
 
-def train_in_stages(
-    name: str, rows: Sequence[Row], steps: int, **settings: Any
-) -> tuple[list[Trained], Trained]:
-    """Train on ranks: what each rank saw, and what all came to."""
-    world = sum(len(row.shares) for row in rows)
-    plan = staged_plan(name, rows, **settings)
-    results = run_ranks(_train_rank, world, name, plan.model_dump_json(), steps)
-    weights = joined([pieces for _, pieces in results])
-    return [Trained(losses, weights) for losses, _ in results], Trained(results[0][0], weights)
+def _worker(row: Row, number: int) -> Worker:
+    share = row.shares[number]
+    return Worker(
+        device=f"d{row.devices[number]}",
+        device_class="cpu",
+        samples=share.samples,
+        micro_batch=share.micro_batch,
+        state_share=share.state / sum(s.state for s in row.shares),
+        mode=share.mode,
+        kept_graphs=share.kept,
+    )
+
+
+def train_in_stages(name: str, plan: Plan, steps: int) -> tuple[list[list[float]], Trained]:
+    """Train on ranks: the losses that each saw, and what all came to."""
+    results = run_ranks(_train_rank, len(plan.workers), name, plan.model_dump_json(), steps)
+    losses = [losses for losses, _ in results]
+    return losses, Trained(losses[0], joined([pieces for _, pieces in results]))
+
+
+def staged_engine(name: str, plan: Plan) -> Engine:
+    """On a rank."""
+    return prepare(build(ARCHITECTURES[name].factory, SEED), plan)
+
+
+def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
+    """A rank's part of a global batch."""
+    own = [n for rows in plan.rows_of(rank) for n in rows]
+    return {key: value[own] for key, value in batch.items()}
 
 
 def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any]:
-    architecture, plan = ARCHITECTURES[name], Plan.model_validate_json(plan_json)
-    engine = prepare(build(architecture.factory, SEED), plan)
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine(name, plan)
     optimizer = optimizer_for(engine.parameters())
-    rows = plan.rows_of(engine.comm.rank)
     losses = []
-    for batch in batches(architecture, plan.global_batch, steps):
+    for batch in batches(ARCHITECTURES[name], plan.global_batch, steps):
         optimizer.zero_grad()
-        own = {k: v[rows.start : rows.stop] for k, v in batch.items()}
-        losses.append(engine.step(own).item())
+        losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
         optimizer.step()
     return losses, pieces_of(engine)

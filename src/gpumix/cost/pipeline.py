@@ -32,8 +32,8 @@ Kind = Literal["forward", "backward", "weights"]
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """A stage's part of one micro-batch, in one pass. With a schedule that has `weights`, its
-    `backward` is that of activations alone."""
+    """A stage's part of one micro-batch, or of one wave of them, in one pass. With a schedule that
+    has `weights`, its `backward` is that of activations alone."""
 
     kind: Kind
     stage: int
@@ -42,7 +42,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker of a stage, and the numbers of its micro-batches: some that follow one another."""
+    """A worker of a stage, and the numbers of its micro-batches: some that follow one another. Or
+    all workers, who go through all waves together: then `rank` is the first of them."""
 
     stage: int
     rank: int
@@ -62,8 +63,17 @@ class Pipeline:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """That of a plan whose ranks each have an order of their own (below ZeRO stage 2)."""
-        return cls(plan.schedule, tuple(_seats(plan, n) for n in range(len(plan.stages))))
+        """That of a plan. From ZeRO stage 2 on, where a stage's workers gather and reduce for each
+        other, its batches are waves."""
+        together = plan.zero_stage >= 2
+        stages = range(len(plan.stages))
+        return cls(
+            plan.schedule,
+            tuple(
+                (Seat(n, plan.ranks_of(n)[0], range(plan.waves)),) if together else _seats(plan, n)
+                for n in stages
+            ),
+        )
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

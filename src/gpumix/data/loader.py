@@ -6,7 +6,7 @@ global order, so shares may change and runs may resume on other hardware without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -18,18 +18,21 @@ from torch import Tensor
 from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
-from gpumix.data.shares import check_shares, share, short_share
+from gpumix.data.shares import Shares, share_of
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 
 Batch = dict[str, Tensor]
 
+NO_INDICES = np.empty(0, dtype=np.int64)
+
 
 class Loader(Iterator[Batch]):
     """The endless iterator over one rank's share of the global batches, in the global order.
 
-    Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, B the sum of
-    `worker_samples`; rank r gets its contiguous part of it, in rank order. Batches are dictionaries
+    Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, B the sum of `shares`;
+    rank r gets its contiguous part of it, in rank order, or what a plan of several stages says.
+    Batches are dictionaries
     of tensors with samples in the first dimension; a share of zero gives tensors of no rows.
 
         with Loader(dataset, [6, 2], rank, device="cuda:0") as loader:
@@ -42,20 +45,20 @@ class Loader(Iterator[Batch]):
 
     Args:
         dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors.
-        worker_samples: samples of each global batch per rank, in rank order; zeros are allowed.
+        shares: samples of each global batch per rank, in rank order, zeros are allowed; or a plan.
         rank: whose share to read.
         seed: of the global order; the same on every rank.
         device: where the batches will go; for a CUDA device they lie in pinned memory.
         prefetch: batches to fetch ahead of the one that is used.
 
     Raises:
-        InputError: the shares or the dataset are unfit; see `check_shares` and `SampleSource`.
+        InputError: the shares or the dataset are unfit; see `share_of` and `SampleSource`.
     """
 
     def __init__(
         self,
         dataset: Source | Any,
-        worker_samples: Sequence[int],
+        shares: Shares,
         rank: int,
         *,
         seed: int = 0,
@@ -63,7 +66,7 @@ class Loader(Iterator[Batch]):
         prefetch: int = 4,
     ) -> None:
         self._source = as_source(dataset)
-        self._shares = check_shares(worker_samples, rank)
+        self._share = share_of(shares, rank)
         self._rank = rank
         if prefetch < 1:
             raise InputError(f"prefetch must be 1 or more, not {prefetch}")
@@ -73,12 +76,12 @@ class Loader(Iterator[Batch]):
         self._order = self._cursor.order
         self._ahead: dict[int, Future[tuple[Batch, np.ndarray]]] = {}  # by first position
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpumix-loader")
-        self.last_indices = np.empty(0, dtype=np.int64)
+        self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
 
     @property
     def global_batch(self) -> int:
-        return sum(self._shares)
+        return self._share.total
 
     @property
     def cursor(self) -> Cursor:
@@ -104,7 +107,7 @@ class Loader(Iterator[Batch]):
         """The dataset's indices of this rank's share of global batch `step`, counted from 0."""
         return self._indices(step * self.global_batch)
 
-    def replan(self, worker_samples: Sequence[int]) -> None:
+    def replan(self, shares: Shares) -> None:
         """Take new shares, as many ranks or not, from the next batch that has not been returned.
 
         All ranks must call this between the same two steps.
@@ -112,14 +115,14 @@ class Loader(Iterator[Batch]):
         Raises:
             InputError: the shares are unfit, or add up to another global batch.
         """
-        shares = check_shares(worker_samples, self._rank)
-        if sum(shares) != self.global_batch:
+        share = share_of(shares, self._rank)
+        if share.total != self.global_batch:
             raise InputError(
-                f"the new samples per rank add up to {sum(shares)}, not to the global batch of "
+                f"the new samples per rank add up to {share.total}, not to the global batch of "
                 f"{self.global_batch}"
             )
         self._forget_ahead()
-        self._shares = shares
+        self._share = share
 
     def state_dict(self) -> dict[str, int | str]:
         """The place of the next batch that has not been returned; what is fetched ahead of it does
@@ -152,8 +155,9 @@ class Loader(Iterator[Batch]):
         self.close()
 
     def _indices(self, position: int) -> np.ndarray:
-        start, stop = share(self._shares, self._rank)
-        return self._order.span(position + start, position + stop)
+        rows = self._share.rows()
+        spans = [self._order.span(position + r.start, position + r.stop) for r in rows]
+        return np.concatenate([NO_INDICES, *spans])
 
     def _fetch_ahead(self) -> None:
         """Have the next `prefetch` batches under way."""
@@ -174,13 +178,14 @@ class Loader(Iterator[Batch]):
 
 def evaluation_batches(
     held_out: Source | Any,
-    worker_samples: Sequence[int],
+    shares: Shares,
     rank: int,
     *,
     batches: int,
     device: torch.device | str = "cpu",
-) -> Iterator[Batch]:
-    """This rank's share of the first `batches` global batches of `held_out`, in file order.
+) -> Iterator[tuple[Batch, int]]:
+    """This rank's share of the first `batches` global batches of `held_out`, in file order, each
+    with the number of samples of the whole.
 
     Never wraps: fewer samples give fewer batches, and too few for one batch give one short batch,
     cut in the same proportions (a rank's part of it may have no rows). Every rank gets the same
@@ -189,18 +194,17 @@ def evaluation_batches(
     Raises:
         InputError: the shares are unfit, or nothing is held out.
     """
-    shares = check_shares(worker_samples, rank)
-    source = as_source(held_out)
-    total, n = sum(shares), len(source)
-    if not n:
+    share, source = share_of(shares, rank), as_source(held_out)
+    total = min(share.total, len(source))
+    if not total:
         raise InputError(
             "there are no held-out samples to evaluate on",
             fix="set data.held_out above 0, or evaluation.every_steps to 0",
         )
-    start, stop = share(shares, rank) if n >= total else short_share(shares, rank, n)
-    pin = pin_device(device)
-    firsts = range(0, min(batches, n // total) * total, total) if n >= total else range(1)
-    return (_fetch(source, np.arange(k + start, k + stop), pin)[0] for k in firsts)
+    own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
+    indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
+    firsts = range(0, min(batches, len(source) // total) * total, total)
+    return ((_fetch(source, first + indices, pin)[0], total) for first in firsts)
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:

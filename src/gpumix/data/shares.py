@@ -1,44 +1,84 @@
 """Which part of each global batch a rank reads: the only thing a plan decides about the data.
 
-Pure and numpy-free. Ranks lie in a batch in rank order; a share may be zero.
+Pure and numpy-free. Parts lie in a batch in rank order, or as the micro-batches of a plan of
+several stages do, each of which reads all of it; a part may be empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Integral
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import cut
+from gpumix.spec.plan import Plan, cut
+
+Shares = Sequence[int] | Plan
+"""Samples of each global batch per rank, in rank order; or the plan that says so."""
 
 
-def check_shares(worker_samples: Sequence[int], rank: int) -> tuple[int, ...]:
-    """`worker_samples` as a tuple.
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a global batch.
+
+    Attributes:
+        sizes: into which parts the batch is cut, in order.
+        own: numbers of those that the rank reads.
+    """
+
+    sizes: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Samples of the global batch."""
+        return sum(self.sizes)
+
+    def rows(self, total: int | None = None) -> tuple[range, ...]:
+        """The rank's rows of the batch; of one of only `total` samples, if that is given, which is
+        cut in the same proportions.
+
+        No part gets more than in a full batch, so what fits in memory there fits here.
+        """
+        if total is None or total >= self.total:
+            offsets = (0, *accumulate(self.sizes))
+        else:
+            offsets = cut(total, tuple(float(size) for size in self.sizes))
+        return tuple(range(offsets[n], offsets[n + 1]) for n in self.own)
+
+
+def share_of(shares: Shares, rank: int) -> Share:
+    """The part of `rank`.
 
     Raises:
         InputError: a share is negative or no integer, all are zero, or `rank` has none.
     """
-    given = tuple(worker_samples)
+    if isinstance(shares, Plan):
+        if not 0 <= rank < len(shares.workers):
+            raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
+        if len(shares.stages) > 1:
+            return _of_micro_batches(shares, rank)
+        shares = [worker.samples for worker in shares.workers]
+    sizes = _checked(shares)
+    if not 0 <= rank < len(sizes):
+        raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
+    return Share(sizes, (rank,))
+
+
+def _of_micro_batches(plan: Plan, rank: int) -> Share:
+    number = plan.stages_of(rank)[0]
+    worker = plan.ranks_of(number).index(rank)
+    parts = plan.stages[number].micro_batches(plan.waves)
+    own = [n for n, one in enumerate(parts) if one.worker == worker]
+    return Share(tuple(len(one.rows) for one in parts), tuple(own))
+
+
+def _checked(given: Sequence[int]) -> tuple[int, ...]:
+    given = tuple(given)
     if any(not isinstance(s, Integral) or isinstance(s, bool) or s < 0 for s in given):
         raise InputError(f"the samples per rank must be integers of 0 or more, not {given}")
-    shares = tuple(int(s) for s in given)
-    if sum(shares) == 0:
-        raise InputError(f"the samples per rank add up to nothing: {shares}")
-    if not 0 <= rank < len(shares):
-        raise InputError(f"there is no rank {rank} among {len(shares)} shares of the batch")
-    return shares
-
-
-def share(worker_samples: Sequence[int], rank: int) -> tuple[int, int]:
-    """[start, stop) of `rank` inside a global batch of sum(worker_samples)."""
-    start = sum(worker_samples[:rank])
-    return start, start + worker_samples[rank]
-
-
-def short_share(worker_samples: Sequence[int], rank: int, total: int) -> tuple[int, int]:
-    """[start, stop) of `rank` inside a batch of only `total` samples, cut in the same proportions.
-
-    No rank gets more than its share of a full batch, so what fits in memory there fits here.
-    """
-    offsets = cut(total, tuple(float(s) for s in worker_samples))
-    return offsets[rank], offsets[rank + 1]
+    sizes = tuple(int(s) for s in given)
+    if sum(sizes) == 0:
+        raise InputError(f"the samples per rank add up to nothing: {sizes}")
+    return sizes

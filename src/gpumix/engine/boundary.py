@@ -25,6 +25,7 @@ from gpumix.engine.glue import Link, hand, without_memory
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
+from gpumix.engine.split_backward import SplitBackward
 
 Forward = Callable[..., Any]
 Outputs = tuple[list[Any], TreeSpec]
@@ -59,6 +60,7 @@ class Cut:
         self.unit = unit
         self._sends = sends
         self.sent: list[torch.Tensor] = []
+        self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
         self._inputs, structure = tree_flatten((call.args, call.kwargs))
@@ -135,18 +137,19 @@ class Cut:
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Of the output at `place`, from another stage."""
         leaf = self._leaves[place]
-        assert leaf is not None, "the plan's word on what is differentiable"
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        if leaf is not None:  # else nothing that is trained comes before it
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def prefetch(self) -> None:
         """The backward is next: bring back what is on the host."""
         if self._given is not None:
             self._given.fetch()
 
-    def backward(self) -> list[torch.Tensor | None]:
+    def backward(self, *, splits: bool = False) -> list[torch.Tensor | None]:
         """Run the unit again if need be, and backward; gradients of `links`, in their order.
 
-        Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards.
+        Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards,
+        but with `splits` a kept graph's backward towards parameters is in `weights`.
         """
         ends = [
             (edge, leaf.grad)
@@ -164,8 +167,12 @@ class Cut:
             edges, gradients = zip(*ends)
             del ends
             assert self._ran is not None, "forward comes before backward"
-            with self._ran.backward():
-                torch.autograd.backward(edges, gradients)
+            if splits and sources and isinstance(self._ran, Kept):
+                views = [v for group in self.unit.bucket.trainable for v in group.views]
+                self.weights = SplitBackward(edges, gradients, sources, views)
+            else:
+                with self._ran.backward():
+                    torch.autograd.backward(edges, gradients)
         self._ran = self._given = None
         return [source.grad for source in sources]
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
-from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.shards import FlatGroup, Piece, Scale
 
 
 class Bucket:
@@ -36,6 +34,7 @@ class Bucket:
         self.groups = list(groups)
         self._comm = division.comm
         self._arrivals = arrivals
+        self.first = division.first
         self._resident = division.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None
@@ -100,8 +99,8 @@ class Bucket:
         for group in self.trainable:
             group.begin_gradient()
 
-    def start_reduce(self, scale: Callable[[], torch.Tensor]) -> None:
-        """Start to sum the gradients over ranks."""
+    def start_reduce(self, scale: Scale | None) -> None:
+        """Start to sum the gradients over ranks; see `FlatGroup.reduce`."""
         for group in self.trainable:
             group.end_gradient()
         self._reduction = _together([group.reduce(scale) for group in self.trainable])
@@ -122,9 +121,16 @@ class Bucket:
             self._reduction = None
         return following is None
 
+    def settle(self, scale: Scale) -> None:
+        """All reductions without a scale are done: their sum, times this one, is the gradient."""
+        for group in self.trainable:
+            group.settle(scale)
+
     def abandon(self) -> None:
         """Leave nothing of a step that failed half-way."""
         self._reducing, self._reduction = [], None
+        for group in self.trainable:
+            group.forget_sums()
         self.leave()
 
 
@@ -138,13 +144,14 @@ class Reductions:
     """The reductions of one step, in the order in which buckets are done.
 
     Args:
+        scale: None: they are settled later.
         at_once: whether one may begin before the last one ended: where each has its own buffers.
         done: called with each bucket whose gradient is in its pieces.
     """
 
     def __init__(
         self,
-        scale: Callable[[], torch.Tensor],
+        scale: Scale | None,
         *,
         at_once: bool,
         done: Callable[[Bucket], None] | None = None,

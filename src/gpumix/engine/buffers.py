@@ -8,7 +8,7 @@ nothing either. Ranks see different samples; what belongs to the model's state i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +97,9 @@ def keepers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
 
 
-def agree(model: nn.Module, comm: Communicator, source: int) -> None:
-    """Give all ranks the persistent buffers of rank `source`, as DDP does. Collective."""
+def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
+    """Give all ranks the persistent buffers of one of them, as DDP does: each by its own `source`.
+    Collective."""
     unique = {id(buffer): (name, buffer) for name, buffer in persistent_buffers(model).items()}
     for name, buffer in unique.values():
-        comm.broadcast(buffer, source, f"broadcast of buffer '{name}'")
+        comm.broadcast(buffer, source(name), f"broadcast of buffer '{name}'")

@@ -80,10 +80,12 @@ class Division:
             if own is None:
                 found.append(None)
                 continue
+            # Ranks of several stages do not meet in the middle of a step.
+            zero_stage = plan.zero_stage if len(stages) == 1 else min(plan.zero_stage, 1)
             on_host = plan.workers[comm.rank].state_on == "host"
-            first = plan.zero_stage > 0 or own.rank == 0
+            first = zero_stage > 0 or own.rank == 0
             of_ranks = tuple(shares[rank] for rank in ranks)
-            found.append(cls(plan.zero_stage, of_ranks, own, ranks, first=first, on_host=on_host))
+            found.append(cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host))
         return found
 
     @classmethod

@@ -8,9 +8,9 @@ either. What a stage needs of earlier ones takes their place, as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from gpumix.engine.boundary import cast
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, UnitCall
-from gpumix.engine.units import Slot, Unit
+from gpumix.engine.units import Anatomy, Slot
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ class Look:
 
     shape: torch.Size
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Look:
+        return cls(tensor.shape, tensor.dtype)
+
+
+Make = Callable[[Look], torch.Tensor]
+Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 
 @dataclass(frozen=True)
@@ -47,36 +55,54 @@ class Returned:
 
 
 class Elsewhere:
-    """The units of a model that other stages compute, and the parameters that they keep.
+    """What other stages compute, and the parameters that they keep.
 
     Args:
-        units: by name; their own forward must not have been replaced yet.
+        anatomy: all of the model; its units' own forward must not have been replaced yet.
         dtype: that floating parameters are computed in here.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
-        self._units = {unit.name: unit for unit in units}
+        self._slots = [slot for unit in anatomy.all for slot in unit.slots]
+        self._kinds = {unit.name: unit.kind for unit in anatomy.units}
+        self._modules = {unit.name: unit.module for unit in anatomy.units}
         self._forwards: dict[str, Callable[..., Any]] = {
-            unit.name: unit.module.forward for unit in units
+            unit.name: unit.module.forward for unit in anatomy.units
         }
         self._returned: dict[object, Returned] = {}
-        for unit in units:
-            self.install(unit.slots)
 
     def install(self, slots: Sequence[Slot]) -> None:
-        """Put parameters without values in the places of these."""
-        self._install(slots, lambda shape, dtype: self.tensor(Look(shape, dtype)))
-
-    def _install(self, slots: Sequence[Slot], make: Callable[..., torch.Tensor]) -> None:
+        """Put parameters without values in the places of these, for good."""
         for slot in slots:
-            old = slot.parameter
-            dtype = self._dtype if old.is_floating_point() else old.dtype
-            stand_in = nn.Parameter(make(old.shape, dtype=dtype), requires_grad=False)
-            for module, attribute in slot.places:
-                module._parameters[attribute] = stand_in
+            self._put(slot, slot.places, self.tensor)
+
+    def _put(self, slot: Slot, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
+        """A parameter of the same shape in some places of one; gives what was there."""
+        old = slot.parameter
+        dtype = self._dtype if old.is_floating_point() else old.dtype
+        stand_in = nn.Parameter(make(Look(old.shape, dtype)), requires_grad=False)
+        held = [(module._parameters, name, module._parameters[name]) for module, name in places]
+        for parameters, name, _ in held:
+            parameters[name] = stand_in
+        return held
+
+    @contextmanager
+    def _installed(self, unit: str, make: Make) -> Iterator[None]:
+        inside = set(self._modules[unit].modules())
+        held = [
+            one
+            for slot in self._slots
+            if (places := [place for place in slot.places if place[0] in inside])
+            for one in self._put(slot, places, make)
+        ]
+        try:
+            yield
+        finally:
+            for parameters, name, parameter in held:
+                parameters[name] = parameter
 
     def tensor(self, look: Look) -> torch.Tensor:
         """One without values."""
@@ -90,7 +116,7 @@ class Elsewhere:
             ModelError: that cannot be told without its values.
         """
         inputs, structure = tree_flatten((call.args, call.kwargs))
-        kind = self._units[call.unit].kind
+        kind = self._kinds[call.unit]
         key = (kind, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
             self._returned[key] = self._tried(call)
@@ -98,20 +124,18 @@ class Elsewhere:
 
     def _tried(self, call: UnitCall) -> Returned:
         try:
-            returned = plain_run(call, self._forwards[call.unit], self._without_values)
+            with self._installed(call.unit, self.tensor):
+                returned = plain_run(call, self._forwards[call.unit], self._without_values)
         except Exception:  # what it computes depends on values, or a kernel knows none without
             returned = self._computed(call)
-        looks = (
-            Look(t.shape, t.dtype) if isinstance(t, torch.Tensor) else t for t in returned.leaves
-        )
+        looks = (Look.of(t) if isinstance(t, torch.Tensor) else t for t in returned.leaves)
         return Returned(tuple(looks), returned.structure)
 
     def _computed(self, call: UnitCall) -> Returned:
         """By a run whose parameters, and inputs without values, are zeros."""
-        slots = self._units[call.unit].slots
         try:
-            self._install(slots, partial(torch.zeros, device=self._device))
-            return plain_run(call, self._forwards[call.unit], self._with_values)
+            with self._installed(call.unit, self._zeros):
+                return plain_run(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
@@ -119,8 +143,9 @@ class Elsewhere:
                 why=f"run on zeros it fails: {lines[0]}",
                 fix="make a plan of one stage for this model",
             ) from error
-        finally:
-            self.install(slots)
+
+    def _zeros(self, look: Look) -> torch.Tensor:
+        return torch.zeros(look.shape, dtype=look.dtype, device=self._device)
 
     def _without_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
@@ -130,9 +155,7 @@ class Elsewhere:
 
     def _with_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
-        if isinstance(value, FakeTensor):
-            return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
-        return value
+        return self._zeros(Look.of(value)) if isinstance(value, FakeTensor) else value
 
 
 def plain_run(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumix.cost.pipeline import Pipeline
+from gpumix.data.shares import share_of
 from gpumix.engine import buffers, layered, pipelined, sequential, state
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.host import HostStore
+from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.objective import Objective
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.parts import Parts
-from gpumix.engine.pipelined import Entrance, Place
+from gpumix.engine.pipelined import Entrance, Place, Running, actions_of
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
@@ -53,15 +57,15 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        parts: Parts,
+        parts: Sequence[Parts],
         calls: Calls,
         *,
         comm: Communicator,
         objective: Objective,
         seed: int,
-        place: Place | None = None,
+        inventory: Inventory,
+        places: Sequence[Place] = (),
     ) -> None:
-        self._place = place
         self.model = model
         self.plan = plan
         self.comm = comm
@@ -70,13 +74,17 @@ class Engine:
         self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
         self.overflowed = False
         self.notice = 0.0
-        self._parts = parts
+        self._inventory = inventory
+        self._places = places
+        self._pipeline = Pipeline.of(plan) if places else None
+        self._parts = parts[0]  # of the first of its stages
+        self._buckets = list(dict.fromkeys(b for one in parts for b in one.buckets))
         self._calls = calls
         self._objective = objective
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        self._position = plan.rows_of(comm.rank).start
+        self._rows = plan.rows_of(comm.rank)
         self._stats = torch.zeros(comm.world, 3)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
@@ -85,7 +93,7 @@ class Engine:
         kept_on_host = self._worker.mode.boundary == "host"
         self._host = HostStore(self.device) if kept_on_host else None
         check.Watch(self)
-        if parts.division.on_host:
+        if self._parts.division.on_host:
             StepsOnHost(self, self.parameters())
 
     # -- training ----------------------------------------------------------------------------------
@@ -115,11 +123,11 @@ class Engine:
         scale = torch.full((), self.scaler.scale / tokens, device=self.device)
         updates = self._updates_of(optimizer)
         with self._in_step():
-            cut = self._cut(batch, self._worker.micro_batches)
+            cut = self._cut(batch, self._rows)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
-                if self._place is not None:
-                    table = self._step_in_stages(self._place, cut, scale, updates)
+                if self._places:
+                    table = self._step_in_stages(cut, scale, updates)
                 elif self._worker.mode.order == "sequential":
                     table = self._step_sequentially(cut, scale, updates)
                 else:
@@ -128,7 +136,7 @@ class Engine:
                 updates.finish()
             if self._parts.division.on_host and self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # gradients are there
-            self._parts.leave()
+            self._leave()
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
@@ -151,7 +159,7 @@ class Engine:
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
             on_host = self._parts.division.on_host
-            self._updates = Updates(optimizer, self._parts.buckets, self.device, on_host=on_host)
+            self._updates = Updates(optimizer, self._buckets, self.device, on_host=on_host)
         return self._updates
 
     def _reductions(
@@ -172,7 +180,7 @@ class Engine:
                 calls=self._parts.calls,
                 randomness=one.randomness,
                 compute_dtype=self._dtype,
-                keeps=self._keeps(place, len(cut)),
+                keeps=self._keeps(self._parts, place, len(cut)),
                 host=self._host,
             )
             for place, one in enumerate(cut)
@@ -185,44 +193,53 @@ class Engine:
             table, gradient_scale = self._exchange(results, scale)
             reductions = self._reductions(gradient_scale, updates)
             layered.backward(self._parts, turns, reductions, begun)
-            layered.finish(self._parts, reductions)
+            layered.finish(self._parts, reductions, begun)
         return table
 
     def _step_in_stages(
-        self, place: Place, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
-        tables: list[torch.Tensor] = []
+        assert self._pipeline is not None
+        actions = actions_of(self._pipeline, self.plan, self.comm.rank)
+        step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale)
+        table, gradient_scale = self._exchange(step.run(), scale)
+        for bucket in self._buckets:
+            bucket.settle(gradient_scale)
+            if updates is not None:
+                updates.update(bucket)
+        return table
 
-        def make(number: int) -> tuple[MicroBatch, Entrance]:
-            own = number - place.batches.start
+    def _maker(self, cut: list[_Samples], *, keep: bool) -> pipelined.Make:
+        """What begins micro-batches in stages; `keep` is for their backward."""
+
+        def make(place: Place, number: int) -> Running:
+            own = place.batches.index(number)
             entrance = Entrance(place, number, cut[own].looks)
+            keeps = self._keeps(place.parts, own, len(cut))
             batch = MicroBatch(
                 cut[own].compute_loss,
-                calls=self._parts.calls,
+                calls=place.parts.calls,
                 randomness=cut[own].randomness,
                 compute_dtype=self._dtype,
-                keeps=self._keeps(own, len(cut)),
-                host=self._host,
+                keeps=keeps if keep else lambda call: False,
+                host=self._host if keep else None,
                 earlier=place.earlier,
                 entry=entrance,
                 sends=place.sends,
             )
-            return batch, entrance
+            return Running(batch, entrance)
 
-        def exchange(results: list[Loss]) -> Reductions:
-            table, gradient_scale = self._exchange(results, scale)
-            tables.append(table)
-            return self._reductions(gradient_scale, updates)
-
-        pipelined.Step(place, self._parts, make, scale, exchange).run()
-        return tables[0]
+        return make
 
     def _step_sequentially(
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         batches = [
             sequential.InlineBatch(
-                one.compute_loss, one.randomness, self._dtype, self._keeps(place, len(cut))
+                one.compute_loss,
+                one.randomness,
+                self._dtype,
+                self._keeps(self._parts, place, len(cut)),
             )
             for place, one in enumerate(cut)
         ]
@@ -236,13 +253,18 @@ class Engine:
         sequential.run(self._parts, self._calls, batches, scale, exchange)
         return tables[0]
 
-    def _keeps(self, place: int, batches: int) -> Callable[[int], bool]:
+    def _keeps(self, parts: Parts, place: int, batches: int) -> Callable[[int], bool]:
         """Whether the micro-batch at `place` of `batches` keeps the graph of a call: the pairs of
         call and micro-batch that come last in the forward pass do, as many as the plan says."""
         if not self._worker.mode.recompute:
             return lambda number: True
-        first = len(self._parts.calls) * batches - self._worker.kept_graphs
+        first = len(parts.calls) * batches - self._worker.kept_graphs
         return lambda number: number * batches + place >= first
+
+    def _leave(self) -> None:
+        """The step is over: the optimizer may change all parameters."""
+        for bucket in self._buckets:
+            bucket.leave()
 
     def take_back_step(self) -> None:
         """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
@@ -250,52 +272,71 @@ class Engine:
         self.steps -= 1
         self._buffers_before.restore()
 
-    def evaluate(self, batch: Any) -> torch.Tensor:
+    def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
         """The loss of one global batch without gradients and without dropout; see `step`.
 
         All ranks use the buffers of `state_dict`.
 
         Args:
-            batch: this rank's samples, any number of them.
+            batch: this rank's samples, any number of them; by a plan of several stages its share of
+                a batch of `samples`, as `gpumix.evaluation_batches` gives it.
+            samples: of the global batch; default: the plan's.
         """
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
-        sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
         try:
             with self._in_step():
                 self.agree_on_buffers()
-                batches = [
-                    MicroBatch(
-                        one.compute_loss,
-                        calls=self._parts.calls,
-                        randomness=one.randomness,
-                        compute_dtype=self._dtype,
-                        keeps=lambda number: False,
-                    )
-                    for one in self._cut(batch, sizes)
-                ]
-                # With all parameters here, one after the other: so the least is held at once.
-                whole = self._parts.division.whole_parameters and len(batches) > 1
-                results: list[Loss] = []
-                with untouched(self.device), torch.no_grad(), _closing(batches):
-                    for some in [[b] for b in batches] if whole else [batches]:
-                        turns = layered.Turns(some)
-                        layered.forward(self._parts, turns, keep=False)
-                        results += layered.head(self._parts, turns, None, layered.Begun())
-                    self._parts.leave()
-                    table, gradient_scale = self._exchange(results, torch.ones(()))
-                    gradient_scale()
+                with untouched(self.device), torch.no_grad():
+                    if self._places:
+                        results = self._evaluate_in_stages(batch, samples)
+                    else:
+                        results = self._evaluate_in_layers(batch)
+                self._leave()
+                table, gradient_scale = self._exchange(results, torch.ones(()))
+                gradient_scale()
         finally:
             for module in training:
                 module.training = True
         return table[:, 0].sum() / table[:, 1].sum()
 
+    def _evaluate_in_layers(self, batch: Any) -> list[Loss]:
+        sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
+        begins = accumulate(sizes, initial=0)
+        batches = [
+            MicroBatch(
+                one.compute_loss,
+                calls=self._parts.calls,
+                randomness=one.randomness,
+                compute_dtype=self._dtype,
+                keeps=lambda number: False,
+            )
+            for one in self._cut(batch, [range(b, b + size) for b, size in zip(begins, sizes)])
+        ]
+        # With all parameters here, one after the other: so the least is held at once.
+        whole = self._parts.division.whole_parameters and len(batches) > 1
+        results: list[Loss] = []
+        with _closing(batches):
+            for some in [[b] for b in batches] if whole else [batches]:
+                turns = layered.Turns(some)
+                layered.forward(self._parts, turns, keep=False)
+                results += layered.head(self._parts, turns, None, layered.Begun())
+        return results
+
+    def _evaluate_in_stages(self, batch: Any, samples: int | None) -> list[Loss]:
+        assert self._pipeline is not None
+        rows = share_of(self.plan, self.comm.rank).rows(samples)
+        actions = actions_of(self._pipeline, self.plan, self.comm.rank)
+        forwards = [action for action in actions if action.kind == "forward"]
+        make = self._maker(self._cut(batch, rows), keep=False)
+        return pipelined.Step(self._places, forwards, make, None).run()
+
     def gradient_norm(self) -> torch.Tensor:
         """The norm of all gradients together, the same on every rank. One collective."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        # The first of several copies counts for all of them.
+        pieces = [piece for bucket in self._buckets if bucket.first for piece in bucket.pieces]
+        gradients = [piece.local.grad for piece in pieces if piece.local.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
-        if not self._parts.division.first:  # the first of its copies counts for all of them
-            square.zero_()
         return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -323,7 +364,7 @@ class Engine:
 
     def groups(self) -> Iterator[FlatGroup]:
         """The flat groups of all buckets, the root's first, then those of units in order."""
-        for bucket in self._parts.buckets:
+        for bucket in self._buckets:
             yield from bucket.groups
 
     def pieces(self) -> Iterator[Piece]:
@@ -341,7 +382,7 @@ class Engine:
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of all parameters by name, as in the unsharded model."""
-        return {p.name: p.shape for p in self.pieces()}
+        return {name: one.shape for name, one in self._inventory.parameters.items()}
 
     def layout(self) -> Layout:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
@@ -360,13 +401,14 @@ class Engine:
             rank0_only: the other ranks take part but get nothing.
         """
         self.agree_on_buffers()
-        return state.full_state(self.model, self.groups(), self.comm, rank0_only=rank0_only)
+        return state.full_state(
+            self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
+        )
 
     def agree_on_buffers(self) -> None:
         """Running statistics and the like differ from rank to rank: all get those of the first rank
-        that trains on samples. Collective."""
-        first = next(rank for rank, w in enumerate(self.plan.workers) if w.samples)
-        buffers.agree(self.model, self.comm, first)
+        that trains on samples, in the stage that computes them. Collective."""
+        buffers.agree(self.model, self.comm, self._inventory.keeper)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's part of an unsharded model's state dict.
@@ -374,13 +416,13 @@ class Engine:
         Raises:
             InputError: names or shapes differ; nothing was changed.
         """
-        state.load_full_state(self.model, self.groups(), values)
+        state.load_full_state(self.model, self.groups(), self._inventory, values)
         self.values_changed()
 
     def values_changed(self) -> None:
         """Pieces were written into, also those that no optimizer changes. Collective in effect: the
         next step gathers all of them."""
-        for bucket in self._parts.buckets:
+        for bucket in self._buckets:
             bucket.values_changed()
 
     @property
@@ -420,31 +462,33 @@ class Engine:
                 lines = str(error).splitlines() or [""]
                 self._failed = f"{type(error).__name__}: {lines[0]}"
             else:
-                for bucket in self._parts.buckets:
+                for bucket in self._buckets:
                     bucket.abandon()
             account = self.comm.words.after(error)
             if account is not error:
                 raise account from error
             raise
 
-    def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[_Samples]:
-        """The micro-batches of a batch."""
-        if _samples(batch) != sum(sizes):
+    def _cut(self, batch: Any, rows: Sequence[range]) -> list[_Samples]:
+        """The micro-batches of a batch, whose samples are these rows of the global one."""
+        wanted = sum(map(len, rows))
+        if _samples(batch) != wanted:
             raise InputError(
                 f"rank {self.comm.rank} was given {_samples(batch)} samples, its part of the plan "
-                f"is {sum(sizes)}",
-                fix="feed it with gpumix.Loader, or cut batches by plan.workers[rank].samples",
+                f"is {wanted}",
+                fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
+                "plan.rows_of(rank) says",
             )
         batch = tree_map(self._to_device, batch)
         made, begin = [], 0
-        for size in sizes:
-            rows = slice(begin, begin + size)
-            part = tree_map(lambda t, rows=rows: t[rows] if torch.is_tensor(t) else t, batch)
-            randomness = Randomness(self._seed, self.steps, self._position + begin, self.device)
+        for of_one in rows:
+            own = slice(begin, begin + len(of_one))
+            part = tree_map(lambda t, own=own: t[own] if torch.is_tensor(t) else t, batch)
+            randomness = Randomness(self._seed, self.steps, of_one.start, self.device)
             looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
             compute = functools.partial(self._objective, self.model, part)
             made.append(_Samples(compute, randomness, looks))
-            begin += size
+            begin += len(of_one)
         return made
 
     def _to_device(self, value: Any) -> Any:

@@ -34,27 +34,41 @@ class Turns:
     in_order: bool = False
 
     def of(self, call: int) -> Sequence[MicroBatch]:
-        """The order of a call, in either pass; call -1 is the code before the first one.
+        """The order of a call, in either pass; call -1 is the code before the first one, in which
+        what earlier stages send is received in order.
 
         The last one, which may be smaller, stays the last: code is compiled for larger ones first.
         """
-        if self.in_order or call % 2 == 0:
+        if self.in_order or call < 0 or call % 2 == 0:
             return self.batches
         return [*self.batches[-2::-1], *self.batches[-1:]]
 
 
 class Begun:
-    """The buckets to whose gradients something has been added in a step."""
+    """How far the gradients of each bucket are in a step."""
 
     def __init__(self) -> None:
         self._begun: set[int] = set()
+        self._reduced: set[int] = set()
 
     def begin(self, *buckets: Bucket) -> None:
-        """Something will be."""
+        """Something will be added to them."""
         for bucket in buckets:
             if id(bucket) not in self._begun:
                 self._begun.add(id(bucket))
+                self._reduced.discard(id(bucket))
                 bucket.begin_gradient()
+
+    def reduce(self, bucket: Bucket, reductions: Reductions) -> None:
+        """Start to reduce them."""
+        self.begin(bucket)
+        self._begun.discard(id(bucket))
+        self._reduced.add(id(bucket))
+        reductions.start(bucket)
+
+    def reduced(self, bucket: Bucket) -> bool:
+        """Whether all that was added to them is on its way."""
+        return id(bucket) in self._reduced
 
 
 def forward(parts: Parts, turns: Turns, *, keep: bool) -> None:
@@ -111,17 +125,25 @@ def head(
     return results
 
 
-def backward(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
+def backward(
+    parts: Parts,
+    turns: Turns,
+    reductions: Reductions | None,
+    begun: Begun,
+    *,
+    splits: bool = False,
+) -> None:
     """All micro-batches backward through all units; starts to reduce each bucket's gradient once it
     is done, or leaves it for others to be added.
 
     Args:
         reductions: None if others follow in the same step.
         begun: of what there are gradients already.
+        splits: whether the gradients of units' parameters may be left to `weights`.
     """
     begun.begin(*parts.throughout, parts.before, parts.after)
     if reductions is not None:
-        reductions.start(parts.after)
+        begun.reduce(parts.after, reductions)
     reduced_after = parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
         unit = parts.call(number)
@@ -138,23 +160,27 @@ def backward(parts: Parts, turns: Turns, reductions: Reductions | None, begun: B
                 turn[place + 1].prefetch(number)
             elif number:
                 turns.of(number - 1)[0].prefetch(number - 1)
-            batch.backward(number)
+            batch.backward(number, splits=splits)
         if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
         if reductions is not None and number in reduced_after:
-            reductions.start(bucket)
+            begun.reduce(bucket, reductions)
 
 
-def reduce_units(parts: Parts, reductions: Reductions) -> None:
-    """Start to reduce what `backward` has left, in the order in which it would have."""
-    reductions.start(parts.after)
-    for number in sorted(parts.reduced_after, reverse=True):
-        reductions.start(parts.reduced_after[number])
+def weights(parts: Parts, turns: Turns) -> None:
+    """What `backward` has left to be done of all micro-batches."""
+    for number in reversed(range(parts.last_call + 1)):
+        parts.record.computes("backward", parts.calls[number])
+        for batch in turns.of(number):
+            batch.backward_weights(number)
 
 
-def finish(parts: Parts, reductions: Reductions) -> None:
-    """Reduce what is in use throughout the step, and wait for all reductions."""
-    for bucket in (*parts.throughout, parts.before):
-        reductions.start(bucket)
+def finish(parts: Parts, reductions: Reductions, begun: Begun) -> None:
+    """Start to reduce what has not been, and wait for all reductions."""
+    after = parts.reduced_after
+    units = [after[number] for number in sorted(after, reverse=True)]
+    for bucket in (parts.after, *units, *parts.throughout, parts.before):
+        if not begun.reduced(bucket):
+            begun.reduce(bucket, reductions)
     reductions.finish()
     parts.record.overhead()

@@ -14,6 +14,7 @@ from gpumix.engine.glue import Glue
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.randomness import Randomness
+from gpumix.engine.split_backward import SplitBackward
 
 Loss = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,6 +58,7 @@ class MicroBatch:
         self._entry = entry
         self._sends = sends or {}
         self.sent: dict[tuple[int, int], torch.Tensor] = {}
+        self._weights: dict[int, SplitBackward] = {}
         self._calls = calls
         self._randomness = randomness
         self._dtype = compute_dtype
@@ -132,8 +134,8 @@ class MicroBatch:
     def add_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Of what unit call `number` returns at `place`, from a later stage."""
         cut = self._cuts[number]
-        assert cut is not None, "the plan's word on what is differentiable"
-        cut.add_gradient(place, gradient)
+        if cut is not None:
+            cut.add_gradient(place, gradient)
 
     def prefetch(self, number: int) -> None:
         """Backward through unit call `number` comes soon."""
@@ -141,11 +143,20 @@ class MicroBatch:
         if cut is not None:
             cut.prefetch()
 
-    def backward(self, number: int) -> None:
-        """Backward through unit call `number` and the code before it."""
+    def backward(self, number: int, *, splits: bool = False) -> None:
+        """Backward through unit call `number` and the code before it; with `splits`, the gradients
+        of a kept graph's parameters are left to `backward_weights`."""
         cut, self._cuts[number] = self._cuts[number], None
         if cut is not None:
-            self._glue.backward(number, cut.links, cut.backward())
+            self._glue.backward(number, cut.links, cut.backward(splits=splits))
+            if cut.weights is not None:
+                self._weights[number] = cut.weights
+
+    def backward_weights(self, number: int) -> None:
+        """What `backward` has left."""
+        weights = self._weights.pop(number, None)
+        if weights is not None:
+            weights.backward()
 
     def close(self) -> None:
         self._coroutine.close()

@@ -6,7 +6,7 @@ the same time take turns in one slot, and so do gradient buffers at stages 2 and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -114,6 +114,12 @@ class Parts:
         first = {id(self.bucket(number)): number for number in reversed(range(len(self.calls)))}
         return {number: self.bucket(number) for number in first.values()}
 
+    def rest(self) -> None:
+        """After a forward pass whose backward pass is not next: nothing stays for it."""
+        for bucket in (self.bucket(self.last_call), self.after):
+            bucket.arrived()
+            bucket.release()
+
     def leave(self) -> None:
         """The step is over: the optimizer may change all parameters."""
         for bucket in self.buckets:
@@ -121,23 +127,27 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Parameters of the root that several stages have, divided over the ranks of all of them."""
+class Storage:
+    """How a rank stores parameters.
 
-    names: tuple[str, ...]
-    division: Division
+    Attributes:
+        source: gives the initial values.
+        head: makes the logits in chunks, if they are not made whole.
+    """
+
+    device: torch.device
+    dtypes: Dtypes
+    source: Source
+    head: HeadInChunks | None = None
 
 
 def shard(
     anatomy: Anatomy,
     stage: Stage,
     division: Division,
+    storage: Storage,
     *,
-    device: torch.device,
-    dtypes: Dtypes,
-    source: Source,
-    head: HeadInChunks | None = None,
-    shared: Sequence[Shared] = (),
+    shared: Sequence[Bucket] = (),
 ) -> Parts:
     """Replace the parameters of a model by views of flat buffers that are divided by `division`.
 
@@ -145,8 +155,7 @@ def shard(
         anatomy: what the stage has of the model.
         stage: the order of the calls, how many units in a row make a bucket, and which parameters
             of the root are used at its ends only.
-        source: gives the initial values.
-        shared: parameters of the root that other stages have too.
+        shared: parameters of the root that other stages have too, which are in use throughout.
     """
     own = {unit.name: list(unit.slots) for unit in anatomy.units}
     names = tuple(dict.fromkeys(stage.units))
@@ -156,10 +165,9 @@ def shard(
     others = {slot.name: slot for slot in anatomy.root.slots}
     before = [others.pop(name) for name in stage.before]
     after = [others.pop(name) for name in stage.after]
-    shared_slots = [[others.pop(name) for name in one.names] for one in shared]
 
     def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
-        return _Request(name, Alike.among(slots, dtypes), *uses)
+        return _Request(name, Alike.among(slots, storage.dtypes), *uses)
 
     of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
     requests = [
@@ -171,35 +179,36 @@ def shard(
         request(f"{ROOT} after", after, ends[1]),
         request(ROOT, list(others.values())),
     ]
-    *buckets, first, last, root = _place(requests, division, device, source)
-    of_several = [
-        bucket
-        for one, slots in zip(shared, shared_slots)
-        for bucket in _place([request(ROOT, slots)], one.division, device, source)
-    ]
-    here = (*buckets, first, last, root)
-    for alike in (here, *((bucket,) for bucket in of_several)):  # a division has its own pools
-        trained = [group for bucket in alike for group in bucket.trainable]
-        if trained:
-            max(trained, key=lambda group: group.numel).expect_reduce()
-        if head is not None:
-            head.add_to_gradients_of(trained)
+    *buckets, first, last, root = _place(requests, division, storage)
+    _expect_reductions((*buckets, first, last, root), storage.head)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
-    throughout = (root, *of_several)
-    return Parts(division, units, stage.units, first, throughout, last, tuple(buckets), head)
+    throughout = (root, *shared)
+    return Parts(
+        division, units, stage.units, first, throughout, last, tuple(buckets), storage.head
+    )
 
 
-def alone(
-    unit: Unit,
-    division: Division,
-    *,
-    device: torch.device,
-    dtypes: Dtypes,
-    source: Source,
-) -> ShardedUnit:
+def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket:
+    """Parameters of the root that several stages have; see `shard`."""
+    request = _Request(ROOT, Alike.among(list(slots), storage.dtypes))
+    (bucket,) = _place([request], division, storage)
+    _expect_reductions([bucket], storage.head)
+    return bucket
+
+
+def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> None:
+    """Have the memory for what is reduced, of buckets of one division, which take turns in it."""
+    trained = [group for bucket in buckets for group in bucket.trainable]
+    if trained:
+        max(trained, key=lambda group: group.numel).expect_reduce()
+    if head is not None:
+        head.add_to_gradients_of(trained)
+
+
+def alone(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
     """One unit in memory of its own; see `shard`."""
-    request = _Request(unit.name, Alike.among(list(unit.slots), dtypes))
-    return ShardedUnit(unit, *_place([request], division, device, source))
+    request = _Request(unit.name, Alike.among(list(unit.slots), storage.dtypes))
+    return ShardedUnit(unit, *_place([request], division, storage))
 
 
 @dataclass(frozen=True)
@@ -257,15 +266,14 @@ def _arriving(alike: Alike, memory: torch.Tensor | None) -> torch.Tensor | None:
     return memory[: alike.arriving_bytes].view(alike.gathered_dtype)
 
 
-def _place(
-    requests: Sequence[_Request], division: Division, device: torch.device, source: Source
-) -> Iterator[Bucket]:
+def _place(requests: Sequence[_Request], division: Division, storage: Storage) -> Iterator[Bucket]:
+    device = storage.device
     full = _Memory([r.full(shared=not division.whole_parameters) for r in requests], device)
     gradients = _Memory([r.gradient(shared=not division.whole_gradients) for r in requests], device)
     sizes = [request.arriving for request in requests]
     arrivals = Arrivals(sizes, device) if any(map(sum, sizes)) else None
     for number, one in enumerate(requests):
-        yield one.bucket(division, full.of(number), gradients.of(number), arrivals, source)
+        yield one.bucket(division, full.of(number), gradients.of(number), arrivals, storage.source)
 
 
 class _Memory:

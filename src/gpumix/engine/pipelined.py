@@ -1,16 +1,17 @@
 """A step of a rank whose plan has several stages: the forward and backward passes of its
-micro-batches through its stage, in the order of the plan's schedule.
+micro-batches through its stages, in the order of the plan's schedule.
 
-One pass runs as in layers (`engine.layered`), with the micro-batch that it is for. Before it comes
-what earlier stages have computed, or the gradients from later ones; what comes next is expected
-already, so that it is on its way meanwhile. Gradients are summed over the workers of a stage in the
-last backward pass.
+One pass runs as in layers (`engine.layered`), with the micro-batches that it is for: one, or a wave
+of them where a stage's workers gather and reduce for each other. Before it comes what earlier
+stages have computed, or the gradients from later ones; what comes next is expected already, so that
+it is on its way meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,20 +34,19 @@ Looks = object
 
 @dataclass
 class Place:
-    """Where a rank is in a plan of several stages.
+    """One of a rank's stages.
 
     Attributes:
-        stage: its number.
-        actions: what the rank does in a step.
+        parts: of the model that the stage has.
     """
 
     plan: Plan
-    pipeline: Pipeline
     stage: int
     rank: int
+    parts: Parts
     wires: Wires
     elsewhere: Elsewhere
-    known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
+    _known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
 
     @property
     def last(self) -> bool:
@@ -61,25 +61,31 @@ class Place:
     def first_call(self) -> int:
         return self.plan.first_call(self.stage)
 
-    @property
+    @cached_property
     def earlier(self) -> list[str]:
         """Unit calls of earlier stages."""
         return [name for stage in self.plan.stages[: self.stage] for name in stage.units]
 
-    @property
-    def batches(self) -> range:
+    @cached_property
+    def batches(self) -> list[int]:
         """Numbers of this rank's micro-batches, in the order of its samples."""
-        return next(s.batches for s in self.pipeline.seats[self.stage] if s.rank == self.rank)
+        return [n for n, one in enumerate(self._micro_batches) if one.worker == self._worker]
+
+    def members(self, action: Action) -> list[int]:
+        """Those of them that an action is for."""
+        if self.plan.zero_stage < 2:
+            return [action.batch]
+        return [n for n in self.batches if self._micro_batches[n].wave == action.batch]
 
     @property
-    def sends(self) -> dict[int, tuple[int, ...]]:
-        """By own call, places of the outputs that later stages take."""
-        wanted: dict[int, dict[int, None]] = {}
-        for _, taken in self.gives:
-            wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
-        return {call: tuple(outputs) for call, outputs in wanted.items()}
+    def _worker(self) -> int:
+        return self.plan.ranks_of(self.stage).index(self.rank)
 
-    @property
+    @cached_property
+    def _micro_batches(self) -> Sequence[Any]:
+        return self.plan.stages[self.stage].micro_batches(self.plan.waves)
+
+    @cached_property
     def gives(self) -> list[tuple[int, Taken]]:
         """What later stages take of this one, with the stage."""
         first = self.first_call
@@ -90,6 +96,21 @@ class Place:
             for taken in stage.takes
             if taken.call in own
         ]
+
+    @cached_property
+    def sends(self) -> dict[int, tuple[int, ...]]:
+        """By own call, places of the outputs that later stages take."""
+        wanted: dict[int, dict[int, None]] = {}
+        for _, taken in self.gives:
+            wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
+        return {call: tuple(outputs) for call, outputs in wanted.items()}
+
+    def look_of(self, taken: Taken, looks: Looks) -> Look | None:
+        """What is taken, of samples that look so, if that has been seen before."""
+        return self._known.get((looks, taken))
+
+    def seen(self, taken: Taken, looks: Looks, look: Look) -> None:
+        self._known[looks, taken] = look
 
 
 class Entrance:
@@ -111,7 +132,7 @@ class Entrance:
     def expect(self) -> None:
         """Begin to receive what comes, as far as its looks are known."""
         for taken in self._place.takes:
-            look = self._place.known.get((self._looks, taken))
+            look = self._place.look_of(taken, self._looks)
             if look is None:
                 return  # messages come in order
             self._place.wires.expect(self._message(taken), look)
@@ -131,7 +152,7 @@ class Entrance:
 
     def _received(self, taken: Taken, returned: Returned, gradients: bool) -> torch.Tensor:
         look = returned.look(taken.output)
-        self._place.known[self._looks, taken] = look
+        self._place.seen(taken, self._looks, look)
         value = self._place.wires.receive(self._message(taken), look)
         if not (taken.differentiable and gradients):
             return value
@@ -153,7 +174,7 @@ class Entrance:
 
 
 @dataclass
-class _Running:
+class Running:
     """A micro-batch between its forward and its backward; `sent` by what later stages took."""
 
     batch: MicroBatch
@@ -161,107 +182,164 @@ class _Running:
     sent: dict[tuple[int, Taken], Look] = field(default_factory=dict)
 
 
+Make = Callable[[Place, int], Running]
+"""Begins the micro-batch of a number in a stage."""
+
+
 class Step:
     """One step of one rank.
 
     Args:
-        make: the micro-batch of a number, with its entrance.
-        scale: what each loss is multiplied with before its backward.
-        exchange: starts to tell all ranks the losses and counts; gives what reduces.
+        places: its stages.
+        scale: what each loss is multiplied with before its backward; None: there is no backward.
     """
 
     def __init__(
         self,
-        place: Place,
-        parts: Parts,
-        make: Callable[[int], tuple[MicroBatch, Entrance]],
-        scale: torch.Tensor,
-        exchange: Callable[[list[Loss]], Reductions],
+        places: Sequence[Place],
+        actions: Sequence[Action],
+        make: Make,
+        scale: torch.Tensor | None,
     ) -> None:
-        self._place = place
-        self._parts = parts
+        self._places = {place.stage: place for place in places}
+        self._actions = actions
         self._make = make
         self._scale = scale
-        self._exchange = exchange
-        self._running: dict[int, _Running] = {}
+        self._running: dict[tuple[int, int], Running] = {}
         self._results: list[Loss] = []
         self._begun = Begun()
+        division = places[0].parts.division
+        # With buffers of its own for each, no reduction waits for another one; nor can ranks wait
+        # for each other where all of a stage do the same.
+        self._beside = division.replicated and len(places) == 1
+        self._in_waves = not division.whole_gradients
+        self._reductions = Reductions(None, at_once=division.replicated)
 
-    def run(self) -> None:
-        """Do all of it."""
-        actions = self._place.pipeline.orders[self._place.rank]
+    def run(self) -> list[Loss]:
+        """Do all of it; then gradients are to be settled.
+
+        Returns:
+            (summed loss, count) of each micro-batch whose loss is computed here.
+        """
+        wires = next(iter(self._places.values())).wires
         try:
-            for number, action in enumerate(actions):
-                for coming in actions[number : number + 2]:
+            # Now: with other stages that may begin only when this one is through.
+            for place in self._places.values():
+                for bucket in place.parts.throughout:
+                    bucket.start_gather()
+            for number, action in enumerate(self._actions):
+                for coming in self._actions[number : number + 2]:
                     self._expect(coming)
-                if action.kind == "forward":
-                    self._forward(action)
-                else:
-                    self._backward(action, last=number == len(actions) - 1)
-            if not actions:
-                self._without_samples()
-            self._place.wires.finish()
+                self._do(action, number)
+            if self._scale is not None:
+                for place in reversed(self._places.values()):
+                    layered.finish(place.parts, self._reductions, self._begun)
+            wires.finish()
         except BaseException:
-            self._place.wires.abandon()
+            wires.abandon()
             raise
         finally:
             for running in self._running.values():
                 running.batch.close()
+        return self._results
 
-    def _running_of(self, batch: int) -> _Running:
-        if batch not in self._running:
-            self._running[batch] = _Running(*self._make(batch))
-        return self._running[batch]
+    def _do(self, action: Action, number: int) -> None:
+        place = self._places[action.stage]
+        if action.kind == "forward":
+            self._forward(place, action)
+            following = self._actions[number + 1 : number + 2]
+            if following != (_backward_of(action),):
+                place.parts.rest()
+        elif action.kind == "backward":
+            self._backward(place, action, last=number == len(self._actions) - 1)
+        else:
+            self._weights(place, action)
+
+    def _running_of(self, place: Place, action: Action) -> list[Running]:
+        found = []
+        for number in place.members(action):
+            key = action.stage, number
+            if key not in self._running:
+                self._running[key] = self._make(place, number)
+            found.append(self._running[key])
+        return found
 
     def _expect(self, action: Action) -> None:
+        place = self._places[action.stage]
         if action.kind == "forward":
-            self._running_of(action.batch).entrance.expect()
-        elif action.batch in self._running:
-            for message, look in self._gradients(action.batch):
-                self._place.wires.expect(message, look)
+            for running in self._running_of(place, action):
+                running.entrance.expect()
+        elif action.kind == "backward":
+            for number in place.members(action):
+                if (action.stage, number) in self._running:
+                    for message, look in self._gradients(place, number):
+                        place.wires.expect(message, look)
 
-    def _forward(self, action: Action) -> None:
-        running = self._running_of(action.batch)
-        layered.forward(self._parts, Turns([running.batch]), keep=True)
-        for to, taken in self._place.gives:
-            value = running.batch.sent[taken.call - self._place.first_call, taken.output]
-            running.sent[to, taken] = Look(value.shape, value.dtype)
-            self._place.wires.send(Message("forward", to, action.batch, taken), value)
-        running.batch.sent.clear()
+    def _forward(self, place: Place, action: Action) -> None:
+        running = self._running_of(place, action)
+        layered.forward(place.parts, _turns(running), keep=self._scale is not None)
+        for number, one in zip(place.members(action), running):
+            for to, taken in place.gives:
+                value = one.batch.sent[taken.call - place.first_call, taken.output]
+                one.sent[to, taken] = Look(value.shape, value.dtype)
+                place.wires.send(Message("forward", to, number, taken), value)
+            one.batch.sent.clear()
+            if self._scale is None and not place.last:
+                self._close(place, number)
+        if self._scale is None and place.last:
+            self._results += layered.head(place.parts, _turns(running), None, self._begun)
+            for number in place.members(action):
+                self._close(place, number)
 
-    def _backward(self, action: Action, *, last: bool) -> None:
-        running = self._running[action.batch]
-        turns = Turns([running.batch])
-        if self._place.last:
-            self._results += layered.head(self._parts, turns, self._scale, self._begun)
+    def _backward(self, place: Place, action: Action, *, last: bool) -> None:
+        running = self._running_of(place, action)
+        if place.last:
+            turns = _turns(running)
+            self._results += layered.head(place.parts, turns, self._scale, self._begun)
         else:
-            running.batch.expect_gradients()
-            for message, look in self._gradients(action.batch):
-                gradient = self._place.wires.receive(message, look)
-                call = message.taken.call - self._place.first_call
-                running.batch.add_gradient(call, message.taken.output, gradient)
-        reductions = self._exchange(self._results) if last else None
-        # The end of a reduction needs the number of all samples, and so all ranks: one that waits
-        # for it must not be waited for.
-        beside = reductions if self._parts.division.replicated else None
-        layered.backward(self._parts, turns, beside, self._begun)
-        running.entrance.send_gradients()
-        running.batch.close()
-        del self._running[action.batch]
-        if reductions is not None:
-            if beside is None:
-                layered.reduce_units(self._parts, reductions)
-            layered.finish(self._parts, reductions)
+            for number, one in zip(place.members(action), running):
+                one.batch.expect_gradients()
+                for message, look in self._gradients(place, number):
+                    gradient = place.wires.receive(message, look)
+                    call = message.taken.call - place.first_call
+                    one.batch.add_gradient(call, message.taken.output, gradient)
+        reductions = self._reductions if self._in_waves or (last and self._beside) else None
+        splits = place.plan.schedule == "zero-bubble"
+        layered.backward(place.parts, _turns(running), reductions, self._begun, splits=splits)
+        for one in running:
+            one.entrance.send_gradients()
+        if not splits:
+            for number in place.members(action):
+                self._close(place, number)
+        if self._in_waves:
+            self._reductions.finish()
 
-    def _gradients(self, batch: int) -> Iterator[tuple[Message, Look]]:
+    def _weights(self, place: Place, action: Action) -> None:
+        running = self._running_of(place, action)
+        layered.weights(place.parts, _turns(running))
+        for number in place.members(action):
+            self._close(place, number)
+
+    def _close(self, place: Place, number: int) -> None:
+        self._running.pop((place.stage, number)).batch.close()
+
+    def _gradients(self, place: Place, number: int) -> Iterator[tuple[Message, Look]]:
         """What later stages send back, in the order of what they were sent."""
-        for (to, taken), look in self._running[batch].sent.items():
+        for (to, taken), look in self._running[place.stage, number].sent.items():
             if taken.differentiable:
-                yield Message("backward", to, batch, taken), look
+                yield Message("backward", to, number, taken), look
 
-    def _without_samples(self) -> None:
-        nothing = Turns([])
-        layered.forward(self._parts, nothing, keep=True)
-        reductions = self._exchange([])
-        layered.backward(self._parts, nothing, reductions, self._begun)
-        layered.finish(self._parts, reductions)
+
+def actions_of(pipeline: Pipeline, plan: Plan, rank: int) -> tuple[Action, ...]:
+    """What a rank does in a step."""
+    stage = plan.stages_of(rank)[0]
+    leader = pipeline.seats[stage][0].rank if plan.zero_stage >= 2 else rank
+    return pipeline.orders[leader]
+
+
+def _backward_of(action: Action) -> Action:
+    return Action("backward", action.stage, action.batch)
+
+
+def _turns(running: Sequence[Running]) -> Turns:
+    return Turns([one.batch for one in running])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gpumix.cost.pipeline import Pipeline
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -21,13 +21,14 @@ from gpumix.engine.division import Division
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, own_device
 from gpumix.engine.head import HeadInChunks
+from gpumix.engine.inventory import Inventory
 from gpumix.engine.last_words import LastWords
 from gpumix.engine.objective import Objective, objective_of
-from gpumix.engine.parts import Shared, shard
+from gpumix.engine.parts import Parts, Storage, shard, share
 from gpumix.engine.pipelined import Place
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.shards import Dtypes
-from gpumix.engine.stages import divided, part_of
+from gpumix.engine.stages import divided, part_of, stand_ins
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
 from gpumix.engine.wires import Wires
@@ -73,43 +74,65 @@ def prepare(
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
-    stages = plan.stages_of(comm.rank)
-    has_head = len(plan.stages) - 1 in stages
-    in_chunks = worker.mode.head == "chunked" and has_head
     compute_dtype = TORCH_DTYPE[worker.compute_dtype]
-    dtypes = Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype])
-    source = source_of(model, weights)
-    head = HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None
-    place: Place | None = None
-    shared: list[Shared] = []
-    if len(plan.stages) == 1:
-        here, division = anatomy, Division.of(plan, comm)
-    else:
-        here, elsewhere = part_of(anatomy, plan.stages[stages[0]], comm.device, compute_dtype)
-        division, shared = divided(plan, comm)
-        pipeline = Pipeline.of(plan)
-        wires = Wires(plan, pipeline, comm, dtypes.communication)
-        place = Place(plan, pipeline, stages[0], comm.rank, wires, elsewhere)
-    parts = shard(
-        here,
-        plan.stages[stages[0]],
-        division,
-        device=comm.device,
-        dtypes=dtypes,
-        source=source,
-        head=head,
-        shared=shared,
+    own = plan.stages_of(comm.rank)
+    in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in own
+    inventory = Inventory.of(model, anatomy, plan)
+    storage = Storage(
+        comm.device,
+        Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype]),
+        source_of(model, weights),
+        HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None,
     )
+    if len(plan.stages) == 1:
+        places: list[Place] = []
+        parts = [shard(anatomy, plan.stages[0], Division.of(plan, comm), storage)]
+    else:
+        parts, places = _stages(plan, anatomy, comm, storage)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
     calls = Calls()
     if worker.compile:
-        compile_units(parts.units.values(), sizes=worker.micro_batches, device=comm.device)
+        own_units = [unit for one in parts for unit in one.units.values()]
+        compile_units(own_units, sizes=worker.micro_batches, device=comm.device)
     for unit in anatomy.units:
         intercept(unit.name, unit.module, calls)
     objective = loss or objective_of(model)
-    return Engine(model, plan, parts, calls, comm=comm, objective=objective, seed=seed, place=place)
+    return Engine(
+        model,
+        plan,
+        parts,
+        calls,
+        comm=comm,
+        objective=objective,
+        seed=seed,
+        inventory=inventory,
+        places=places,
+    )
+
+
+def _stages(
+    plan: Plan, anatomy: Anatomy, comm: Communicator, storage: Storage
+) -> tuple[list[Parts], list[Place]]:
+    """What this rank has of several stages. Collective."""
+    elsewhere = stand_ins(anatomy, plan, comm.rank, storage)
+    division = divided(plan, comm)
+    wires = Wires(plan, comm, storage.dtypes.communication)
+    slots = {slot.name: slot for slot in anatomy.root.slots}
+    shared = {
+        one.names: share([slots[name] for name in one.names], one.division, storage)
+        for one in division.shared
+    }
+    parts, places = [], []
+    for number, alone in division.alone.items():
+        stage = plan.stages[number]
+        used = [bucket for names, bucket in shared.items() if names[0] in (stage.root or ())]
+        last = number == len(plan.stages) - 1
+        own = storage if last else replace(storage, head=None)
+        parts.append(shard(part_of(anatomy, stage, division), stage, alone, own, shared=used))
+        places.append(Place(plan, number, comm.rank, parts[-1], wires, elsewhere))
+    return parts, places
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -30,6 +30,10 @@ from gpumix.engine.units import Slot
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
 
 
+# What gradients are multiplied with, once it is known.
+Scale = Callable[[], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Piece:
     """This rank's part of one parameter: elements [start, end) of it, flattened.
@@ -173,6 +177,7 @@ class FlatGroup:
                 [piece.end - piece.start for piece in self.pieces]
             )
             self._carried: torch.Tensor | None = None
+            self._summed = False
             self._point_gradients(alike.numels)
 
     def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -295,10 +300,11 @@ class FlatGroup:
                 gradient.put.remove()
                 gradient.put = None
 
-    def reduce(self, scale: Callable[[], torch.Tensor]) -> Iterator[Pending]:
+    def reduce(self, scale: Scale | None) -> Iterator[Pending]:
         """Sum the gradient over ranks; each collective begins when the next value is asked for.
         At the end this rank's part, times `scale`, is in the pieces' `grad`: added to those that
-        there are, as autograd does."""
+        there are, as autograd does. Without a scale it is added to those of this step, and not
+        theirs before it is `settle`d."""
         division, label = self._division, f"reduction of unit '{self.label}'"
         if division.replicated:
             yield division.comm.start_all_reduce(self.gradient, label)
@@ -329,8 +335,11 @@ class FlatGroup:
             for room in rooms:
                 room.give_back()
 
-    def _deliver(self, rows: torch.Tensor, scale: Callable[[], torch.Tensor]) -> None:
+    def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
+        if scale is None:
+            self._add(rows)
+            return
         fresh, own = self._fresh(), self.master_gradient
         if self._on_host:
             for row in rows[1:]:
@@ -350,6 +359,38 @@ class FlatGroup:
         else:
             self._zero(fresh)
             own.addcmul_(rows.sum(0), scale())
+        self._hand_out()
+
+    def _add(self, rows: torch.Tensor) -> None:
+        own = self.master_gradient
+        if not self._summed and not self._in_place:
+            fresh = self._fresh()
+            if not all(fresh):
+                self._zero(fresh)
+                self._carried = own.clone()
+        if rows.device != own.device:
+            rows = rows.sum(0, keepdim=True).to(own.device)
+        if self._summed:
+            own.add_(rows.sum(0))
+        else:
+            _sum(rows, own)
+        self._summed = True
+
+    def settle(self, scale: Scale) -> None:
+        """All that a step reduced without a scale is there: it is multiplied with it, and in the
+        pieces' `grad`."""
+        if self._summed:
+            self.master_gradient.mul_(scale().to(self.master_gradient.device))
+            if self._carried is not None:
+                self.master_gradient.add_(self._carried)
+            self._hand_out()
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """Nothing of this step counts."""
+        self._summed, self._carried = False, None
+
+    def _hand_out(self) -> None:
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
 

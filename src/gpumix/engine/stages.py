@@ -1,35 +1,36 @@
-"""What a stage has of a model, and who divides it."""
+"""What a rank's stages have of a model, and who divides it."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere
-from gpumix.engine.parts import Shared
+from gpumix.engine.parts import Storage
 from gpumix.engine.units import Anatomy, Unit
 from gpumix.spec.plan import Plan, Stage
 
 
-def part_of(
-    anatomy: Anatomy, stage: Stage, device: torch.device, dtype: torch.dtype
-) -> tuple[Anatomy, Elsewhere]:
-    """The units and root parameters of a stage; in the model's modules stand-ins take the places of
-    all others."""
-    own, root = set(stage.units), anatomy.root
-    foreign = [unit for unit in anatomy.units if unit.name not in own]
-    used = set(stage.root or ())
-    elsewhere = Elsewhere(foreign, device, dtype)
-    elsewhere.install([slot for slot in root.slots if slot.name not in used])
-    slots = tuple(slot for slot in root.slots if slot.name in used)
-    units = tuple(unit for unit in anatomy.units if unit.name in own)
-    return Anatomy(units, Unit(root.name, root.module, root.kind, slots)), elsewhere
+@dataclass(frozen=True)
+class Shared:
+    """Parameters of the root that several stages have, and who divides them."""
+
+    names: tuple[str, ...]
+    division: Division
 
 
-def divided(plan: Plan, comm: Communicator) -> tuple[Division, list[Shared]]:
-    """How this rank's stage divides its state, and what it has together with other stages.
-    Collective: it makes process groups."""
+@dataclass(frozen=True)
+class Divided:
+    """How a plan's state is divided, as far as this rank has a part of it: of each of its stages
+    what is that stage's alone, and what several stages have together."""
+
+    alone: dict[int, Division]
+    shared: tuple[Shared, ...]
+
+
+def divided(plan: Plan, comm: Communicator) -> Divided:
+    """Of the stages of a plan. Collective: it makes process groups."""
     users: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         for name in stage.root or ():
@@ -38,12 +39,29 @@ def divided(plan: Plan, comm: Communicator) -> tuple[Division, list[Shared]]:
     for name, stages in users.items():
         if len(stages) > 1:
             together.setdefault(tuple(stages), []).append(name)
-    alone = [(number,) for number in range(len(plan.stages))]
-    divisions = Division.of_stages(plan, comm, [*alone, *together])
-    own = next(d for d in divisions[: len(alone)] if d is not None)
-    shared = [
-        Shared(tuple(names), division)
-        for names, division in zip(together.values(), divisions[len(alone) :])
-        if division is not None
-    ]
-    return own, shared
+    each = [(number,) for number in range(len(plan.stages))]
+    divisions = Division.of_stages(plan, comm, [*each, *together])
+    alone = {number: d for (number,), d in zip(each, divisions) if d is not None}
+    of_several = zip(together.values(), divisions[len(each) :])
+    return Divided(alone, tuple(Shared(tuple(n), d) for n, d in of_several if d is not None))
+
+
+def part_of(anatomy: Anatomy, stage: Stage, divided: Divided) -> Anatomy:
+    """The units of a stage, and those parameters of the root that are the stage's alone."""
+    shared = {name for one in divided.shared for name in one.names}
+    used = set(stage.root or ()) - shared
+    root = anatomy.root
+    slots = tuple(slot for slot in root.slots if slot.name in used)
+    units = tuple(unit for unit in anatomy.units if unit.name in stage.units)
+    return Anatomy(units, Unit(root.name, root.module, root.kind, slots))
+
+
+def stand_ins(anatomy: Anatomy, plan: Plan, rank: int, storage: Storage) -> Elsewhere:
+    """What a rank has in the places of what its stages lack."""
+    own = [plan.stages[number] for number in plan.stages_of(rank)]
+    units = {name for stage in own for name in stage.units}
+    used = {name for stage in own for name in stage.root or ()}
+    elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute)
+    elsewhere.install([s for unit in anatomy.units if unit.name not in units for s in unit.slots])
+    elsewhere.install([slot for slot in anatomy.root.slots if slot.name not in used])
+    return elsewhere

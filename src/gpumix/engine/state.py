@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.comm import Communicator
+from gpumix.engine.inventory import Inventory
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.spec.errors import InputError
 
@@ -49,7 +50,12 @@ OptimizerState = dict[str, dict[str, Part | Whole | Scalar]]
 
 
 def full_state(
-    model: nn.Module, groups: Iterable[FlatGroup], comm: Communicator, *, rank0_only: bool
+    model: nn.Module,
+    groups: Iterable[FlatGroup],
+    comm: Communicator,
+    inventory: Inventory,
+    *,
+    rank0_only: bool,
 ) -> dict[str, torch.Tensor]:
     """What `state_dict` of the unsharded model would be, on the CPU. Collective.
 
@@ -58,18 +64,31 @@ def full_state(
     than one flat group beside the result.
     """
     keep = comm.rank == 0 or not rank0_only
-    groups = list(groups)
     values: dict[str, torch.Tensor] = {}
     for group in groups:
         for piece, value in _gathered(group):
-            if keep:
+            first = inventory.parameters[piece.name].rank == comm.rank
+            if keep or first:
                 values[piece.name] = value.to("cpu", copy=True)
+    _tell_others(values, comm, inventory)
     if not keep:
         return {}
-    state = {name: values[own] for name, own in _all_names(model, groups).items()}
+    state = {name: values[own] for name, own in inventory.names.items()}
     for name, buffer in persistent_buffers(model).items():
         state[name] = buffer.detach().to("cpu", copy=True)
     return state
+
+
+def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
+    """Give those of other stages what this one has, one parameter after the other."""
+    for name, stored in inventory.parameters.items():
+        if not inventory.of_one_stage:
+            value = values.get(name)
+            if value is None or comm.rank != stored.rank:
+                value = torch.empty(stored.shape, dtype=stored.dtype)
+            there = value.to(comm.device).contiguous()
+            comm.broadcast(there, stored.rank, f"broadcast of parameter '{name}'")
+            values[name] = there.to("cpu")
 
 
 def _gathered(group: FlatGroup) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -79,34 +98,29 @@ def _gathered(group: FlatGroup) -> Iterator[tuple[Piece, torch.Tensor]]:
         yield piece, flat.view(piece.shape)
 
 
-def _all_names(model: nn.Module, groups: Iterable[FlatGroup]) -> dict[str, str]:
-    """Every name that a parameter has in the model, and the one that its piece has."""
-    own = {id(held): name for group in groups for held, name in group.names_by_parameter()}
-    return {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-
-
 @torch.no_grad()
 def load_full_state(
-    model: nn.Module, groups: Iterable[FlatGroup], state: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    groups: Iterable[FlatGroup],
+    inventory: Inventory,
+    state: Mapping[str, torch.Tensor],
 ) -> None:
     """Take this rank's intervals of ordinary full tensors; of a tied parameter any name will do.
 
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
     """
-    groups = list(groups)
-    names = _all_names(model, groups)
+    names = inventory.names
     given = {own: state[name] for name, own in names.items() if name in state}
-    pieces = {piece.name: piece for group in groups for piece in group.pieces}
     buffers = persistent_buffers(model)
     given_buffers = {name: state[name] for name in buffers if name in state}
-    wanted = {name: piece.shape for name, piece in pieces.items()}
+    wanted = {name: stored.shape for name, stored in inventory.parameters.items()}
     wanted |= {name: buffer.shape for name, buffer in buffers.items()}
     shapes = {name: value.shape for name, value in (given | given_buffers).items()}
-    shapes |= {name: v.shape for name, v in state.items() if name not in names | buffers}
+    shapes |= {name: v.shape for name, v in state.items() if name not in {*names, *buffers}}
     check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
-    for name, piece in pieces.items():
-        piece.local.copy_(given[name].reshape(-1)[piece.start : piece.end])
+    for piece in (piece for group in groups for piece in group.pieces):
+        piece.local.copy_(given[piece.name].reshape(-1)[piece.start : piece.end])
     for name, buffer in buffers.items():
         buffer.copy_(given_buffers[name])
 

@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
-from gpumix.cost.pipeline import Pipeline
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.elsewhere import Look
 from gpumix.spec.plan import Plan, Taken
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Wires:
         dtype: that floating values are sent in.
     """
 
-    def __init__(
-        self, plan: Plan, pipeline: Pipeline, comm: Communicator, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, plan: Plan, comm: Communicator, dtype: torch.dtype) -> None:
         self._comm = comm
-        self._pipeline = pipeline
         self._dtype = dtype
+        self._rank_of = {
+            (number, batch): plan.ranks_of(number)[one.worker]
+            for number, stage in enumerate(plan.stages)
+            for batch, one in enumerate(stage.micro_batches(plan.waves))
+        }
         self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
         self._lines: dict[_Line, Communicator] = {}
         self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
@@ -66,19 +68,17 @@ class Wires:
 
     def _needed(self, plan: Plan) -> set[_Line]:
         found = set()
-        for to, stage in enumerate(plan.stages):
-            for batch in range(len(stage.begins)):
-                for taken in stage.takes:
-                    for direction in ("forward", "backward"):
-                        line = self._line(Message(direction, to, batch, taken))
-                        if line.giver != line.taker:
-                            found.add(line)
+        for to, batch in self._rank_of:
+            for taken in plan.stages[to].takes:
+                for direction in DIRECTIONS:
+                    line = self._line(Message(direction, to, batch, taken))
+                    if line.giver != line.taker:
+                        found.add(line)
         return found
 
     def _line(self, message: Message) -> _Line:
-        ranks = self._pipeline.rank_of
-        made = ranks[self._stage_of_call[message.taken.call], message.batch]
-        used = ranks[message.to, message.batch]
+        made = self._rank_of[self._stage_of_call[message.taken.call], message.batch]
+        used = self._rank_of[message.to, message.batch]
         if message.direction == "backward":
             made, used = used, made
         return _Line(message.direction, message.to, made, used)

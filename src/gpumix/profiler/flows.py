@@ -110,8 +110,8 @@ class _Notes(TorchFunctionMode):
                 found |= set() if one is None else self._sources.get(one, set())
         return found
 
-    def set(self, tensor: torch.Tensor, sources: set[Source]) -> None:
-        """`tensor` stands for these and nothing else."""
+    def stands_for(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+        """It is computed from these and nothing else."""
         self._sources[tensor] = sources
 
     def add(self, tensor: torch.Tensor, sources: set[Source]) -> None:
@@ -159,7 +159,7 @@ def _fresh(returned: Returned, call: int, notes: _Notes) -> list[Any]:
         if isinstance(leaf, torch.Tensor):
             value = leaf.clone()
             source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
-            notes.set(value, {source})
+            notes.stands_for(value, {source})
         leaves.append(value)
     return leaves
 

@@ -24,7 +24,7 @@ from gpumix.engine.elsewhere import Returned, plain_run
 from gpumix.engine.glue import Glue, Link
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
-from gpumix.engine.parts import ShardedUnit, alone
+from gpumix.engine.parts import ShardedUnit, Storage, alone
 from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
 
@@ -82,9 +82,7 @@ class Specimens:
         alive = alone(
             unit,
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
-            device=self.device,
-            dtypes=Dtypes(self.compute_dtype, self.compute_dtype),
-            source=_no_values,
+            Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
         )
         for group in alive.bucket.groups:
             _fill(group)

@@ -8,7 +8,8 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -127,6 +128,16 @@ class Taken(Value):
     differentiable: bool = Field(default=True, description="whether its gradient goes back")
 
 
+@dataclass(frozen=True)
+class MicroBatchOf:
+    """A micro-batch of a stage: which of its workers computes it, in which wave, and its rows of
+    the global batch."""
+
+    worker: int
+    wave: int
+    rows: range
+
+
 class Stage(Value):
     """A contiguous run of units, and the workers that compute them, in rank order.
 
@@ -156,12 +167,19 @@ class Stage(Value):
     def shares(self) -> tuple[float, ...]:
         return tuple(w.state_share for w in self.workers)
 
-    @property
-    def begins(self) -> tuple[int, ...]:
-        """Where each micro-batch of the global batch begins: those of the first worker come
-        first."""
-        sizes = [size for worker in self.workers for size in worker.micro_batches]
-        return tuple(accumulate(sizes, initial=0))[:-1]
+    def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
+        """Those of the global batch, in the order of its samples: wave after wave, and of each
+        wave worker after worker."""
+        found: list[MicroBatchOf] = []
+        begin = 0
+        for wave in range(waves):
+            for number, worker in enumerate(self.workers):
+                sizes = worker.micro_batches
+                first, last = (len(sizes) * w // waves for w in (wave, wave + 1))
+                for size in sizes[first:last]:
+                    found.append(MicroBatchOf(number, wave, range(begin, begin + size)))
+                    begin += size
+        return tuple(found)
 
 
 class WorkerPrediction(Value):
@@ -214,6 +232,12 @@ class Plan(Document):
     schedule: Schedule = Field(
         default="1f1b", description="in which order micro-batches go through several stages"
     )
+    waves: int = Field(
+        default=1,
+        ge=1,
+        description="of several stages at ZeRO stages 2 and 3: into how many parts each worker's "
+        "micro-batches are divided; a part goes through the stage's layers together",
+    )
     ranks: tuple[str, ...] = Field(
         default=(), description="devices in the order of their ranks; empty: as stages name them"
     )
@@ -257,9 +281,16 @@ class Plan(Document):
 
     def _check_stages(self) -> None:
         """What one stage alone cannot have wrong."""
-        first, *others = (stage.begins for stage in self.stages)
-        if any(begins != first for begins in others):
+        cuts = [[one.rows for one in s.micro_batches(self.waves)] for s in self.stages]
+        if any(rows != cuts[0] for rows in cuts):
             raise ValueError("the stages do not cut the batch into the same micro-batches")
+        if self.waves > 1 and self.zero_stage < 2:
+            raise ValueError("several waves are for ZeRO stages 2 and 3: others gather nothing")
+        if self.schedule == "zero-bubble" and self.zero_stage > 1:
+            raise ValueError(
+                "schedule 'zero-bubble' keeps gradients whole until a step's end, ZeRO stage "
+                f"{self.zero_stage} divides them before"
+            )
         calls = 0
         for number, stage in enumerate(self.stages):
             late = [taken.call for taken in stage.takes if taken.call >= calls]
@@ -270,13 +301,13 @@ class Plan(Document):
                 )
             calls += len(stage.units)
         if self.schedule == "interleaved":
-            rows = {tuple(w.device for w in stage.workers) for stage in self.stages}
-            in_row = [tuple(w.device for w in s.workers) for s in self.stages[: len(rows)]]
-            if len(self.stages) % len(rows) or any(
-                tuple(w.device for w in stage.workers) != in_row[number % len(rows)]
-                for number, stage in enumerate(self.stages)
-            ):
-                raise ValueError("interleaved stages go round the same devices again and again")
+            rows = [tuple((w.device, w.samples) for w in s.workers) for s in self.stages]
+            around = len(set(rows))
+            if len(rows) % around or rows != rows[:around] * (len(rows) // around):
+                raise ValueError(
+                    "interleaved stages go round the same devices, with the same samples, again "
+                    "and again"
+                )
         if self.sharding == "host":
             raise ValueError("the hosts of a stage repeat no state: sharding 'host' is for one")
 
@@ -313,13 +344,13 @@ class Plan(Document):
         numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
         return tuple(numbers[worker.device] for worker in self.stages[stage].workers)
 
-    def rows_of(self, rank: int) -> range:
-        """Which samples of the global batch a rank computes; of several stages on it, the first
-        one's."""
+    def rows_of(self, rank: int) -> tuple[range, ...]:
+        """Which samples of the global batch a rank computes: those of each of its micro-batches,
+        in order. Where it has several stages, they are the same for all."""
         stage = self.stages_of(rank)[0]
         place = self.ranks_of(stage).index(rank)
-        counts = [worker.samples for worker in self.stages[stage].workers]
-        return range(sum(counts[:place]), sum(counts[: place + 1]))
+        parts = self.stages[stage].micro_batches(self.waves)
+        return tuple(one.rows for one in parts if one.worker == place)
 
     def first_call(self, stage: int) -> int:
         """Number of a stage's first unit call, counted over all stages."""

@@ -89,7 +89,7 @@ class Trainer:
         self.optimizer = optimizer_for(job.optimizer, self.engine.pieces(), self.engine.layout)
         self.loader = Loader(
             context.train_data,
-            [w.samples for w in plan.workers],
+            plan,
             ranks.rank,
             seed=job.seed,
             device=context.runtime.torch_device,
@@ -263,10 +263,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         losses = [
-            self.engine.evaluate(batch).item()
-            for batch in evaluation_batches(
+            self.engine.evaluate(batch, samples).item()
+            for batch, samples in evaluation_batches(
                 self.context.held_out,
-                [w.samples for w in self.plan.workers],
+                self.plan,
                 self.context.ranks.rank,
                 batches=self.job.evaluation.batches,
                 device=self.context.runtime.torch_device,

@@ -1,0 +1,110 @@
+"""Backward in two parts: first towards inputs, which somebody waits for, then towards parameters.
+
+Both run through the graph of a kept forward pass. Where a path to a parameter leaves the paths to
+inputs, the first part notes the gradient that comes by; the second part begins there. What lies at
+these places (the backward of a layer norm, say) runs in both parts; a linear layer's products are
+each computed once. `torch.distributed.pipelining` finds the places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    get_param_groups,
+)
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class SplitBackward:
+    """Runs the first part: the gradients of `inputs` are in their `grad`.
+
+    Args:
+        edges, gradients: where backward begins, and with what.
+        inputs: leaves.
+        parameters: some of which the graph may not have.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        nodes = [edge.node for edge in edges]
+        reverse = construct_reverse_graph(nodes)
+        leaves = {_node(parameter): parameter for parameter in parameters}
+        reached = [node for node in leaves if node in reverse]
+        self._groups = [
+            _Group(list(found["intermediates"]), [leaves[node] for node in found["params"]])
+            for found in get_param_groups([_node(i) for i in inputs], reached, reverse)
+        ]
+        handles = [handle for group in self._groups for handle in group.watch()]
+        try:
+            torch.autograd.backward(edges, gradients, inputs=list(inputs), retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        # What has no path to an input in common with it gets its gradient from the beginning.
+        apart = {id(p) for group in self._groups for p in group.parameters}
+        self._edges, self._gradients = edges, gradients
+        self._others = [p for node, p in leaves.items() if node in reverse and id(p) not in apart]
+
+    def backward(self) -> None:
+        """The second part: gradients of parameters accumulate as they do in any backward."""
+        if self._others:
+            torch.autograd.backward(
+                self._edges, self._gradients, inputs=self._others, retain_graph=True
+            )
+        for group in self._groups:
+            group.backward()
+
+
+class _Group:
+    """Parameters, and the nodes at which paths to them leave those to inputs; `_came` is what came
+    to each of these."""
+
+    def __init__(self, nodes: list[Node], parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._nodes = nodes
+        self._came: list[Gradients | None] = [None] * len(nodes)
+
+    def watch(self) -> list[Any]:
+        return [node.register_prehook(self._note(n)) for n, node in enumerate(self._nodes)]
+
+    def _note(self, number: int) -> Callable[[Gradients], None]:
+        def note(gradients: Gradients) -> None:
+            self._came[number] = gradients
+
+        return note
+
+    def backward(self) -> None:
+        edges, gradients, handles = [], [], []
+        for node, came in zip(self._nodes, self._came):
+            for number, gradient in enumerate(came or ()):
+                if gradient is not None:
+                    edges.append(GradientEdge(node, number))
+                    gradients.append(gradient)
+            if came is not None and len(self._nodes) > 1:
+                # One of the nodes may come after another: what came there holds all of it.
+                handles.append(node.register_prehook(lambda _, came=came: came))
+        try:
+            if edges:
+                torch.autograd.backward(edges, gradients, inputs=self.parameters, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._nodes, self._came = [], []
+
+
+def _node(tensor: torch.Tensor) -> Node:
+    node = _get_grad_fn_or_grad_acc(tensor)
+    assert node is not None, "it requires a gradient"
+    return node
