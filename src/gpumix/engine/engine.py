@@ -45,7 +45,8 @@ class Engine:
 
     `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
     `notice` is a number that this rank tells all others in the next step, at no further cost;
-    `notices_by_rank` is what all ranks said in the last one.
+    `notices_by_rank` is what all ranks said in the last one. `losses_counted` is what the sum of
+    all losses of the last step was divided by, float64 on the device.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Engine:
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         self._position = sum(w.samples for w in plan.workers[: comm.rank])
         self._stats = torch.zeros(comm.world, 3)
+        tokens = float(plan.global_batch * plan.sequence_length)
+        self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
@@ -106,10 +109,9 @@ class Engine:
             InputError: the batch has another number of samples than the plan says.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
-        tokens = self.plan.global_batch * self.plan.sequence_length
-        # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
-        # the exact count is known when the heads are done, and divided by at the very end.
-        scale = torch.full((), self.scaler.scale / tokens, device=self.device)
+        # That of a mean loss, if losses are counted as in the last step: then gradients need not be
+        # touched again. The exact count is known when the heads are done.
+        scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
         with self._in_step():
             cut = self._cut(batch, self._worker.micro_batches)
@@ -127,6 +129,8 @@ class Engine:
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
+            counted = table[:, 1].sum()
+            self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
             if self.scaler.active:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
@@ -175,7 +179,7 @@ class Engine:
         with _closing(batches):
             turns = layered.Turns(batches, in_order=bool(self._keepers))
             layered.forward(self._parts, turns, keep=True)
-            results = layered.head(self._parts, turns, scale)
+            results = layered.head(self._parts, turns, scale.float())
             table, gradient_scale = self._exchange(results, scale)
             layered.backward(self._parts, turns, self._reductions(gradient_scale, updates))
         return table
@@ -196,7 +200,7 @@ class Engine:
             tables.append(table)
             return self._reductions(gradient_scale, updates)
 
-        sequential.run(self._parts, self._calls, batches, scale, exchange)
+        sequential.run(self._parts, self._calls, batches, scale.float(), exchange)
         return tables[0]
 
     def _keeps(self, place: int, batches: int) -> Callable[[int], bool]:
@@ -429,7 +433,8 @@ class Engine:
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
+        summed = [part for g in self.groups() if g.trainable for part in g.summed()]
+        finite = [torch.isfinite(part).all() for part in summed]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)
