@@ -26,8 +26,8 @@ KIB = 1024
 ON_GLOO = Collectives(gather="broadcast", reduce="all_to_all")
 
 
-def all_ranks() -> Communicator:
-    return Communicator(dist.group.WORLD, rank=dist.get_rank(), world=dist.get_world_size())
+def all_ranks(kind: type[Communicator] = Communicator) -> Communicator:
+    return kind(dist.group.WORLD, rank=dist.get_rank(), world=dist.get_world_size())
 
 
 def curves(found):
@@ -54,9 +54,8 @@ class Recorded(Communicator):
 def measured(largest_bytes):
     """On a rank: what was measured, and the collectives that ran for it."""
     Recorded.log = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "Communicator", Recorded)
-        found = measure_links(all_ranks(), largest_bytes=largest_bytes, progress=lambda line: None)
+    comm = all_ranks(Recorded)
+    found = measure_links(comm, largest_bytes=largest_bytes, progress=lambda line: None)
     return found, Recorded.log
 
 

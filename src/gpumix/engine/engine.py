@@ -50,7 +50,8 @@ class Engine:
 
     `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
     `notice` is a number that this rank tells all others in the next step, at no further cost;
-    `notices_by_rank` is what all ranks said in the last one.
+    `notices_by_rank` is what all ranks said in the last one. `losses_counted` is what the sum of
+    all losses of the last step was divided by, float64 on the device.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class Engine:
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         self._rows = plan.rows_of(comm.rank)
         self._stats = torch.zeros(comm.world, 3)
+        tokens = float(plan.global_batch * plan.sequence_length)
+        self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
@@ -117,10 +120,9 @@ class Engine:
             InputError: the batch has another number of samples than the plan says.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
-        tokens = self.plan.global_batch * self.plan.sequence_length
-        # Close to a mean loss's scale, so that gradients in fp16 are in the range that one expects;
-        # the exact count is known when the heads are done, and divided by at the very end.
-        scale = torch.full((), self.scaler.scale / tokens, device=self.device)
+        # That of a mean loss, if losses are counted as in the last step: then gradients need not be
+        # touched again. The exact count is known when the heads are done.
+        scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
         with self._in_step():
             cut = self._cut(batch, self._rows)
@@ -140,6 +142,8 @@ class Engine:
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
+            counted = table[:, 1].sum()
+            self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
             if self.scaler.active:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
@@ -189,7 +193,7 @@ class Engine:
             turns = layered.Turns(batches, in_order=bool(self._keepers))
             begun = layered.Begun()
             layered.forward(self._parts, turns, keep=True)
-            results = layered.head(self._parts, turns, scale, begun)
+            results = layered.head(self._parts, turns, scale.float(), begun)
             table, gradient_scale = self._exchange(results, scale)
             reductions = self._reductions(gradient_scale, updates)
             layered.backward(self._parts, turns, reductions, begun)
@@ -201,7 +205,7 @@ class Engine:
     ) -> torch.Tensor:
         assert self._pipeline is not None
         actions = actions_of(self._pipeline, self.plan, self.comm.rank)
-        step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale)
+        step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale.float())
         table, gradient_scale = self._exchange(step.run(), scale)
         for bucket in self._buckets:
             bucket.settle(gradient_scale)
@@ -250,7 +254,7 @@ class Engine:
             tables.append(table)
             return self._reductions(gradient_scale, updates)
 
-        sequential.run(self._parts, self._calls, batches, scale, exchange)
+        sequential.run(self._parts, self._calls, batches, scale.float(), exchange)
         return tables[0]
 
     def _keeps(self, parts: Parts, place: int, batches: int) -> Callable[[int], bool]:
@@ -512,7 +516,8 @@ class Engine:
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
+        summed = [part for g in self.groups() if g.trainable for part in g.summed()]
+        finite = [torch.isfinite(part).all() for part in summed]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)

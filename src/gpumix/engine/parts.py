@@ -223,8 +223,9 @@ class _Request:
         sizes = [alike.full_bytes for alike in self.alike]
         return Buffer(sum(map(aligned, sizes)), self.uses.gathered if shared else ALWAYS)
 
-    def gradient(self, *, shared: bool) -> Buffer:
-        sizes = [alike.gradient_bytes for alike in self.alike]
+    def gradient(self, division: Division) -> Buffer:
+        shared = not division.whole_gradients
+        sizes = [0 if division.lone else alike.gradient_bytes for alike in self.alike]
         return Buffer(sum(map(aligned, sizes)), self.uses.gradient if shared else ALWAYS)
 
     @property
@@ -269,7 +270,7 @@ def _arriving(alike: Alike, memory: torch.Tensor | None) -> torch.Tensor | None:
 def _place(requests: Sequence[_Request], division: Division, storage: Storage) -> Iterator[Bucket]:
     device = storage.device
     full = _Memory([r.full(shared=not division.whole_parameters) for r in requests], device)
-    gradients = _Memory([r.gradient(shared=not division.whole_gradients) for r in requests], device)
+    gradients = _Memory([r.gradient(division) for r in requests], device)
     sizes = [request.arriving for request in requests]
     arrivals = Arrivals(sizes, device) if any(map(sum, sizes)) else None
     for number, one in enumerate(requests):

@@ -180,6 +180,7 @@ class Checkpointer:
         ranks.each(check, "check a checkpoint", path)
         self._read(path, manifest, index, engine, optimizer)
         engine.steps = manifest.engine_steps
+        engine.losses_counted.fill_(manifest.losses_counted)
         if engine.scaler.active and manifest.scaler is not None:
             engine.scaler.load_state_dict(manifest.scaler)
         return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra))
@@ -233,6 +234,7 @@ def _manifest(
         gpumix=gpumix.__version__,
         torch=torch.__version__,
         engine_steps=engine.steps,
+        losses_counted=engine.losses_counted.item(),
         scaler=engine.scaler.state_dict() if engine.scaler.active else None,
         optimizer=optimizer,
         cursor=_as_json(cursor, "cursor"),

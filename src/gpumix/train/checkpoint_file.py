@@ -58,6 +58,7 @@ class Manifest(Value):
     gpumix: str
     torch: str
     engine_steps: int
+    losses_counted: float = Field(gt=0, description="by the last step; see `Engine`")
     scaler: dict[str, float] | None = Field(description="fp16 only")
     optimizer: SavedOptimizer
     cursor: dict[str, JsonValue]
