@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumix.spec.plan import Mode
-from models import ARCHITECTURES
-from reference import train_alone, worst_error
-from staging import Row, rows, staged_plan, train_in_stages
+from gpumix.data.shares import share_of
+from gpumix.spec.plan import Mode, Plan
+from harness import run_ranks
+from models import ARCHITECTURES, mean_loss
+from reference import batches, initialised, train_alone, worst_error
+from staging import Row, own_samples, rows, staged_engine, staged_plan, train_in_stages
 
+GPT2 = ARCHITECTURES["gpt2"]
 STEPS = 3
 TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
@@ -68,3 +74,101 @@ def assert_parity(name: str, layout: list[Row], **settings):
     losses, found = train_in_stages(name, plan, STEPS)
     assert worst_error(found, expected) < TOLERANCE
     assert all(seen == losses[0] for seen in losses)
+
+
+# -- beside steps ----------------------------------------------------------------------------------
+
+
+def test_all_ranks_get_all_of_the_state():
+    plan = staged_plan("gpt2", LAYOUTS["1 + 2"], zero_stage=1)
+    found = run_ranks(_state_there_and_back, len(plan.workers), plan.model_dump_json())
+    model = initialised(GPT2.factory)
+    expected = {name: value.numpy() for name, value in model.state_dict().items()}
+    for of_rank, norm, clipped in found:
+        assert of_rank.keys() == expected.keys()
+        for name, value in of_rank.items():
+            assert np.array_equal(value, expected[name]), name
+        assert norm == pytest.approx(_norm_alone(plan.global_batch), rel=1e-5)
+        assert clipped == pytest.approx(0.5 * norm, rel=1e-5)
+
+
+def _state_there_and_back(plan_json: str) -> tuple[dict[str, np.ndarray], float, float]:
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    state = engine.state_dict()
+    for parameter in engine.parameters():
+        parameter.data.zero_()
+    engine.load_state_dict(state)
+    (batch,) = batches(GPT2, plan.global_batch, 1)
+    engine.step(own_samples(plan, engine.comm.rank, batch))
+    norm = engine.gradient_norm().item()
+    engine.clip_grad_norm_(0.5 * norm)
+    again = {name: value.numpy() for name, value in engine.state_dict().items()}
+    return again, norm, engine.gradient_norm().item()
+
+
+def _norm_alone(samples: int) -> float:
+    model = initialised(GPT2.factory)
+    (batch,) = batches(GPT2, samples, 1)
+    mean_loss(model, batch).backward()
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("samples", [6, 4])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation(samples, stage):
+    """Also on a batch that is smaller than that of a step."""
+    plan = staged_plan("gpt2", LAYOUTS["2 + 2, crossing"], zero_stage=stage)
+    found = run_ranks(_evaluate, len(plan.workers), plan.model_dump_json(), samples)
+    (batch,) = batches(GPT2, samples, 1)
+    model = initialised(GPT2.factory).eval()
+    expected = mean_loss(model, batch).item()
+    assert found == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def _evaluate(plan_json: str, samples: int) -> float:
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    (batch,) = batches(GPT2, samples, 1)
+    rows = share_of(plan, engine.comm.rank).rows(samples)
+    own = [n for of_one in rows for n in of_one]
+    return engine.evaluate({k: v[own] for k, v in batch.items()}, samples).item()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_several_steps_add_up(stage):
+    """As autograd's do, and whatever the losses of each step are counted with."""
+    plan = staged_plan("gpt2", LAYOUTS["1 + 2"], zero_stage=stage)
+    found = run_ranks(_two_steps, len(plan.workers), plan.model_dump_json())
+    model = initialised(GPT2.factory)
+    for batch in batches(GPT2, plan.global_batch, 2):
+        mean_loss(model, batch).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert found == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def _two_steps(plan_json: str) -> float:
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    for batch in batches(GPT2, plan.global_batch, 2):
+        engine.step(own_samples(plan, engine.comm.rank, batch))
+    return engine.gradient_norm().item()
+
+
+def test_a_rank_holds_weights_of_its_own_stages_only():
+    plan = staged_plan("gpt2", rows([6], [6], [6]), zero_stage=0)
+    held = run_ranks(_held, 3, plan.model_dump_json())
+    sizes = {name: 4 * p.numel() for name, p in GPT2.factory().named_parameters()}
+    for stage, (found, without_values) in zip(plan.stages, held):
+        units = [n for n in sizes if any(n.startswith(f"{unit}.") for unit in stage.units)]
+        own = {*units, *stage.root}
+        assert found == sum(sizes[name] for name in own)
+        assert without_values == sizes.keys() - own
+
+
+def _held(plan_json: str) -> tuple[int, set[str]]:
+    """Bytes of parameters, and the names of those that have a shape only."""
+    engine = staged_engine("gpt2", Plan.model_validate_json(plan_json))
+    parameters = engine.model.named_parameters()
+    without_values = {name for name, p in parameters if isinstance(p, FakeTensor)}
+    return sum(group.full.nbytes for group in engine.groups()), without_values
