@@ -160,14 +160,15 @@ class Pipeline:
         return self._in_groups("backward", rank, self._stages_of(rank)[::-1])
 
     def _in_groups(self, kind: Kind, rank: int, stages: Sequence[int]) -> list[Action]:
-        size = len(self.seats) // len(stages)
         orders = [self.turns[stage, rank] for stage in stages]
         most = max(map(len, orders))
+        # With one stage there is nothing to take turns with.
+        size = len(self.seats) // len(stages) if len(stages) > 1 else max(1, most)
         return [
             Action(kind, stage, batch)
-            for begin in range(0, most, size if len(stages) > 1 else most)
+            for begin in range(0, most, size)
             for stage, order in zip(stages, orders)
-            for batch in order[begin : begin + size if len(stages) > 1 else most]
+            for batch in order[begin : begin + size]
         ]
 
     def needs(self, action: Action) -> Iterator[Action]:

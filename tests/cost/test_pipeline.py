@@ -1,0 +1,140 @@
+"""Orders of pipelines: nothing is left out, nobody waits for ever, bubbles are as in textbooks."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumix.cost.pipeline import Action, Pipeline, Seat, replay
+
+SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
+
+
+def pipeline(schedule: str, counts: list[list[int]]) -> Pipeline:
+    """Of stages by the number of micro-batches of each of their workers, all on ranks of their
+    own."""
+    stages, rank = [], 0
+    for number, of_stage in enumerate(counts):
+        ends = list(accumulate(of_stage))
+        seats = [
+            Seat(number, rank + n, range(end - count, end))
+            for n, (count, end) in enumerate(zip(of_stage, ends))
+        ]
+        rank += len(of_stage)
+        stages.append(tuple(seats))
+    return Pipeline(schedule, tuple(stages))
+
+
+def round_robin(ranks: int, rounds: int, batches: int) -> Pipeline:
+    """Stages that go round the same ranks."""
+    seats = [(Seat(n, n % ranks, range(batches)),) for n in range(ranks * rounds)]
+    return Pipeline("interleaved", tuple(seats))
+
+
+def step_s(found: Pipeline, *, forward_s=1.0, backward_s=2.0) -> float:
+    """Of equal stages on a network that takes no time."""
+    splits = found.schedule == "zero-bubble"
+    seconds = {"forward": forward_s, "backward": backward_s / (1 + splits), "weights": 1.0}
+    times = replay(found.orders, found.needs, lambda a: seconds[a.kind], lambda a, b: 0.0)
+    return times.step_s
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("batches", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_wait_as_the_textbook_says(schedule, stages, batches):
+    found = step_s(pipeline(schedule, [[batches]] * stages))
+    bubble = 1 - 3.0 * batches / found
+    assert bubble == pytest.approx((stages - 1) / (batches + stages - 1))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_going_round_divides_the_bubble(stages, rounds):
+    """Narayanan et al. 2021: by the number of stages of each rank."""
+    batches = 4 * stages
+    found = step_s(
+        round_robin(stages, rounds, batches), forward_s=1 / rounds, backward_s=2 / rounds
+    )
+    bubble = 1 - 3.0 * batches / found
+    least = (stages - 1) / rounds
+    assert bubble == pytest.approx(least / (batches + least), rel=0.05)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_weights_fill_bubbles(stages):
+    """Qi et al.: a third of 1F1B's, where all three parts take as long."""
+    batches = 2 * stages
+    found = step_s(pipeline("zero-bubble", [[batches]] * stages))
+    assert found == pytest.approx(3.0 * batches + stages - 1)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_no_more_waits_than_there_are_stages_to_come(stages):
+    found = pipeline("1f1b", [[16]] * stages)
+    assert [most_in_flight(found, rank) for rank in range(stages)] == list(range(stages, 0, -1))
+
+
+def most_in_flight(found: Pipeline, rank: int) -> int:
+    kinds = {"forward": 1, "backward": -1, "weights": 0}
+    return max(accumulate((kinds[a.kind] for a in found.orders[rank]), initial=0))
+
+
+@st.composite
+def counts_of_stages(draw):
+    """Of one to three workers in each of two to four stages: how they share the micro-batches."""
+    batches = draw(st.integers(1, 9))
+    stages = []
+    for _ in range(draw(st.integers(2, 4))):
+        cuts = draw(st.lists(st.integers(0, batches), max_size=2))
+        ends = [0, *sorted(cuts), batches]
+        stages.append([b - a for a, b in pairwise(ends)])
+    return stages
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SCHEDULES), counts_of_stages())
+def test_everything_is_done_once_and_nobody_waits_for_ever(schedule, counts):
+    found = pipeline(schedule, counts)
+    kinds = ["forward", "backward", *(["weights"] if schedule == "zero-bubble" else [])]
+    for seats in found.seats:
+        for seat in seats:
+            wanted = {Action(kind, seat.stage, batch) for kind in kinds for batch in seat.batches}
+            assert sorted(found.orders.get(seat.rank, ())) == sorted(wanted)
+    if schedule != "gpipe":
+        for rank in found.ranks:
+            assert most_in_flight(found, rank) <= found.in_flight.get(rank, 0)
+    step_s(found)  # raises if two wait for each other
+    sends_in_order(found)
+
+
+def sends_in_order(found: Pipeline) -> None:
+    """What two ranks send each other comes in the order in which it is taken."""
+    for stage in range(1, len(found.seats)):
+        for kind, giver_stage, taker_stage in (
+            ("forward", stage - 1, stage),
+            ("backward", stage, stage - 1),
+        ):
+            for giver in found.seats[giver_stage]:
+                for taker in found.seats[taker_stage]:
+                    between = set(giver.batches) & set(taker.batches)
+                    orders = [
+                        [
+                            a.batch
+                            for a in found.orders.get(seat.rank, ())
+                            if (a.kind, a.stage) == (kind, seat.stage) and a.batch in between
+                        ]
+                        for seat in (giver, taker)
+                    ]
+                    assert orders[0] == orders[1]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 9))
+def test_going_round_ends(ranks, rounds, batches):
+    found = round_robin(ranks, rounds, batches)
+    assert sum(map(len, found.orders.values())) == 2 * ranks * rounds * batches
+    step_s(found)
