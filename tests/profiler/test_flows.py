@@ -1,17 +1,11 @@
-"""What of the root unit is used at one end of the model only."""
+"""From what a model's unit calls and its loss are computed."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from gpumix.engine.deferred import build
-from gpumix.engine.objective import objective_of
-from gpumix.engine.prepare import switch_off_caches
-from gpumix.engine.units import dissect
-from gpumix.profiler.flows import find_flows
-from gpumix.profiler.specimen import Specimens
 from models import ARCHITECTURES
+from staging import flows_of
 
 EXPECTED = {
     # The token embedding is the head too.
@@ -28,27 +22,51 @@ EXPECTED = {
 }
 
 
-def flows_of(name, *, in_chunks=False):
-    architecture = ARCHITECTURES[name]
-    model = build(architecture.factory, 0)
-    switch_off_caches(model)
-    anatomy = dissect(model)
-    specimens = Specimens(
-        model,
-        anatomy,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        objective=objective_of(model),
-    )
-    batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    return anatomy, find_flows(specimens, batch, in_chunks=in_chunks)
-
-
 @pytest.mark.parametrize(("name", "in_chunks"), [*((n, False) for n in EXPECTED), ("llama", True)])
 def test_ends_are_found(name, in_chunks):
-    anatomy, flows = flows_of(name, in_chunks=in_chunks)
-    numels = {slot.name: slot.parameter.numel() for slot in anatomy.root.slots}
+    flows = flows_of(name, in_chunks=in_chunks)
+    model = ARCHITECTURES[name].factory()
+    numels = {name: p.numel() for name, p in model.named_parameters()}
     for end, expected in zip((flows.before, flows.after), EXPECTED[name]):
         if expected is not None:
             assert set(end.names) == expected
         assert end.trainable == sum(numels[name] for name in end.names)
+
+
+NORM = {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+ENCODED = {"encoder.final_layer_norm.weight"}
+# Of each call, then of the loss: parameters of the root, and (call, place) of what is taken.
+NEEDS = {
+    "gpt2": [
+        ({"transformer.wte.weight", "transformer.wpe.weight"}, []),
+        (set(), [(0, 0)]),
+        (set(), [(1, 0)]),
+        ({"transformer.wte.weight", *NORM}, [(2, 0)]),
+    ],
+    # Layers share the bias of positions, which the first of them makes; the decoder's need what
+    # the encoder has come to, after its norm.
+    "t5": [
+        ({"shared.weight"}, []),
+        (set(), [(0, 0), (0, 1)]),
+        ({"shared.weight", *ENCODED}, [(1, 0)]),
+        (ENCODED, [(1, 0), (2, 0), (2, 1), (2, 2)]),
+        ({"shared.weight", "decoder.final_layer_norm.weight"}, [(3, 0)]),
+    ],
+    # Its embeddings, a unit, use the table that the head does.
+    "bert": [
+        ({"bert.embeddings.word_embeddings.weight"}, []),
+        (set(), [(0, 0)]),
+        (set(), [(1, 0)]),
+        (set(), [(2, 0)]),
+        (None, [(3, 0)]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_calls_need_no_more_than_they_are_computed_from(name):
+    found = flows_of(name).needs
+    assert len(found) == len(NEEDS[name])
+    for needs, (root, outputs) in zip(found, NEEDS[name]):
+        assert root is None or set(needs.root) == root
+        assert [(taken.call, taken.output) for taken in needs.outputs] == outputs

@@ -1,0 +1,73 @@
+"""Plans of several stages that contradict themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gpumix.spec.plan import Plan, Stage, Taken, Worker
+
+
+def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage:
+    """Of one call, whose workers share the samples equally."""
+    share = {"samples": samples // len(devices), "micro_batch": 1} | changes.pop("worker", {})
+    workers = [
+        Worker(device=d, device_class="c", state_share=1 / len(devices), **share) for d in devices
+    ]
+    takes = (Taken(call=number - 1, output=0),) if number else ()
+    return Stage(
+        **{"units": (f"block.{number}",), "workers": tuple(workers), "takes": takes} | changes
+    )
+
+
+def plan(*stages: Stage, **changes: Any) -> Plan:
+    given = {"strategy": "test", "model": "m", "sequence_length": 1, "global_batch": 4}
+    return Plan(**given | {"stages": stages} | changes)
+
+
+GOOD = (stage(0, "a"), stage(1, "b", "c"))
+
+
+def test_a_device_has_one_rank_in_the_order_of_stages():
+    found = plan(*GOOD)
+    assert [worker.device for worker in found.workers] == ["a", "b", "c"]
+    assert [found.stages_of(rank) for rank in range(3)] == [(0,), (1,), (1,)]
+    assert found.ranks_of(1) == (1, 2)
+    assert [found.rows_of(rank) for rank in (0, 2)] == [
+        tuple(range(n, n + 1) for n in range(4)),
+        tuple(range(n, n + 1) for n in (2, 3)),
+    ]
+
+
+def test_ranks_may_be_in_any_order():
+    found = plan(*GOOD).for_devices(["c", "a", "b"])
+    assert [worker.device for worker in found.workers] == ["c", "a", "b"]
+    assert (found.ranks_of(0), found.ranks_of(1)) == ((1,), (0, 2))
+    assert Plan.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "told"),
+    [
+        ((GOOD[0], stage(1, "b", worker={"micro_batch": 2})), {}, "same micro-batches"),
+        ((GOOD[0], stage(1, "a")), {}, "device 'a' is in two stages"),
+        (
+            (GOOD[0], stage(1, "b", takes=(Taken(call=1, output=0),))),
+            {},
+            "stage 2 takes what call 1 returns, which is not in an earlier stage",
+        ),
+        (GOOD, {"waves": 2, "zero_stage": 1}, "several waves are for ZeRO stages 2 and 3"),
+        (GOOD, {"schedule": "zero-bubble", "zero_stage": 2}, "keeps gradients whole"),
+        (GOOD, {"sharding": "host"}, "the hosts of a stage repeat no state"),
+        (
+            (*GOOD, stage(2, "a"), stage(3, "b")),
+            {"schedule": "interleaved"},
+            "go round the same devices",
+        ),
+    ],
+)
+def test_refused(stages, changes, told):
+    with pytest.raises(ValidationError, match=told):
+        plan(*stages, **changes)
