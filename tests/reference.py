@@ -243,7 +243,7 @@ def expected_counts(engine: Engine) -> dict[str, int]:
         called = [parts.units[name].bucket for name in parts.calls]
         runs = [bucket for bucket, _ in groupby(called)]
         twice = sum(len(bucket.groups) for bucket in [*runs, *runs[:-1]])
-        roots = (parts.before, parts.throughout, parts.after)
+        roots = (parts.before, *parts.throughout, parts.after)
         counts["gather"] = twice + sum(len(bucket.groups) for bucket in roots)
     if engine.plan.sharding == "host" and parts.division.copies is not None:
         hosts = dict.fromkeys(w.host for w in engine.plan.workers)

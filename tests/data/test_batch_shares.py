@@ -7,30 +7,57 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.data.shares import check_shares, share, short_share
+from gpumix.data.shares import share_of
 from gpumix.spec.errors import InputError
+from staging import rows, staged_plan
 
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
 
 
 @given(shares=SHARES)
 def test_shares_tile_the_batch(shares):
-    cuts = [share(shares, rank) for rank in range(len(shares))]
-    assert [stop - start for start, stop in cuts] == shares
-    assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
+    cuts = cuts_of(shares)
+    assert [len(cut) for cut in cuts] == shares
+    assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])]
 
 
 @given(shares=SHARES, data=st.data())
 def test_a_short_batch_is_cut_whole_and_nobody_gets_more_than_usual(shares, data):
     total = data.draw(st.integers(0, sum(shares)))
-    cuts = [short_share(shares, rank, total) for rank in range(len(shares))]
-    assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
-    assert cuts[-1][1] == total
-    assert all(0 <= b - a <= full for (a, b), full in zip(cuts, shares, strict=True))
+    cuts = cuts_of(shares, total)
+    assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])]
+    assert cuts[-1].stop == total
+    assert all(len(cut) <= full for cut, full in zip(cuts, shares, strict=True))
+
+
+def cuts_of(shares, total=None):
+    cuts = []
+    for rank in range(len(shares)):
+        (rows,) = share_of(shares, rank).rows(total)
+        cuts.append(rows)
+    return cuts
+
+
+def test_a_plan_of_one_stage_is_its_samples():
+    plan = staged_plan("gpt2", rows([3, 0, 5]), zero_stage=1)
+    assert [share_of(plan, rank) for rank in range(3)] == [
+        share_of([3, 0, 5], rank) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("total", range(9))
+def test_every_stage_reads_all_of_the_batch(total):
+    """In whole micro-batches, which get smaller if the batch does."""
+    plan = staged_plan("gpt2", rows([8], [4, 4], [6, 2]), zero_stage=3)
+    for number in range(3):
+        read = [r for k in plan.ranks_of(number) for r in share_of(plan, k).rows(total)]
+        assert sorted(n for rows_of_one in read for n in rows_of_one) == list(range(total))
+        assert all(len(rows_of_one) <= 2 for rows_of_one in read)
+    assert share_of(plan, 0).rows() == plan.rows_of(0)
 
 
 def test_numpy_integers_are_integers():
-    assert check_shares(np.array([3, 0, 5]), 1) == (3, 0, 5)
+    assert share_of(np.array([3, 0, 5]), 2) == share_of([3, 0, 5], 2)
 
 
 @pytest.mark.parametrize(
@@ -47,4 +74,4 @@ def test_numpy_integers_are_integers():
 )
 def test_unfit_shares_are_refused(shares, rank, says):
     with pytest.raises(InputError, match=says):
-        check_shares(shares, rank)
+        share_of(shares, rank)

@@ -170,7 +170,7 @@ def test_host_batches_are_not_pinned():
 def test_batches_for_a_gpu_are_pinned():
     with Loader(Numbers(4), [1], 0, device="cuda:0") as loader:
         assert all(value.is_pinned() for value in next(loader).values())
-    (batch,) = evaluation_batches(Numbers(2), [2], 0, batches=1, device="cuda")
+    ((batch, _),) = evaluation_batches(Numbers(2), [2], 0, batches=1, device="cuda")
     assert all(value.is_pinned() for value in batch.values())
 
 
@@ -181,7 +181,7 @@ def evaluated(n: int, shares: list[int], batches: int) -> list[list[int]]:
         for rank in range(len(shares))
     ]
     return [
-        [int(k) for batch in step for k in batch["k"]]
+        [int(k) for batch, _ in step for k in batch["k"]]
         for step in zip(*ranks, strict=True)  # every rank has the same number of batches
     ]
 

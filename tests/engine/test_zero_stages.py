@@ -92,9 +92,9 @@ def test_what_comes_back_from_the_host_is_what_backward_runs_next(monkeypatch):
     def spy(name):
         original = getattr(MicroBatch, name)
 
-        def called(batch, number):
+        def called(batch, number, **options):
             seen[name].append((number, id(batch)))
-            return original(batch, number)
+            return original(batch, number, **options)
 
         monkeypatch.setattr(MicroBatch, name, called)
 

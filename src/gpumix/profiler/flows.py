@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpumix.engine.away import HARMLESS
 from gpumix.engine.elsewhere import Returned, hand_over
+from gpumix.engine.glue import hand, without_memory
 from gpumix.engine.units import frozen_bytes
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Taken
@@ -89,25 +90,27 @@ class _Notes(TorchFunctionMode):
             self.uses[name].add((self.place, func in LOOKUPS))
             self.used.add(name)
         sources = self.sources(_read(func, args, kwargs))
-        versions = [t._version for t in given]
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [t._version for t in given]
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self.add(tensor, sources)
-        for tensor, version in zip(given, versions):
-            if tensor._version != version:
-                self.add(tensor, sources)
-                if tensor._base is not None:  # and so whatever else is a view of it
-                    self.add(tensor._base, sources)
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [t for t, version in zip(given, versions) if t._version != version]
+            bases = [t._base for t in written]  # and so whatever else is a view of them
+        for tensor in (*written, *(base for base in bases if base is not None)):
+            self.add(tensor, sources)
         return result
 
     def sources(self, value: Any) -> set[Source]:
         """What the tensors in a pytree are computed from."""
         found: set[Source] = set()
-        for tensor in _tensors(value):
-            if id(tensor) in self._names:
-                found.add(self._names[id(tensor)])
-            for one in (tensor, tensor._base):
-                found |= set() if one is None else self._sources.get(one, set())
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in _tensors(value):
+                if id(tensor) in self._names:
+                    found.add(self._names[id(tensor)])
+                for one in (tensor, tensor._base):
+                    found |= set() if one is None else self._sources.get(one, set())
         return found
 
     def stands_for(self, tensor: torch.Tensor, sources: set[Source]) -> None:
@@ -140,7 +143,9 @@ def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
                 inside[kind] = set(notes.used)
             needed.append(notes.sources((walk.call.args, walk.call.kwargs)) | inside[kind])
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
-            walk.go_on(hand_over(walk.call, returned[kind], _fresh(returned[kind], call, notes)))
+            gradients = walk.call.state.gradients
+            leaves = _fresh(returned[kind], call, notes, gradients=gradients)
+            walk.go_on(hand_over(walk.call, returned[kind], leaves))
         needed.append(notes.sources(walk.result))
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
@@ -151,13 +156,15 @@ def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     )
 
 
-def _fresh(returned: Returned, call: int, notes: _Notes) -> list[Any]:
+def _fresh(returned: Returned, call: int, notes: _Notes, *, gradients: bool) -> list[Any]:
     """What a unit returned, again, as what `call` returns."""
     leaves = []
     for place, leaf in enumerate(returned.leaves):
         value = leaf
         if isinstance(leaf, torch.Tensor):
             value = leaf.clone()
+            if value.is_floating_point() and gradients:
+                value = hand(without_memory(value).requires_grad_(), value)
             source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
             notes.stands_for(value, {source})
         leaves.append(value)
