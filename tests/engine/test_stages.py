@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumix.data.shares import share_of
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
@@ -153,6 +154,16 @@ def _two_steps(plan_json: str) -> float:
     for batch in batches(GPT2, plan.global_batch, 2):
         engine.step(own_samples(plan, engine.comm.rank, batch))
     return engine.gradient_norm().item()
+
+
+def test_optimizers_of_whole_matrices_are_refused():
+    plan = staged_plan("gpt2", rows([6], [6]))
+    with pytest.raises(InputError, match="do not run with several stages"):
+        run_ranks(_layout, 2, plan.model_dump_json())
+
+
+def _layout(plan_json: str) -> None:
+    staged_engine("gpt2", Plan.model_validate_json(plan_json)).layout()
 
 
 def test_a_rank_holds_weights_of_its_own_stages_only():

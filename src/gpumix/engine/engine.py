@@ -390,7 +390,17 @@ class Engine:
 
     def layout(self) -> Layout:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
-        on whole matrices is divided as samples are: by how fast ranks are. Collective."""
+        on whole matrices is divided as samples are: by how fast ranks are. Collective.
+
+        Raises:
+            InputError: the plan has several stages.
+        """
+        if self._places:
+            raise InputError(
+                "Adafactor and Muon do not run with several stages yet",
+                why="their collectives are between all ranks, none of which has all matrices",
+                fix="use torch.optim.AdamW, or a plan of one stage",
+            )
         parts, division = self._parts, self._parts.division
         ends = (parts.before, *parts.throughout, parts.after)
         root = [piece.name for bucket in ends for piece in bucket.pieces]
