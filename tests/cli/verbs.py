@@ -96,6 +96,8 @@ def measured() -> Profile:
                 forward=line(1e5),
                 backward=line(3e5),
                 saved=line(2e5),
+                saved_forward=line(1e4),
+                saved_backward=line(1e5),
                 flops=3e10,
             )
         ],

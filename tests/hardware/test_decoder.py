@@ -109,6 +109,9 @@ def test_flops_and_memory_are_near_what_is_measured(kind):
     for name in ("kept", "saved", "forward", "backward"):
         ratio = getattr(estimate, name).values[0] / getattr(block, name).values[0]
         assert 0.85 < ratio < 1.7, name
+    for name in ("saved_forward", "saved_backward"):
+        whole = [of.saved.values[0] + getattr(of, name).values[0] for of in (estimate, block)]
+        assert 0.85 < whole[0] / whole[1] < 1.7, name
     assert 0.85 < expected.root.head.values[0] / found.root.head.values[0] < 1.7
 
 

@@ -276,6 +276,8 @@ def _kinds(draw: st.DrawFn):
         backward=draw(curves(900)),
         frozen=draw(st.sampled_from([0, 0, 1000])),
         saved=draw(st.one_of(st.none(), curves(300))),
+        saved_forward=draw(curves(200)),
+        saved_backward=draw(curves(600)),
     )
 
 

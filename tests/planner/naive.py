@@ -501,6 +501,14 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
     def largest(curve: Curve, times: int = 1) -> int:
         return ceil(times * _most(curve, micro_batches))
 
+    def working(call: int, again: Curve, keeping: Curve | None) -> int:
+        """Of the micro-batch that takes the most, whether it is run again or keeps its graph."""
+        curves = [
+            keeping if _keeps(profile, worker, call, p) else again
+            for p in range(len(micro_batches))
+        ]
+        return ceil(max(map(held, curves, micro_batches), default=0.0))
+
     def graphs(upto: int) -> int:
         """What graphs add that are kept one by one; one after the other, the largest counts."""
         total = 0
@@ -534,15 +542,13 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         return device + sum(sizes), host
 
     for call, kind in enumerate(kinds):
-        yield moment(call + 1, largest(_kind(model, kind).forward))
+        of = _kind(model, kind)
+        yield moment(call + 1, working(call, of.forward, of.saved_forward))
     head = model.root.head if mode.head == "whole" else model.root.chunked_head
     yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(head))
     for call in reversed(range(len(kinds))):
         of = _kind(model, kinds[call])
-        work = largest(of.backward)
-        again = not all(_keeps(profile, worker, call, p) for p in range(len(micro_batches)))
-        if micro_batches and not again:  # what was kept need not be made again
-            work = ceil(max(_most(of.backward, micro_batches) - _most(of.saved, micro_batches), 0))
+        work = working(call, of.backward, of.saved_backward)
         yield moment(call + 1, under_way(of.gradient), work)
 
 

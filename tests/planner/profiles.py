@@ -73,6 +73,8 @@ def block(
     backward: Curve = FREE,
     frozen: int = 0,
     saved: Curve | None = None,
+    saved_forward: Curve = FREE,
+    saved_backward: Curve = FREE,
     flops: float = 0.0,
 ) -> UnitKind:
     return UnitKind(
@@ -81,6 +83,8 @@ def block(
         frozen_bytes=frozen,
         kept=kept,
         saved=saved,
+        saved_forward=None if saved is None else saved_forward,
+        saved_backward=None if saved is None else saved_backward,
         gradient=gradient,
         forward=forward,
         backward=backward,

@@ -56,7 +56,7 @@ def test_of_plans_that_are_as_fast_the_lowest_stage_wins():
 @pytest.mark.parametrize(("room", "kept"), [(500, 0), (1000, 2), (2100, 3), (5999, 6), (7000, 8)])
 def test_as_many_graphs_are_kept_as_fit(room, kept):
     """Of 8 pairs of 4 calls and 2 micro-batches, 1000 bytes each. A backward needs 1000 bytes, and
-    nothing where all graphs of its call are kept: so the second graph takes no more than the first.
+    nothing from a kept graph: so the second graph of a call takes no more than the first.
     """
     kinds = [block(trainable=0, saved=line(1000), backward=line(1000))]
     measured = profile([Card("c", 1, GIB, TIMES)], calls=("block",) * 4, kinds=kinds)

@@ -63,6 +63,8 @@ def random_profile(dice: Random, counts: tuple[int, ...], room: float, update: f
                 trainable=elements,
                 kept=rising(dice, 2_000),
                 saved=rising(dice, 9_000),
+                saved_forward=rising(dice, 1_000),
+                saved_backward=rising(dice, 3_000),
                 gradient=rising(dice, 1_000),
                 forward=rising(dice, 3_000),
                 backward=rising(dice, 9_000),

@@ -198,6 +198,8 @@ def slowed(profile: Profile, factor: float) -> Profile:
                 "units": slower(c.units),
                 "host_copy": slower(c.host_copy),
                 "chunked_head": slower(c.chunked_head),
+                "host_optimizer_s_per_element": c.host_optimizer_s_per_element
+                and c.host_optimizer_s_per_element * factor,
             }
         )
         for c in profile.classes

@@ -92,7 +92,7 @@ def sizes(found: ClassMeasurement) -> list[int]:
     measured = found.device_class
     root, kind = found.model.root, found.model.kinds[0]
     curves = [kind.kept, kind.saved, kind.gradient, kind.forward, kind.backward]
-    curves += [root.kept, root.head]
+    curves += [kind.saved_forward, kind.saved_backward, root.kept, root.head]
     curves += [c for unit in measured.units.values() for c in (unit.forward, unit.backward)]
     curves += [c for c in (root.chunked_head, measured.chunked_head) if c is not None]
     curves += [unit.gradient for name, unit in measured.units.items() if name != ROOT]

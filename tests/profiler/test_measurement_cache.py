@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 
 import pytest
@@ -129,6 +130,15 @@ def test_a_broken_file_is_measured_again(measured, tmp_path, content):
         file.write_text(content)
     assert found.missing() == ["big", "small"]
     assert found.load() is None
+
+
+@pytest.mark.parametrize("name", ["saved", "saved_forward", "saved_backward"])
+def test_what_does_not_tell_all_of_a_kept_graph_is_measured_again(measured, tmp_path, name):
+    for file in (tmp_path / "profiles").glob("class-*"):
+        content = json.loads(file.read_text())
+        del content["model"]["kinds"][0][name]
+        file.write_text(json.dumps(content))
+    assert missing(tmp_path) == ["big", "small"]
 
 
 def test_a_changed_factory_is_measured_again(tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 from gpumix.cost.buckets import GRADIENT_BYTES, Buckets, UnitSize
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at
 from gpumix.cost.network import Links
-from gpumix.cost.phases import Phase, phases
+from gpumix.cost.phases import Pass, Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, Place, ZeroStage, cut_sizes
@@ -337,8 +337,8 @@ class Activations:
     """What samples hold in each phase, each curve summed once. Whole bytes, rounded up.
 
     In layers all micro-batches wait at every call; one after the other, only one does. Without
-    recompute a call leaves its graph behind, and its backward needs so much less for itself. What
-    is kept on the host passes through two buffers of one micro-batch each.
+    recompute a call leaves its graph behind, and needs so much less for itself. What is kept on the
+    host passes through two buffers of one micro-batch each.
 
     Args:
         kept_graphs: of each worker's pairs of call and micro-batch, how many keep their graph
@@ -367,10 +367,13 @@ class Activations:
         self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
         head = model.root.head if mode.head == "whole" else model.root.chunked_head
         assert head is not None, "the mode runs the head in chunks, which was not measured"
-        self._working = {(ROOT, "head"): _up(micro.largest_bytes(head))}
+        self._working: dict[tuple[str, Pass], FloatArray] = {
+            (ROOT, "head"): _up(micro.largest_bytes(head))
+        }
         for name, kind in self._kinds.items():
-            self._working[name, "forward"] = _up(micro.largest_bytes(kind.forward))
-            self._working[name, "backward"] = _up(self._of_backward(kind, kept=not mode.recompute))
+            forward, backward = _working_sets(kind, kept=not mode.recompute)
+            self._working[name, "forward"] = _up(micro.largest_bytes(forward))
+            self._working[name, "backward"] = _up(micro.largest_bytes(backward))
         self._graphs: _KeptGraphs | None = None
         if kept_graphs is not None and kept_graphs.any():
             self._graphs = _KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
@@ -411,16 +414,22 @@ class Activations:
         """Bytes on the device in `phase`: what calls leave until their backward, gradients between
         two calls of all micro-batches that are under way, and what the one that is computed needs.
         """
-        boundary, working = phase.boundary, self._working[phase.working]
-        if self._graphs is not None and phase.working[1] == "backward":
-            kind = self._kinds[phase.working[0]]
-            whole = self._graphs.all_kept(phase.calls - 1)
-            working = np.where(whole, _up(self._of_backward(kind, kept=True)), working)
+        boundary = phase.boundary
         return {
             "activations": self._kept_in(phase),
             "boundary gradients": 0.0 if boundary is None else self._boundary[boundary],
-            "working set": working,
+            "working set": self._working_in(phase),
         }
+
+    def _working_in(self, phase: Phase) -> FloatArray:
+        """Of micro-batches of which some keep the graph of the call, whichever takes the most."""
+        working, (name, computed) = self._working[phase.working], phase.working
+        if self._graphs is None or name == ROOT:
+            return working
+        forward, backward = _working_sets(self._kinds[name], kept=True)
+        curve, call = forward if computed == "forward" else backward, phase.calls - 1
+        keeping = _up(bytes_at(curve, self._graphs.largest(call)))
+        return np.where(self._graphs.all_kept(call), keeping, np.maximum(working, keeping))
 
     def _kept_in(self, phase: Phase) -> FloatArray | float:
         total: FloatArray | float = 0.0
@@ -431,17 +440,19 @@ class Activations:
             total = total + self._graphs.bytes_before[phase.calls]
         return total
 
-    def _of_backward(self, kind: UnitKind, *, kept: bool) -> FloatArray:
-        whole = self._micro.largest_bytes(kind.backward)
-        if kind.saved is None or not kept:
-            return whole
-        return np.maximum(whole - self._micro.largest_bytes(kind.saved), 0.0)
-
     def _left_behind(self, kind: UnitKind) -> Curve:
         if self._mode.recompute:
             return kind.kept
         assert kind.saved is not None, "the mode keeps graphs, which were not measured"
         return kind.saved
+
+
+def _working_sets(kind: UnitKind, *, kept: bool) -> tuple[Curve, Curve]:
+    """Of forward and of backward, of a call whose graph is kept or is not."""
+    if not kept:
+        return kind.forward, kind.backward
+    assert kind.saved_forward and kind.saved_backward, "graphs are kept, which were not measured"
+    return kind.saved_forward, kind.saved_backward
 
 
 class _KeptGraphs:
@@ -476,6 +487,11 @@ class _KeptGraphs:
         """How many of the micro-batches keep the graph of `call`."""
         count = self._micro.count
         return np.asarray(np.clip(self._kept - (self._calls - 1 - call) * count, 0, count))
+
+    def largest(self, call: int) -> IntArray:
+        """Samples of the largest micro-batch that keeps the graph of `call`; 0 if none does."""
+        full, rest = self._micro.last_of(self.of_call(call))
+        return np.where(full > 0, self._micro.size, np.where(rest > 0, self._micro.rest, 0))
 
     def all_kept(self, call: int) -> IntArray:
         """Where all micro-batches keep the graph of `call`."""

@@ -113,6 +113,8 @@ class Decoder:
             matrices=self.block_matrices,
             kept=_line(stream),
             saved=_line(saved + stream),
+            saved_forward=_line(2 * stream),  # what it adds to the stream, and before dropout
+            saved_backward=_line(passing, weight),
             gradient=_line(stream),
             forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
             backward=_line(saved + passing, weight),

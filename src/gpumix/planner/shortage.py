@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype, Mode, Place
-from gpumix.spec.profile import ModelProfile, Profile
+from gpumix.spec.profile import ModelProfile, Profile, RootUnit, UnitKind
 from gpumix.spec.space import Space
 from gpumix.spec.units import show_bytes
+
+U = TypeVar("U", UnitKind, RootUnit)
 
 UNREACHABLE = 2**62  # more memory than any device has
 
@@ -263,26 +266,13 @@ def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: in
 def _with_shorter_samples(profile: Profile, part: int) -> Profile:
     """The profile of samples that hold a `part`-th as much."""
 
-    def less(curve: Curve | None) -> Curve | None:
-        if curve is None:
-            return None
-        return curve.scaled(1 / part)
+    def less(unit: U) -> U:
+        curves = {name: curve.scaled(1 / part) for name, curve in unit if isinstance(curve, Curve)}
+        return unit.model_copy(update=curves)
 
     def shorter(model: ModelProfile) -> ModelProfile:
-        kinds = [
-            kind.model_copy(
-                update={
-                    name: less(getattr(kind, name))
-                    for name in ("kept", "saved", "gradient", "forward", "backward")
-                }
-            )
-            for kind in model.kinds
-        ]
-        root = model.root
-        root = root.model_copy(
-            update={name: less(getattr(root, name)) for name in ("kept", "head", "chunked_head")}
-        )
-        return model.model_copy(update={"kinds": tuple(kinds), "root": root})
+        kinds = tuple(map(less, model.kinds))
+        return model.model_copy(update={"kinds": kinds, "root": less(model.root)})
 
     others = tuple(map(shorter, profile.other_models))
     return profile.model_copy(update={"model": shorter(profile.model), "other_models": others})

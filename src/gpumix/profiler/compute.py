@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.cost.curves import undisturbed
+from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.host import empty_on_host
 from gpumix.engine.optimizers.base import WholeOptimizer
@@ -64,6 +65,8 @@ class Point:
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
+    saved_forward_bytes: dict[str, int] = field(default_factory=dict)
+    saved_backward_bytes: dict[str, int] = field(default_factory=dict)
     chunked_head_s: float | None = None  # as `backward_s` of the root; None: it cannot run so
     chunked_head_bytes: int | None = None
 
@@ -289,20 +292,27 @@ class _Measurement:
         return outputs
 
     def _count_unit(self, kind: str, call: UnitCall) -> None:
+        point, memory = self._point, self._memory
         cut = self._specimens.cut(call)
         cut.forward()
+        point.backward_bytes[kind], point.gradient[kind] = self._backward_counted(cut)
+        kept = self._specimens.cut(call, recompute=False)
+        before = memory.current()
+        memory.reset_peak()
+        outputs = kept.forward()
+        saved = memory.current() - before
+        point.saved[kind] = max(0, saved)
+        point.saved_forward_bytes[kind] = max(0, memory.peak() - before - saved)
+        del outputs
+        point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
+
+    def _backward_counted(self, cut: Cut) -> tuple[int, int]:
+        """The working set of a backward, and of it the gradients of the inputs."""
         _give_gradients(cut.leaves)
         before = self._memory.current()
         self._memory.reset_peak()
-        gradients = cut.backward()
-        self._point.gradient[kind] = tensor_bytes(gradients)
-        self._point.backward_bytes[kind] = max(0, self._memory.peak() - before)
-        del cut, gradients
-        kept = self._specimens.cut(call, recompute=False)
-        before = self._memory.current()
-        outputs = kept.forward()
-        self._point.saved[kind] = max(0, self._memory.current() - before)
-        del outputs
+        gradients = tensor_bytes(cut.backward())
+        return max(0, self._memory.peak() - before), gradients
 
     # -- time ----------------------------------------------------------------------------------
 

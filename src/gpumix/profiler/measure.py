@@ -201,6 +201,8 @@ def _model_profile(
                 frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
+                saved_forward=_curve(found, [p.saved_forward_bytes[kind] for p in found.points]),
+                saved_backward=_curve(found, [p.saved_backward_bytes[kind] for p in found.points]),
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
                 forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
                 backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),

@@ -50,6 +50,14 @@ class UnitKind(Value):
         description="what one call leaves behind where its backward is not to recompute it: the "
         "graph, and its outputs; None: not measured, so it is always recomputed",
     )
+    saved_forward: Curve | None = Field(
+        default=None, description="working set of one forward call that leaves that behind"
+    )
+    saved_backward: Curve | None = Field(
+        default=None,
+        description="working set of its backward, what is left behind not in it; gradients as in "
+        "`backward`",
+    )
     gradient: Curve = Field(description="the gradients of one call's inputs")
     forward: Curve = Field(description="working set of one forward call")
     backward: Curve = Field(
@@ -68,6 +76,13 @@ class Needs(Value):
 
     root: tuple[str, ...] = Field(default=(), description="parameters of the root")
     outputs: tuple[Taken, ...] = Field(default=(), description="what earlier calls return")
+
+    @model_validator(mode="after")
+    def _graph_whole(self) -> Self:
+        of_graph = (self.saved, self.saved_forward, self.saved_backward)
+        if len({curve is None for curve in of_graph}) > 1:
+            raise ValueError(f"of a kept graph of unit kind '{self.name}' only a part is described")
+        return self
 
 
 class End(Value):
