@@ -69,6 +69,13 @@ class UnitKind(Value):
         default={}, description="each tensor that a call returns, by its place"
     )
 
+    @model_validator(mode="after")
+    def _graph_whole(self) -> Self:
+        of_graph = (self.saved, self.saved_forward, self.saved_backward)
+        if len({curve is None for curve in of_graph}) > 1:
+            raise ValueError(f"of a kept graph of unit kind '{self.name}' only a part is described")
+        return self
+
 
 class Needs(Value):
     """What a unit call, or the loss, is computed from, by the code between units; beside the
@@ -76,13 +83,6 @@ class Needs(Value):
 
     root: tuple[str, ...] = Field(default=(), description="parameters of the root")
     outputs: tuple[Taken, ...] = Field(default=(), description="what earlier calls return")
-
-    @model_validator(mode="after")
-    def _graph_whole(self) -> Self:
-        of_graph = (self.saved, self.saved_forward, self.saved_backward)
-        if len({curve is None for curve in of_graph}) > 1:
-            raise ValueError(f"of a kept graph of unit kind '{self.name}' only a part is described")
-        return self
 
 
 class End(Value):
