@@ -235,8 +235,7 @@ def expected_counts(engine: Engine) -> dict[str, int]:
     trained = sum(len(bucket.trainable) for bucket in parts.buckets)
     counts = Counter({"exchange": 1})
     if stage == 0:
-        if engine.comm.world > 1:
-            counts["all_reduce"] = trained
+        counts["all_reduce"] = trained
         return dict(counts)
     counts["gather"] = counts["reduce"] = trained
     if stage == 3:

@@ -18,9 +18,9 @@ from torch import Tensor
 from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
-from gpumix.data.shares import Shares, share_of
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
+from gpumix.spec.shares import Shares, share_of
 
 Batch = dict[str, Tensor]
 

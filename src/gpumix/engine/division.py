@@ -52,11 +52,6 @@ class Division:
         """Nothing is divided."""
         return self.zero_stage == 0
 
-    @property
-    def lone(self) -> bool:
-        """There is nobody to divide with, or to sum with."""
-        return self.replicated and self.comm.world == 1 and not self.on_host
-
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where each rank's interval of a flat buffer begins, and the end."""
         return cut(numel, self.shares)

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.cost.pipeline import Pipeline
-from gpumix.data.shares import share_of
 from gpumix.engine import buffers, layered, pipelined, sequential, state
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
@@ -43,6 +42,7 @@ from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
 from gpumix.spec.plan import Plan, split_micro_batches
+from gpumix.spec.shares import share_of
 
 
 class Engine:
@@ -332,8 +332,9 @@ class Engine:
         rows = share_of(self.plan, self.comm.rank).rows(samples)
         actions = actions_of(self._pipeline, self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
+        empty = [n for n, own in zip(self._places[0].batches, rows) if not own]
         make = self._maker(self._cut(batch, rows), keep=False)
-        return pipelined.Step(self._places, forwards, make, None).run()
+        return pipelined.Step(self._places, forwards, make, None, empty=empty).run()
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of all gradients together, the same on every rank. One collective."""
@@ -526,8 +527,7 @@ class Engine:
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        summed = [part for g in self.groups() if g.trainable for part in g.summed()]
-        finite = [torch.isfinite(part).all() for part in summed]
+        finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)

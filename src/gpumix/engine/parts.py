@@ -225,7 +225,7 @@ class _Request:
 
     def gradient(self, division: Division) -> Buffer:
         shared = not division.whole_gradients
-        sizes = [0 if division.lone else alike.gradient_bytes for alike in self.alike]
+        sizes = [alike.gradient_bytes for alike in self.alike]
         return Buffer(sum(map(aligned, sizes)), self.uses.gradient if shared else ALWAYS)
 
     @property

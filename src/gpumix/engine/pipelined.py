@@ -9,7 +9,7 @@ it is on its way meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -129,13 +129,14 @@ class Entrance:
         self._call = 0
         self.leaves: dict[Taken, torch.Tensor] = {}
 
-    def expect(self) -> None:
-        """Begin to receive what comes, as far as its looks are known."""
+    def expect(self) -> bool:
+        """Begin to receive what comes, as far as its looks are known; whether all are."""
         for taken in self._place.takes:
             look = self._place.look_of(taken, self._looks)
             if look is None:
-                return  # messages come in order
+                return False
             self._place.wires.expect(self._message(taken), look)
+        return True
 
     def returned(self, call: UnitCall) -> Any:
         """What an earlier stage's unit returned."""
@@ -192,6 +193,7 @@ class Step:
     Args:
         places: its stages.
         scale: what each loss is multiplied with before its backward; None: there is no backward.
+        empty: numbers of micro-batches that have no samples, which are left out.
     """
 
     def __init__(
@@ -200,7 +202,10 @@ class Step:
         actions: Sequence[Action],
         make: Make,
         scale: torch.Tensor | None,
+        *,
+        empty: Collection[int] = (),
     ) -> None:
+        self._empty = frozenset(empty)
         self._places = {place.stage: place for place in places}
         self._actions = actions
         self._make = make
@@ -228,8 +233,8 @@ class Step:
                 for bucket in place.parts.throughout:
                     bucket.start_gather()
             for number, action in enumerate(self._actions):
-                for coming in self._actions[number : number + 2]:
-                    self._expect(coming)
+                # Messages come in order: what follows an unknown one cannot be expected yet.
+                all(self._expect(coming) for coming in self._actions[number : number + 2])
                 self._do(action, number)
             if self._scale is not None:
                 for place in reversed(self._places.values()):
@@ -255,30 +260,33 @@ class Step:
         else:
             self._weights(place, action)
 
+    def _members(self, place: Place, action: Action) -> list[int]:
+        return [number for number in place.members(action) if number not in self._empty]
+
     def _running_of(self, place: Place, action: Action) -> list[Running]:
         found = []
-        for number in place.members(action):
+        for number in self._members(place, action):
             key = action.stage, number
             if key not in self._running:
                 self._running[key] = self._make(place, number)
             found.append(self._running[key])
         return found
 
-    def _expect(self, action: Action) -> None:
+    def _expect(self, action: Action) -> bool:
         place = self._places[action.stage]
         if action.kind == "forward":
-            for running in self._running_of(place, action):
-                running.entrance.expect()
-        elif action.kind == "backward":
-            for number in place.members(action):
+            return all(running.entrance.expect() for running in self._running_of(place, action))
+        if action.kind == "backward":
+            for number in self._members(place, action):
                 if (action.stage, number) in self._running:
                     for message, look in self._gradients(place, number):
                         place.wires.expect(message, look)
+        return True
 
     def _forward(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
         layered.forward(place.parts, _turns(running), keep=self._scale is not None)
-        for number, one in zip(place.members(action), running):
+        for number, one in zip(self._members(place, action), running):
             for to, taken in place.gives:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
                 one.sent[to, taken] = Look(value.shape, value.dtype)
@@ -288,7 +296,7 @@ class Step:
                 self._close(place, number)
         if self._scale is None and place.last:
             self._results += layered.head(place.parts, _turns(running), None, self._begun)
-            for number in place.members(action):
+            for number in self._members(place, action):
                 self._close(place, number)
 
     def _backward(self, place: Place, action: Action, *, last: bool) -> None:
@@ -297,7 +305,7 @@ class Step:
             turns = _turns(running)
             self._results += layered.head(place.parts, turns, self._scale, self._begun)
         else:
-            for number, one in zip(place.members(action), running):
+            for number, one in zip(self._members(place, action), running):
                 one.batch.expect_gradients()
                 for message, look in self._gradients(place, number):
                     gradient = place.wires.receive(message, look)
@@ -309,7 +317,7 @@ class Step:
         for one in running:
             one.entrance.send_gradients()
         if not splits:
-            for number in place.members(action):
+            for number in self._members(place, action):
                 self._close(place, number)
         if self._in_waves:
             self._reductions.finish()
@@ -317,7 +325,7 @@ class Step:
     def _weights(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
         layered.weights(place.parts, _turns(running))
-        for number in place.members(action):
+        for number in self._members(place, action):
             self._close(place, number)
 
     def _close(self, place: Place, number: int) -> None:

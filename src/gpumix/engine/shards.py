@@ -7,7 +7,7 @@ once, before the first step; at ZeRO stage 3 several units take turns in the sam
 Who owns what, and when it is valid: `master` (this rank's interval in fp32, the whole run; a view
 of `full` where that is resident and in fp32); `full` (from gather to release, or the whole run);
 `gradient` (from the first backward of a step until its reduction is done), and this rank's
-interval of the sum (at stages 0 and 1 a view of `gradient`). A lone rank has no `gradient`.
+interval of the sum (at stages 0 and 1 a view of `gradient`).
 """
 
 from __future__ import annotations
@@ -119,19 +119,12 @@ class Alike:
 
 @dataclass
 class _Gradient:
-    """Where the gradient of a parameter is summed (None: where autograd puts it), and the hook that
-    copies the first one there; `added`: somebody else than autograd adds to it."""
+    """Where the gradient of a parameter is summed, and the hook that copies the first one there;
+    None where somebody else than autograd adds to it."""
 
     view: nn.Parameter
-    place: torch.Tensor | None
+    place: torch.Tensor
     put: RemovableHandle | None
-    added: bool = False
-
-    def zero(self) -> torch.Tensor:
-        """No gradient, in its place."""
-        if self.place is None:
-            return torch.zeros_like(self.view, dtype=torch.float32)
-        return self.place.zero_()
 
 
 class FlatGroup:
@@ -222,18 +215,14 @@ class FlatGroup:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
 
         The first gradient of a step is copied there as soon as autograd has it: nothing has to be
-        made zero before, and nothing read to be added to. A lone rank's stay where autograd puts
-        them.
+        made zero before, and nothing read to be added to.
         """
         for view in self.views:
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        if self._division.lone:
-            self._gradients = [_Gradient(view, None, None) for view in self.views]
-            return
         own, size = self.gradient[self.start : self.end], self.end - self.start
-        self._own_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
-        self._piece_gradients = self._own_gradient.split(
+        self.master_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
+        self._piece_gradients = self.master_gradient.split(
             [piece.end - piece.start for piece in self.pieces]
         )
         for view, gradient in zip(self.views, self.gradient.split(numels)):
@@ -291,27 +280,25 @@ class FlatGroup:
     def begin_gradient(self) -> None:
         """Nothing is in the gradient buffer yet; but remember what earlier steps have left to be
         added."""
-        lone = self._division.lone
-        if self._in_place and not lone and not all(fresh := self._fresh()):
+        if self._in_place and not all(fresh := self._fresh()):
             self._zero(fresh)
-            self._carried = self._own_gradient.clone()
+            self._carried = self.master_gradient.clone()
         for gradient in self._gradients:
-            gradient.view.grad = gradient.zero() if gradient.added else None
+            gradient.view.grad = gradient.place.zero_() if gradient.put is None else None
 
     def end_gradient(self) -> None:
         """What got no gradient has one of zero."""
         for gradient in self._gradients:
             if gradient.view.grad is None:
-                gradient.view.grad = gradient.zero()
+                gradient.view.grad = gradient.place.zero_()
 
     def others_add(self, module: nn.Module) -> None:
         """`module` adds to the gradients of its own parameters by itself: they begin with zero."""
         added = {id(v) for held, _, v, _ in self._places if held is module._parameters}
         for gradient in self._gradients:
-            if id(gradient.view) in added:
-                gradient.added = True
-                if gradient.put is not None:
-                    gradient.put.remove()
+            if id(gradient.view) in added and gradient.put is not None:
+                gradient.put.remove()
+                gradient.put = None
 
     def reduce(self, scale: Scale | None) -> Iterator[Pending]:
         """Sum the gradient over ranks; each collective begins when the next value is asked for.
@@ -319,10 +306,7 @@ class FlatGroup:
         there are, as autograd does. Without a scale it is added to those of this step, and not
         theirs before it is `settle`d."""
         division, label = self._division, f"reduction of unit '{self.label}'"
-        if division.lone:
-            if scale is not None:
-                self._hand_over(scale())
-        elif division.replicated:
+        if division.replicated:
             yield division.comm.start_all_reduce(self.gradient, label)
             self._deliver(self.gradient[None], scale)
         elif division.copies is None:
@@ -356,7 +340,7 @@ class FlatGroup:
         if scale is None:
             self._add(rows)
             return
-        fresh, own = self._fresh(), self._own_gradient
+        fresh, own = self._fresh(), self.master_gradient
         if self._on_host:
             for row in rows[1:]:
                 rows[0].add_(row)
@@ -378,7 +362,7 @@ class FlatGroup:
         self._hand_out()
 
     def _add(self, rows: torch.Tensor) -> None:
-        own = self._own_gradient
+        own = self.master_gradient
         if not self._summed and not self._in_place:
             fresh = self._fresh()
             if not all(fresh):
@@ -395,12 +379,10 @@ class FlatGroup:
     def settle(self, scale: Scale) -> None:
         """All that a step reduced without a scale is there: it is multiplied with it, and in the
         pieces' `grad`."""
-        if self._division.lone:
-            self._hand_over(scale())
-        elif self._summed:
-            _multiply(self._own_gradient, scale().to(self._own_gradient.device))
+        if self._summed:
+            _multiply(self.master_gradient, scale().to(self.master_gradient.device))
             if self._carried is not None:
-                self._own_gradient.add_(self._carried)
+                self.master_gradient.add_(self._carried)
             self._hand_out()
         self.forget_sums()
 
@@ -411,23 +393,6 @@ class FlatGroup:
     def _hand_out(self) -> None:
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
-
-    def _hand_over(self, scale: torch.Tensor) -> None:
-        """What autograd has summed, times `scale`, is in the pieces' `grad`."""
-        for piece, gradient in zip(self.pieces, self._gradients):
-            found, gradient.view.grad = gradient.view.grad, None
-            assert found is not None, "it has ended"
-            _multiply(found, scale)
-            if piece.local.grad is None:
-                piece.local.grad = found.view(-1)
-            else:
-                piece.local.grad.add_(found.view(-1))
-
-    def summed(self) -> list[torch.Tensor]:
-        """This rank's part of the gradient, after its reduction."""
-        if self._division.lone:
-            return [piece.local.grad for piece in self.pieces if piece.local.grad is not None]
-        return [self._own_gradient]
 
     def _fresh(self) -> list[bool]:
         """Of each piece, whether nothing is there to be added to."""

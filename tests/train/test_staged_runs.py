@@ -1,0 +1,85 @@
+"""A run by a plan of several stages: trained, evaluated, saved, gone on with by another plan."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import BATCH, metrics, train, write_job
+
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.pipeline import Pipeline
+
+CUT = 1  # calls of the first stage
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged")
+    return write_job(
+        folder,
+        steps=6,
+        schedule={"kind": "constant"},
+        evaluation={"every_steps": 3, "batches": 1},
+        checkpoint={"every_steps": 3, "keep": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(job):
+    """By one stage."""
+    summary = train(job, f"output={job.parent / 'alone'}")
+    return summary.losses, evaluations(job.parent / "alone")
+
+
+def staged(job, *, zero_stage: int) -> Plan:
+    """The first device alone, then the others, by what the profile says of the model."""
+    pipeline = Pipeline.of_file(job, [], debug=True)
+    profile = pipeline.profile()
+    model, devices = profile.model, pipeline.cluster.in_rank_order()
+    stages = []
+    for (begin, end), own in zip(
+        ((0, CUT), (CUT, len(model.calls))), (devices[:1], devices[1:]), strict=True
+    ):
+        needs = model.needs_of(begin, end)
+        samples = [BATCH] if len(own) == 1 else [BATCH // 2] * 2
+        workers = tuple(
+            Worker(
+                device=device.id,
+                device_class=device.device_class,
+                samples=count,
+                micro_batch=2,
+                state_share=1 / len(own),
+            )
+            for device, count in zip(own, samples, strict=True)
+        )
+        units = model.calls[begin:end]
+        stages.append(Stage(units=units, workers=workers, root=needs.root, takes=needs.outputs))
+    return Plan(
+        strategy="by hand",
+        model=model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=BATCH,
+        stages=tuple(stages),
+        zero_stage=zero_stage,
+    )
+
+
+def evaluations(folder) -> list[float]:
+    return [record["loss"] for record in metrics(folder, "evaluation")]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
+    folder = job.parent / f"stages-{zero_stage}"
+    plan = staged(job, zero_stage=zero_stage)
+    found = train(job, f"output={folder}", plan=plan)
+    assert found.losses == pytest.approx(alone[0], rel=1e-5)
+    assert evaluations(folder) == pytest.approx(alone[1], rel=1e-5)
+
+
+def test_a_run_goes_on_in_other_stages_or_without(job, alone):
+    there = f"output={job.parent / 'there'}"
+    train(job, there, "steps=3", plan=staged(job, zero_stage=1))
+    train(job, there, "steps=4", plan=staged(job, zero_stage=0), resume=True)
+    train(job, there, resume=True)
+    seen = [record["loss"] for record in metrics(job.parent / "there")]
+    assert seen == pytest.approx(alone[0], rel=1e-5)
