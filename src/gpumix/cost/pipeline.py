@@ -98,15 +98,11 @@ class Pipeline:
             wanted = progress
         return found
 
-    def seat_of(self, stage: int, batch: int) -> Seat:
-        """The worker that runs micro-batch `batch` in `stage`."""
-        return next(seat for seat in self.seats[stage] if batch in seat.batches)
-
     @cached_property
-    def rank_of(self) -> dict[tuple[int, int], int]:
-        """By (stage, micro-batch)."""
+    def seat_of(self) -> dict[tuple[int, int], Seat]:
+        """The worker by (stage, micro-batch)."""
         return {
-            (seat.stage, batch): seat.rank
+            (seat.stage, batch): seat
             for seats in self.seats
             for seat in seats
             for batch in seat.batches
@@ -290,13 +286,13 @@ class _Trial:
     def _after(self, action: Action) -> Iterator[int]:
         """Ranks that may wait for the end of `action`."""
         step = 1 if action.kind == "forward" else -1
-        rank = self.pipeline.rank_of.get((action.stage + step, action.batch))
-        if rank is not None:
-            yield rank
+        seat = self.pipeline.seat_of.get((action.stage + step, action.batch))
+        if seat is not None:
+            yield seat.rank
 
     def _seconds(self, action: Action) -> float:
         """A forward takes half of a backward, a backward of activations alone as long as it."""
-        seat = self.pipeline.seat_of(action.stage, action.batch)
+        seat = self.pipeline.seat_of[action.stage, action.batch]
         whole = action.kind == "backward" and self.pipeline.schedule != "zero-bubble"
         return (2.0 if whole else 1.0) / len(seat.batches)
 

@@ -41,7 +41,6 @@ class Cut:
         seed: seeds the random numbers of this call, the same in the recompute.
         recompute: whether the graph is dropped after the forward.
         host: where the inputs to recompute from are kept; None: on the device.
-        forward: stands in for the unit's own forward; the profiler runs one unit for all its kind.
         sends: places of those outputs that other stages take, which are `sent`.
     """
 
@@ -54,7 +53,6 @@ class Cut:
         seed: Callable[[], None],
         recompute: bool = True,
         host: HostStore | None = None,
-        forward: Forward | None = None,
         sends: Sequence[int] = (),
     ) -> None:
         self.unit = unit
@@ -68,7 +66,7 @@ class Cut:
         self._gradients = call.state.gradients
         self._run = Run(
             unit.name,
-            forward or unit.forward,
+            unit.forward,
             call.state,
             self._captured,
             compute_dtype,

@@ -169,11 +169,6 @@ def plain_run(
     return Returned(tuple(leaves), structure)
 
 
-def has_no_values(value: Any) -> bool:
-    """Whether it is a tensor that stands in for one of another stage."""
-    return isinstance(value, FakeTensor)
-
-
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     """Give the model what a call returned: `leaves` in the places of the looks."""
     result, collected = tree_unflatten(list(leaves), returned.structure)

@@ -178,17 +178,7 @@ class Engine:
     def _step_in_layers(
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
-        batches = [
-            MicroBatch(
-                one.compute_loss,
-                calls=self._parts.calls,
-                randomness=one.randomness,
-                compute_dtype=self._dtype,
-                keeps=self._keeps(self._parts, place, len(cut)),
-                host=self._host,
-            )
-            for place, one in enumerate(cut)
-        ]
+        batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
         with _closing(batches):
             turns = layered.Turns(batches, in_order=bool(self._keepers))
             begun = layered.Begun()
@@ -219,21 +209,32 @@ class Engine:
         def make(place: Place, number: int) -> Running:
             own = place.batches.index(number)
             entrance = Entrance(place, number, cut[own].looks)
-            keeps = self._keeps(place.parts, own, len(cut))
-            batch = MicroBatch(
-                cut[own].compute_loss,
-                calls=place.parts.calls,
-                randomness=cut[own].randomness,
-                compute_dtype=self._dtype,
-                keeps=keeps if keep else lambda call: False,
-                host=self._host if keep else None,
+            batch = self._micro_batch(
+                place.parts,
+                cut,
+                own,
+                keep=keep,
                 earlier=place.earlier,
                 entry=entrance,
                 sends=place.sends,
             )
-            return Running(batch, entrance)
+            return Running(number, batch, entrance)
 
         return make
+
+    def _micro_batch(
+        self, parts: Parts, cut: list[_Samples], place: int, *, keep: bool, **in_stage: Any
+    ) -> MicroBatch:
+        """That of the samples at `place`; `keep` is for its backward."""
+        return MicroBatch(
+            cut[place].compute_loss,
+            calls=parts.calls,
+            randomness=cut[place].randomness,
+            compute_dtype=self._dtype,
+            keeps=self._keeps(parts, place, len(cut)) if keep else lambda call: False,
+            host=self._host if keep else None,
+            **in_stage,
+        )
 
     def _step_sequentially(
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
@@ -307,16 +308,8 @@ class Engine:
     def _evaluate_in_layers(self, batch: Any) -> list[Loss]:
         sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
         begins = accumulate(sizes, initial=0)
-        batches = [
-            MicroBatch(
-                one.compute_loss,
-                calls=self._parts.calls,
-                randomness=one.randomness,
-                compute_dtype=self._dtype,
-                keeps=lambda number: False,
-            )
-            for one in self._cut(batch, [range(b, b + size) for b, size in zip(begins, sizes)])
-        ]
+        cut = self._cut(batch, [range(b, b + size) for b, size in zip(begins, sizes)])
+        batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
         # With all parameters here, one after the other: so the least is held at once.
         whole = self._parts.division.whole_parameters and len(batches) > 1
         results: list[Loss] = []

@@ -120,11 +120,6 @@ class Parts:
             bucket.arrived()
             bucket.release()
 
-    def leave(self) -> None:
-        """The step is over: the optimizer may change all parameters."""
-        for bucket in self.buckets:
-            bucket.leave()
-
 
 @dataclass(frozen=True)
 class Storage:

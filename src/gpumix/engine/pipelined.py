@@ -67,23 +67,21 @@ class Place:
         return [name for stage in self.plan.stages[: self.stage] for name in stage.units]
 
     @cached_property
-    def batches(self) -> list[int]:
+    def batches(self) -> tuple[int, ...]:
         """Numbers of this rank's micro-batches, in the order of its samples."""
-        return [n for n, one in enumerate(self._micro_batches) if one.worker == self._worker]
+        return self.plan.numbers_of(self.rank, self.stage)
 
     def members(self, action: Action) -> list[int]:
         """Those of them that an action is for."""
         if self.plan.zero_stage < 2:
             return [action.batch]
-        return [n for n in self.batches if self._micro_batches[n].wave == action.batch]
-
-    @property
-    def _worker(self) -> int:
-        return self.plan.ranks_of(self.stage).index(self.rank)
+        return [n for n in self.batches if self._waves[n] == action.batch]
 
     @cached_property
-    def _micro_batches(self) -> Sequence[Any]:
-        return self.plan.stages[self.stage].micro_batches(self.plan.waves)
+    def _waves(self) -> list[int]:
+        """Of each micro-batch."""
+        stage = self.plan.stages[self.stage]
+        return [one.wave for one in stage.micro_batches(self.plan.waves)]
 
     @cached_property
     def gives(self) -> list[tuple[int, Taken]]:
@@ -178,6 +176,7 @@ class Entrance:
 class Running:
     """A micro-batch between its forward and its backward; `sent` by what later stages took."""
 
+    number: int
     batch: MicroBatch
     entrance: Entrance
     sent: dict[tuple[int, Taken], Look] = field(default_factory=dict)
@@ -260,16 +259,15 @@ class Step:
         else:
             self._weights(place, action)
 
-    def _members(self, place: Place, action: Action) -> list[int]:
-        return [number for number in place.members(action) if number not in self._empty]
-
     def _running_of(self, place: Place, action: Action) -> list[Running]:
+        """Those that an action is for, begun if they are not yet."""
         found = []
-        for number in self._members(place, action):
-            key = action.stage, number
-            if key not in self._running:
-                self._running[key] = self._make(place, number)
-            found.append(self._running[key])
+        for number in place.members(action):
+            if number not in self._empty:
+                key = place.stage, number
+                if key not in self._running:
+                    self._running[key] = self._make(place, number)
+                found.append(self._running[key])
         return found
 
     def _expect(self, action: Action) -> bool:
@@ -277,27 +275,24 @@ class Step:
         if action.kind == "forward":
             return all(running.entrance.expect() for running in self._running_of(place, action))
         if action.kind == "backward":
-            for number in self._members(place, action):
-                if (action.stage, number) in self._running:
-                    for message, look in self._gradients(place, number):
-                        place.wires.expect(message, look)
+            for running in self._running_of(place, action):
+                for message, look in self._gradients(running):
+                    place.wires.expect(message, look)
         return True
 
     def _forward(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
         layered.forward(place.parts, _turns(running), keep=self._scale is not None)
-        for number, one in zip(self._members(place, action), running):
+        for one in running:
             for to, taken in place.gives:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
-                one.sent[to, taken] = Look(value.shape, value.dtype)
-                place.wires.send(Message("forward", to, number, taken), value)
+                one.sent[to, taken] = Look.of(value)
+                place.wires.send(Message("forward", to, one.number, taken), value)
             one.batch.sent.clear()
-            if self._scale is None and not place.last:
-                self._close(place, number)
-        if self._scale is None and place.last:
-            self._results += layered.head(place.parts, _turns(running), None, self._begun)
-            for number in self._members(place, action):
-                self._close(place, number)
+        if self._scale is None:
+            if place.last:
+                self._results += layered.head(place.parts, _turns(running), None, self._begun)
+            self._close(place, running)
 
     def _backward(self, place: Place, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
@@ -305,9 +300,9 @@ class Step:
             turns = _turns(running)
             self._results += layered.head(place.parts, turns, self._scale, self._begun)
         else:
-            for number, one in zip(self._members(place, action), running):
+            for one in running:
                 one.batch.expect_gradients()
-                for message, look in self._gradients(place, number):
+                for message, look in self._gradients(one):
                     gradient = place.wires.receive(message, look)
                     call = message.taken.call - place.first_call
                     one.batch.add_gradient(call, message.taken.output, gradient)
@@ -317,25 +312,24 @@ class Step:
         for one in running:
             one.entrance.send_gradients()
         if not splits:
-            for number in self._members(place, action):
-                self._close(place, number)
+            self._close(place, running)
         if self._in_waves:
             self._reductions.finish()
 
     def _weights(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
         layered.weights(place.parts, _turns(running))
-        for number in self._members(place, action):
-            self._close(place, number)
+        self._close(place, running)
 
-    def _close(self, place: Place, number: int) -> None:
-        self._running.pop((place.stage, number)).batch.close()
+    def _close(self, place: Place, running: Sequence[Running]) -> None:
+        for one in running:
+            self._running.pop((place.stage, one.number)).batch.close()
 
-    def _gradients(self, place: Place, number: int) -> Iterator[tuple[Message, Look]]:
+    def _gradients(self, running: Running) -> Iterator[tuple[Message, Look]]:
         """What later stages send back, in the order of what they were sent."""
-        for (to, taken), look in self._running[place.stage, number].sent.items():
+        for (to, taken), look in running.sent.items():
             if taken.differentiable:
-                yield Message("backward", to, number, taken), look
+                yield Message("backward", to, running.number, taken), look
 
 
 def actions_of(pipeline: Pipeline, plan: Plan, rank: int) -> tuple[Action, ...]:

@@ -70,7 +70,8 @@ def full_state(
             first = inventory.parameters[piece.name].rank == comm.rank
             if keep or first:
                 values[piece.name] = value.to("cpu", copy=True)
-    _tell_others(values, comm, inventory)
+    if not inventory.of_one_stage:
+        _tell_others(values, comm, inventory)
     if not keep:
         return {}
     state = {name: values[own] for name, own in inventory.names.items()}
@@ -82,13 +83,12 @@ def full_state(
 def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
     """Give those of other stages what this one has, one parameter after the other."""
     for name, stored in inventory.parameters.items():
-        if not inventory.of_one_stage:
-            value = values.get(name)
-            if value is None or comm.rank != stored.rank:
-                value = torch.empty(stored.shape, dtype=stored.dtype)
-            there = value.to(comm.device).contiguous()
-            comm.broadcast(there, stored.rank, f"broadcast of parameter '{name}'")
-            values[name] = there.to("cpu")
+        value = values.get(name)
+        if value is None or comm.rank != stored.rank:
+            value = torch.empty(stored.shape, dtype=stored.dtype)
+        there = value.to(comm.device).contiguous()
+        comm.broadcast(there, stored.rank, f"broadcast of parameter '{name}'")
+        values[name] = there.to("cpu")
 
 
 def _gathered(group: FlatGroup) -> Iterator[tuple[Piece, torch.Tensor]]:

@@ -348,9 +348,14 @@ class Plan(Document):
         """Which samples of the global batch a rank computes: those of each of its micro-batches,
         in order. Where it has several stages, they are the same for all."""
         stage = self.stages_of(rank)[0]
-        place = self.ranks_of(stage).index(rank)
         parts = self.stages[stage].micro_batches(self.waves)
-        return tuple(one.rows for one in parts if one.worker == place)
+        return tuple(parts[number].rows for number in self.numbers_of(rank, stage))
+
+    def numbers_of(self, rank: int, stage: int) -> tuple[int, ...]:
+        """The numbers of the micro-batches that a rank computes in a stage."""
+        worker = self.ranks_of(stage).index(rank)
+        parts = self.stages[stage].micro_batches(self.waves)
+        return tuple(number for number, one in enumerate(parts) if one.worker == worker)
 
     def first_call(self, stage: int) -> int:
         """Number of a stage's first unit call, counted over all stages."""

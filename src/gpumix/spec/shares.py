@@ -67,11 +67,9 @@ def share_of(shares: Shares, rank: int) -> Share:
 
 
 def _of_micro_batches(plan: Plan, rank: int) -> Share:
-    number = plan.stages_of(rank)[0]
-    worker = plan.ranks_of(number).index(rank)
-    parts = plan.stages[number].micro_batches(plan.waves)
-    own = [n for n, one in enumerate(parts) if one.worker == worker]
-    return Share(tuple(len(one.rows) for one in parts), tuple(own))
+    stage = plan.stages_of(rank)[0]
+    parts = plan.stages[stage].micro_batches(plan.waves)
+    return Share(tuple(len(one.rows) for one in parts), plan.numbers_of(rank, stage))
 
 
 def _checked(given: Sequence[int]) -> tuple[int, ...]:
