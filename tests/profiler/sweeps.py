@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gpumix
 from gpumix.hardware.emulation import Pacer, device
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler import compute
 from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.profile import ROOT, ClassMeasurement
 from models import WIDTH, Batch, Regression
 from virtual_clock import VirtualClock
@@ -68,6 +70,27 @@ def measure(
     """What `gpumix profile` measures on one device, up to `largest` samples."""
     measured = subject(model, largest=largest, budget_s=budget_s, make_batch=make_batch)
     return measure_class(measured, runtime, device_class="one", progress=progress)
+
+
+def profile_json(
+    model: Callable[[], nn.Module],
+    make_batch: Callable[[int], Batch],
+    *,
+    length: int,
+    global_batch: int,
+    cluster: Cluster,
+) -> str:
+    """The profile of a whole cluster, on one of its ranks."""
+    profile = gpumix.profile(
+        model,
+        make_batch,
+        sequence_length=length,
+        global_batch=global_batch,
+        cluster=cluster,
+        budget_s=20,
+        progress=lambda line: None,
+    )
+    return profile.model_dump_json()
 
 
 def subject(

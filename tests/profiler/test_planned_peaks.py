@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sweeps import profile_json
 from torch import Tensor, nn
 
 import gpumix
@@ -42,16 +43,7 @@ def _batch(n: int) -> dict[str, Tensor]:
 
 def _profile(name: str) -> str:
     """On a rank."""
-    profile = gpumix.profile(
-        MODELS[name],
-        _batch,
-        sequence_length=LENGTH,
-        global_batch=BATCH,
-        cluster=CLUSTER,
-        budget_s=20,
-        progress=lambda line: None,
-    )
-    return profile.model_dump_json()
+    return profile_json(MODELS[name], _batch, length=LENGTH, global_batch=BATCH, cluster=CLUSTER)
 
 
 def _measure(name: str, plan_json: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import profile_json
 
 import gpumix
 from gpumix.engine.units import dissect
@@ -37,16 +38,13 @@ def _profile(name: str) -> str:
     """On a rank."""
     architecture = ARCHITECTURES[name]
     generator = torch.Generator().manual_seed(1)
-    profile = gpumix.profile(
+    return profile_json(
         architecture.factory,
         lambda n: architecture.batch(n, generator),
-        sequence_length=LENGTH,
+        length=LENGTH,
         global_batch=BATCH,
         cluster=CLUSTER,
-        budget_s=20,
-        progress=lambda line: None,
     )
-    return profile.model_dump_json()
 
 
 def _train(name: str, plan_json: str) -> tuple[float, int | None]:
