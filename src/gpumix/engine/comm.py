@@ -400,6 +400,8 @@ class Communicator:
         send_splits: Sequence[int],
         receive_splits: Sequence[int],
         label: str,
+        *,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Pending]:
         """Give each rank its part of the 1-D `sent`, of any dtype; get what all ranks have for this
         one, in their order, once waited for. Until then `sent` must stay as it is.
@@ -407,11 +409,13 @@ class Communicator:
         Args:
             send_splits: elements of `sent` for each rank.
             receive_splits: elements that each rank has for this one; some may be 0, or all.
+            into: where it arrives, like `sent` in dtype; without it in memory of its own.
         """
-        if sent.dim() != 1 or sum(send_splits) != sent.numel():
-            raise AssertionError(f"{label}: {send_splits} do not cut a tensor of {sent.shape}")
+        received = sent.new_empty(sum(receive_splits)) if into is None else into
+        for tensor, splits in ((sent, send_splits), (received, receive_splits)):
+            if tensor.dim() != 1 or sum(splits) != tensor.numel():
+                raise AssertionError(f"{label}: {splits} do not cut a tensor of {tensor.shape}")
         self._count("exchange_parts", sent)
-        received = sent.new_empty(sum(receive_splits))
         if self.world == 1:
             received.copy_(sent)
             return received, Pending((), label, self)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from gpumix.engine.comm import Communicator, Pending
+from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.spec.plan import Plan, Worker, ZeroStage, cut
 
 
@@ -121,6 +121,10 @@ class Copies(ABC):
         """Begin to sum this rank's interval `part` of a buffer of `numel` elements, in place. All
         copies get the same to the last bit."""
 
+    @abstractmethod
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        """`part` is the largest that will be summed: let all memory for it be there."""
+
 
 @dataclass(frozen=True)
 class _Likes(Copies):
@@ -130,6 +134,9 @@ class _Likes(Copies):
 
     def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
         return self.likes.start_all_reduce(part, label)
+
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        """It is summed in place."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +153,34 @@ class _Overlaps(Copies):
         sizes = [0] * self.comm.world
         for rank, _, low, high in common:
             sizes[rank] = high - low
-        sent = torch.cat([part[:0], *(part[low:high] for _, _, low, high in common)])
-
-        received, pending = self.comm.exchange_parts(sent, sizes, sizes, label)
+        rooms = self._borrow(part, sum(sizes))
+        sent, received, total = (room.tensor[0] for room in rooms)
+        if common:
+            torch.cat([part[low:high] for _, _, low, high in common], out=sent)
+        _, pending = self.comm.exchange_parts(sent, sizes, sizes, label, into=received)
 
         def finish() -> None:
             pieces = received.split([high - low for _, _, low, high in common])
             terms = [(host, low, high, p) for p, (_, host, low, high) in zip(pieces, common)]
             terms.append((self.own, 0, part.numel(), part))
-            total = torch.zeros_like(part)
+            total.zero_()
             for _, low, high, piece in sorted(terms, key=lambda term: term[:2]):
                 total[low:high] += piece
             part.copy_(total)
+            for room in rooms:
+                room.give_back()
 
         return pending.then(finish)
+
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        common = sum(high - low for _, _, low, high in self._common(numel))
+        for room in self._borrow(part, common):
+            room.give_back()
+
+    def _borrow(self, part: torch.Tensor, common: int) -> list[Borrowed]:
+        """Memory for what is sent, for what arrives, and for the sum."""
+        lengths = {"sent to hosts": common, "from hosts": common, "sum": part.numel()}
+        return [self.comm.borrow(purpose, part, 1, n) for purpose, n in lengths.items()]
 
     def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
         """In the order of ranks: a rank of another host, the host, and the elements of this rank's

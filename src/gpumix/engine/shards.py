@@ -332,6 +332,7 @@ class FlatGroup:
         if division.copies is not None:  # one bucket is summed over hosts, the next inside them
             own = self.end - self.start
             rooms = [division.comm.borrow("copies", self.gradient, 1, own) for _ in range(2)]
+            division.copies.expect_sum(rooms[0].tensor[0], self.numel)
             for room in rooms:
                 room.give_back()
 

@@ -70,8 +70,10 @@ class StagedCommunicator(Communicator):
         send_splits: Sequence[int],
         receive_splits: Sequence[int],
         label: str,
+        *,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Pending]:
-        received = sent.new_empty(sum(receive_splits))
+        received = sent.new_empty(sum(receive_splits)) if into is None else into
         staged, pending = self._host.exchange_parts(sent.cpu(), send_splits, receive_splits, label)
         return received, pending.then(lambda: _set(received, staged))
 
