@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
@@ -16,7 +17,7 @@ from gpumix.engine.prepare import prepare, switch_off_caches
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, Batch
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
@@ -138,3 +139,42 @@ def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any
         losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
         optimizer.step()
     return losses, pieces_of(engine)
+
+
+GROUPS = [(1, 1), (2, 2), (1, 3), (3, 1), (1, 2, 1), (2, 1), (1, 1, 2), (1, 1, 1)]
+"""Workers of each stage, on up to four ranks."""
+
+
+@st.composite
+def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str, Any]]:
+    """Stages of a model of so many unit calls: workers, cuts, and settings of the plan."""
+    groups = draw(st.sampled_from([g for g in GROUPS if len(g) <= calls]))
+    cuts = draw(
+        st.lists(
+            st.integers(1, calls - 1),
+            min_size=len(groups) - 1,
+            max_size=len(groups) - 1,
+            unique=True,
+        )
+    )
+    size, count = draw(st.integers(1, 2)), draw(st.integers(1, 6))
+    zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
+    schedules = ["1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
+    settings: dict[str, Any] = {
+        "zero_stage": zero_stage,
+        "schedule": draw(st.sampled_from(schedules)),
+    }
+    found, device = [], 0
+    for workers in groups:
+        ends = sorted(
+            draw(st.lists(st.integers(0, count), min_size=workers - 1, max_size=workers - 1))
+        )
+        dealt = [b - a for a, b in pairwise([0, *ends, count])]
+        mode = draw(st.sampled_from([Mode(), Mode(recompute=False)]))
+        shares = tuple(
+            Share(n * size, min(size, n * size), draw(st.integers(0 if k else 1, 3)), mode)
+            for k, n in enumerate(dealt)
+        )
+        found.append(Row(shares, tuple(range(device, device + workers))))
+        device += workers
+    return found, sorted(cuts), settings

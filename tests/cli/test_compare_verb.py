@@ -25,7 +25,8 @@ def test_every_strategy_has_its_row():
     assert list(rows) == list(STRATEGIES)
     assert found["best"] == "optimal"
     fastest = rows["optimal"]["step_s"]
-    assert all(row["step_s"] >= fastest * (1 - 1e-9) for row in rows.values())
+    possible = [row["step_s"] for row in rows.values() if row["step_s"] is not None]
+    assert all(step_s >= fastest * (1 - 1e-9) for step_s in possible)
     assert rows["even"]["why"].startswith(f"{rows['even']['step_s'] / fastest:.2f} times")
     rooms = {room["device_class"]: room["part"] for room in rows["even"]["head_room"]}
     assert set(rooms) == {"rtx3090", "p40"}

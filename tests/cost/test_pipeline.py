@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.cost.pipeline import Action, Pipeline, Seat, replay
+from gpumix.cost.pipeline import NOTHING_SENT, Action, Pipeline, Seat, replay
 
 SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
 
@@ -38,7 +38,7 @@ def step_s(found: Pipeline, *, forward_s=1.0, backward_s=2.0) -> float:
     """Of equal stages on a network that takes no time."""
     splits = found.schedule == "zero-bubble"
     seconds = {"forward": forward_s, "backward": backward_s / (1 + splits), "weights": 1.0}
-    times = replay(found.orders, found.needs, lambda a: seconds[a.kind], lambda a, b: 0.0)
+    times = replay(found.orders, found.needs, lambda a: seconds[a.kind], lambda a, b: NOTHING_SENT)
     return times.step_s
 
 
@@ -138,3 +138,16 @@ def test_going_round_ends(ranks, rounds, batches):
     found = round_robin(ranks, rounds, batches)
     assert sum(map(len, found.orders.values())) == 2 * ranks * rounds * batches
     step_s(found)
+
+
+def test_unequal_workers_go_round_without_waiting_for_each_other():
+    """Two of a group's workers have micro-batches, unlike many; the other group has one worker."""
+    ranks = {0: [(0, range(0)), (1, range(2)), (2, range(2, 3))], 1: [(3, range(3))]}
+    seats = tuple(
+        tuple(Seat(stage, rank, batches) for rank, batches in ranks[stage % 2])
+        for stage in range(4)
+    )
+    found = Pipeline("interleaved", seats)
+    done = [action for order in found.orders.values() for action in order]
+    assert len(done) == len(set(done)) == 2 * 4 * 3
+    assert step_s(found) > 0

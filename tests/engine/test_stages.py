@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.shares import share_of
@@ -177,6 +181,21 @@ def test_a_rank_holds_weights_of_its_own_stages_only():
         own = {*units, *stage.root}
         assert found == sum(sizes[name] for name in own)
         assert without_values == sizes.keys() - own
+
+
+def test_nothing_is_left_of_a_model_that_had_its_values():
+    plan = staged_plan("gpt2", rows([6], [6]), zero_stage=0)
+    assert run_ranks(_outlived, 2, plan.model_dump_json()) == [[], []]
+
+
+def _outlived(plan_json: str) -> list[str]:
+    """Names of parameters of the model that are there after it was cut into stages."""
+    model = GPT2.factory()
+    before = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    engine = prepare(model, Plan.model_validate_json(plan_json))
+    gc.collect()
+    assert engine.plan.stages
+    return [name for name, parameter in before.items() if parameter() is not None]
 
 
 def _held(plan_json: str) -> tuple[int, set[str]]:

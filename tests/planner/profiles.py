@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Taken
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
     CollectiveTimes,
     End,
     ModelProfile,
+    Needs,
     Profile,
+    RootParameter,
     RootUnit,
     UnitKind,
     UnitTimes,
@@ -268,3 +270,24 @@ def fleet(devices: int = 64, *, memory_factor: float = 1.0, layers: int = 32) ->
         network=Network(gather={"broadcast": bus}, reduce={"all_to_all": bus}),
         dtype="bf16",
     )
+
+
+def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile:
+    """The same, where each call takes what the one before it returns, of the bytes of `message`.
+
+    Args:
+        tied: elements of the root that the first call and the loss have together.
+    """
+    names = ("tied.weight",) if tied else ()
+    calls = len(found.model.calls)
+    takes = [Needs(outputs=(Taken(call=n, output=0),)) for n in range(calls)]
+    needs = [Needs(root=names), *takes[:-1], takes[-1].model_copy(update={"root": names})]
+    model = found.model
+    rest = model.root.trainable - tied
+    root_unit = model.root.model_copy(
+        update={"parameters": tuple(RootParameter(name=n, trainable=tied) for n in names)}
+    )
+    assert rest == 0, "the root has parameters without a name"
+    kinds = tuple(kind.model_copy(update={"outputs": {0: message}}) for kind in model.kinds)
+    update = {"needs": tuple(needs), "kinds": kinds, "root": root_unit}
+    return found.model_copy(update={"model": model.model_copy(update=update)})

@@ -101,11 +101,14 @@ def test_the_same_plans_under_any_hash_seed():
     assert len(plans) == 1
 
 
+IN_STAGES = ("staged", "model")  # which need to know what units need of each other
+
+
 def search_path() -> str:
     return os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in IN_STAGES])
 def test_a_policy_on_some_devices_uses_no_others(name):
     profile = peaked(fleet(8, memory_factor=2), [4e12, 2e12, 1e12, 3e12])
     some = tuple(d.id for d in profile.cluster.devices if d.device_class in ("a100", "a6000"))

@@ -67,7 +67,8 @@ def test_all_ranks_measure_every_size_together(world):
         assert other.model_copy(update=own_clock) == first
         assert its_log == log
     assert first.collectives == ON_GLOO
-    assert set(curves(first)) == {("gather", "broadcast"), ("reduce", "all_to_all")}
+    forms = {("gather", "broadcast"), ("reduce", "all_to_all"), ("send", "native")}
+    assert set(curves(first)) == forms
     for times in curves(first).values():
         assert times.sizes == (64 * KIB, 300 * KIB)
         assert min(times.values) > 0
@@ -177,6 +178,7 @@ def linear(latency_s, bytes_per_s):
 NIMBLE, STRONG, NATIVE = linear(1e-5, 1e9), linear(1e-3, 9e9), linear(0, 1e12)
 GATHERS = {"list": NIMBLE, "broadcast": STRONG, "native": NATIVE}
 REDUCES = {"list": STRONG, "all_to_all": NIMBLE, "native": NATIVE}
+MESSAGE = linear(2e-5, 5e9)
 
 
 @pytest.fixture
@@ -185,7 +187,8 @@ def nccl(monkeypatch):
     monkeypatch.setattr(network, "_gather_s", lambda comm, form, size: GATHERS[form](size))
     monkeypatch.setattr(network, "_reduce_s", lambda comm, form, size: REDUCES[form](size))
     monkeypatch.setattr(network, "_small_s", lambda comm: 3e-5)
-    return SimpleNamespace(world=2, on_gloo=False)
+    monkeypatch.setattr(network, "_message_s", lambda line, size, agree: MESSAGE(size))
+    return SimpleNamespace(world=2, on_gloo=False, among=lambda ranks: None)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,7 @@ def test_all_forms_are_told_to_the_planner(nccl):
     found = measure_links(nccl, largest_bytes=4096 * KIB, progress=lambda line: None)
     wanted = {("gather", form): seconds for form, seconds in GATHERS.items()}
     wanted |= {("reduce", form): seconds for form, seconds in REDUCES.items()}
+    wanted |= {("send", "native"): MESSAGE}
     assert curves(found).keys() == wanted.keys()
     for key, times in curves(found).items():
         assert times.sizes == (64 * KIB, 512 * KIB, 4096 * KIB)
@@ -231,12 +235,15 @@ def test_links_inside_and_between_hosts_are_timed_apart(hosts):
     for found in run_ranks(measured_on_hosts, len(hosts), hosts):
         assert {("gather", "native", "inside"), ("reduce", "native", "inside")} < found
         assert ("reduce", "native", "across") in found
+        messages = {group for operation, _, group in found if operation == "send"}
+        assert messages == {"inside", "across"}
 
 
-@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
-def test_one_host_or_one_device_each_has_nothing_to_tell_apart(hosts):
+@pytest.mark.parametrize(("hosts", "where"), [(["a", "a"], "inside"), (["a", "b"], "across")])
+def test_one_host_or_one_device_each_has_nothing_to_tell_apart(hosts, where):
     for found in run_ranks(measured_on_hosts, len(hosts), hosts):
-        assert {group for _, _, group in found} == {"all"}
+        assert {group for operation, _, group in found if operation != "send"} == {"all"}
+        assert {group for operation, _, group in found if operation == "send"} == {where}
 
 
 def contention_measured(world):

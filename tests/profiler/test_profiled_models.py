@@ -15,7 +15,8 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, WIDTH, mean_loss
-from reference import initialised, own_rows
+from reference import initialised
+from staging import own_samples
 
 BATCH = 4
 MIB = 2**20
@@ -60,7 +61,7 @@ def _train(name: str, plan_json: str) -> tuple[float, int | None]:
         runtime.reset_peak()
         losses = []
         for _ in range(2):
-            losses.append(engine.step(own_rows(batch, plan.workers, rank)).item())
+            losses.append(engine.step(own_samples(plan, rank, batch)).item())
             optimizer.step()
             optimizer.zero_grad()
         return losses[0], runtime.peak_bytes()

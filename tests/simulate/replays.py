@@ -10,8 +10,9 @@ from profiles import FREE, Card, Network, block, curve, line, profile, root
 from gpumix.cost.time import can
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
-from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.program import BACK, FRONT, OUTSIDE, Task
+from gpumix.simulate.events import Played
+from gpumix.simulate.program import Task
+from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, Event
 from gpumix.spec.plan import PLAIN, Mode, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING
@@ -92,7 +93,7 @@ def any_plans(draw: st.DrawFn, measured: Profile, stages: Sequence[int] = (0, 1,
     return assemble(setting, strategy="random", global_batch=sum(samples), parts=parts)
 
 
-def lockstep_s(replay: Replay) -> float:
+def lockstep_s(replay: Played) -> float:
     """Seconds if all ranks met after every task and every collective beside it: no rank gets ahead,
     and nothing is hidden but within one call. No contention."""
     program = replay.program
@@ -121,7 +122,7 @@ def _beside(kind: str, call: int, last: int) -> list[tuple[str, int]]:
     return []
 
 
-def head_s(replay: Replay) -> float:
+def head_s(replay: Played) -> float:
     """What a rank may do before it waits for others that are not through their forward: the
     longest of the heads with the last call's backward, and what moves beside that."""
     tasks: list[Task] = [task for lane in replay.program.lanes for task in lane.tasks]
@@ -133,7 +134,7 @@ def head_s(replay: Replay) -> float:
     return max(heads) + max(of_last) + sum(moved)
 
 
-def on_stream(replay: Replay, lane: int) -> dict[str, list[Event]]:
+def on_stream(replay: Played, lane: int) -> dict[str, list[Event]]:
     """The events of a lane by stream, in order of time."""
     found: dict[str, list[Event]] = {"compute": [], "copies": [], "collectives": []}
     for event in replay.events:

@@ -17,7 +17,7 @@ from replays import any_plans, cards, on_stream, plan_by_hand, wire
 
 from gpumix.simulate.events import simulate
 from gpumix.simulate.program import program_of
-from gpumix.simulate.timeline import idle, uses
+from gpumix.simulate.timeline import uses
 from gpumix.spec.plan import Mode
 
 EASY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -45,7 +45,7 @@ def test_busy_and_idle_are_the_step(profile, data):
 @given(small_profiles(), st.data())
 def test_idle_times_lie_between_what_is_computed(profile, data):
     replay = simulate(profile, data.draw(any_plans(profile)))
-    waits = list(idle(replay))
+    waits = list(replay.idle)
     for lane in range(len(replay.program.lanes)):
         spans = [(event.start, event.end) for event in on_stream(replay, lane)["compute"]]
         spans += [(wait.start, wait.end) for wait in waits if wait.lane == lane]

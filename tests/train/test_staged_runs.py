@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import BATCH, metrics, train, write_job
+from jobs import BATCH, metrics, toy, train, write_job
 
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.train.pipeline import Pipeline
@@ -83,3 +83,14 @@ def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     train(job, there, resume=True)
     seen = [record["loss"] for record in metrics(job.parent / "there")]
     assert seen == pytest.approx(alone[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["staged", "model"])
+def test_the_planner_makes_such_plans(tmp_path, strategy):
+    job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})
+    alone = train(job, f"output={tmp_path / 'alone'}")
+    folder = tmp_path / strategy
+    found = train(job, f"output={folder}", f"strategy={strategy}", "techniques.most_stages=null")
+    plan = Plan.load(folder / "plan.json")
+    assert plan.strategy == strategy and len(plan.stages) > 1
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from gpumix.simulate.events import Event, Replay
-    from gpumix.simulate.program import Lane
+    from gpumix.simulate.replay import Alike, Event, Replay
     from gpumix.simulate.timeline import Use
     from gpumix.spec.plan import Plan, Worker
     from gpumix.spec.profile import Profile
@@ -146,7 +145,7 @@ def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
 def _event(event: Event, replay: Replay) -> dict[str, Any]:
     return {
         "kind": event.kind,
-        "unit": replay.program.unit(event.call),
+        "unit": replay.unit(event.call),
         "lane": event.lane,
         "start_s": event.start,
         "end_s": event.end,
@@ -198,7 +197,7 @@ def _path_table(replay: Replay) -> RenderableType:
         if s in longest:
             units = s.first if s.first == s.last else f"{s.first} to {s.last}"
             part = f"{s.seconds / replay.step_s:.1%}"
-            on = "all" if s.lane is None else _who(replay.program.lanes[s.lane])
+            on = "all" if s.lane is None else _who(replay.lanes[s.lane])
             table.add_row(s.kind, units, on, str(s.events), show_seconds(s.seconds), part)
     rest = sum(s.seconds for s in found if s not in longest)
     if rest > 0:
@@ -221,7 +220,7 @@ def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
     return table
 
 
-def _who(lane: Lane) -> str:
+def _who(lane: Alike) -> str:
     others = len(lane.ranks) - 1
     return f"{lane.worker.device} and {others} alike" if others else lane.worker.device
 

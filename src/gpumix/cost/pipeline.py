@@ -18,7 +18,7 @@ the same. A rank that has several stages (interleaved) takes turns between them.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -85,8 +85,11 @@ class Pipeline:
         """By (stage, rank): its micro-batches in the order in which it takes them.
 
         A worker takes first what is wanted first by those that come after it; so what two workers
-        send each other is in the same order for both.
+        send each other is in the same order for both. Where a rank has several stages, all take
+        them by their numbers, or they might wait for each other.
         """
+        if self._goes_round:
+            return {(s.stage, s.rank): tuple(s.batches) for seats in self.seats for s in seats}
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         wanted: dict[int, float] = {}
         for seats in reversed(self.seats):
@@ -114,7 +117,7 @@ class Pipeline:
         same rank counted together."""
         if self.schedule == "gpipe":
             return {rank: sum(map(len, self._batches(rank))) for rank in self.ranks}
-        if any(len(self._stages_of(rank)) > 1 for rank in self.ranks):
+        if self._goes_round:
             return {rank: self._interleaved_in_flight(rank) for rank in self.ranks}
         turnaround: dict[int, float] = {}  # of a micro-batch: busy time of this and later stages
         limits: dict[int, int] = {}
@@ -141,6 +144,16 @@ class Pipeline:
         warm_up = 2 * (in_row - stages[0] - 1) + (len(stages) - 1) * in_row
         return min(warm_up + 1, sum(map(len, self._batches(rank))))
 
+    @cached_property
+    def _goes_round(self) -> bool:
+        """Whether ranks have several stages."""
+        return any(len(self._stages_of(rank)) > 1 for rank in self.ranks)
+
+    @cached_property
+    def _all_alike(self) -> bool:
+        """Whether all ranks have as many micro-batches of each stage."""
+        return len({len(seat.batches) for seats in self.seats for seat in seats}) == 1
+
     def _stages_of(self, rank: int) -> list[int]:
         return [n for n, seats in enumerate(self.seats) if any(s.rank == rank for s in seats)]
 
@@ -158,8 +171,10 @@ class Pipeline:
     def _in_groups(self, kind: Kind, rank: int, stages: Sequence[int]) -> list[Action]:
         orders = [self.turns[stage, rank] for stage in stages]
         most = max(map(len, orders))
-        # With one stage there is nothing to take turns with.
-        size = len(self.seats) // len(stages) if len(stages) > 1 else max(1, most)
+        # With one stage there is nothing to take turns with; and groups of those that have fewer
+        # would hold others that theirs wait for.
+        takes_turns = len(stages) > 1 and self._all_alike
+        size = len(self.seats) // len(stages) if takes_turns else max(1, most)
         return [
             Action(kind, stage, batch)
             for begin in range(0, most, size)
@@ -181,8 +196,16 @@ class Pipeline:
 
     @cached_property
     def orders(self) -> dict[int, tuple[Action, ...]]:
-        """What each rank does in a step, in order."""
-        return _Trial(self).run()
+        """What each rank does in a step, in order.
+
+        The textbook's limits are for as many micro-batches on each rank; where they keep ranks from
+        going on, more may wait for their backward.
+        """
+        for more in range(sum(len(seat.batches) for seats in self.seats for seat in seats) + 1):
+            found = _Trial(self, more).run()
+            if found is not None:
+                return found
+        raise AssertionError("ranks wait for each other, however much may wait")
 
 
 def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
@@ -198,11 +221,24 @@ Seconds = Callable[[Action], float]
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What one rank sends another: it takes so long, and one at a time goes `over` a link."""
+
+    seconds: float
+    over: Hashable = None
+
+
+NOTHING_SENT = Transfer(0.0)
+
+
+@dataclass(frozen=True)
 class Times:
-    """When each action begins and ends, in seconds from the beginning of the step."""
+    """When each action and each transfer begins and ends, in seconds from the beginning of the
+    step. A transfer is named by the action that it comes from and the one that it is for."""
 
     begin_s: Mapping[Action, float]
     end_s: Mapping[Action, float]
+    sent_s: Mapping[tuple[Action, Action], tuple[float, float]]
 
     @property
     def step_s(self) -> float:
@@ -213,42 +249,93 @@ def replay(
     orders: Mapping[int, Sequence[Action]],
     needs: Callable[[Action], Iterable[Action]],
     seconds: Seconds,
-    transfer_s: Callable[[Action, Action], float],
+    transfer: Callable[[Action, Action], Transfer],
 ) -> Times:
     """When ranks that each keep to their order are done.
 
     Args:
         needs: what must be done before an action, beside what comes earlier on the same rank.
         seconds: that an action takes.
-        transfer_s: from the end of an action until what it sends is there for another one.
+        transfer: from the end of an action until what it sends is there for another one.
 
     Raises:
         ValueError: two ranks wait for each other.
     """
-    begin: dict[Action, float] = {}
-    end: dict[Action, float] = {}
-    free = dict.fromkeys(orders, 0.0)
-    at = dict.fromkeys(orders, 0)
-    waiting: dict[Action, list[int]] = {}
-    ready = list(orders)
-    while ready:
-        rank = ready.pop()
-        while at[rank] < len(orders[rank]):
-            action = orders[rank][at[rank]]
-            earlier = list(needs(action))
-            missing = next((one for one in earlier if one not in end), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            there = (end[one] + transfer_s(one, action) for one in earlier)
-            begin[action] = max([free[rank], *there])
-            end[action] = free[rank] = begin[action] + seconds(action)
-            at[rank] += 1
-            ready += waiting.pop(action, [])
-    if waiting:
-        missing = next(iter(waiting))
-        raise ValueError(f"ranks {waiting[missing]} wait for {missing}, which never comes")
-    return Times(begin, end)
+    return _Replay(orders, needs, seconds, transfer).run()
+
+
+class _Replay:
+    """Events in the order of time: an action ends, or what it has sent arrives."""
+
+    def __init__(
+        self,
+        orders: Mapping[int, Sequence[Action]],
+        needs: Callable[[Action], Iterable[Action]],
+        seconds: Seconds,
+        transfer: Callable[[Action, Action], Transfer],
+    ) -> None:
+        self._orders = orders
+        self._seconds = seconds
+        self._transfer = transfer
+        self._rank_of = {action: rank for rank, order in orders.items() for action in order}
+        self._needs = {action: set(needs(action)) for action in self._rank_of}
+        self._wanted: dict[Action, list[Action]] = {}
+        for action, earlier in self._needs.items():
+            for one in earlier:
+                self._wanted.setdefault(one, []).append(action)
+        self._begin: dict[Action, float] = {}
+        self._end: dict[Action, float] = {}
+        self._sent: dict[tuple[Action, Action], tuple[float, float]] = {}
+        self._busy: dict[Hashable, float] = {}  # links, until when
+        self._at = dict.fromkeys(orders, 0)
+        self._running: set[int] = set()
+        self._events: list[tuple[float, int, Action, Action | None]] = []
+        self._pushed = 0
+
+    def run(self) -> Times:
+        for rank in self._orders:
+            self._start(rank, 0.0)
+        while self._events:
+            now, _, action, there = heapq.heappop(self._events)
+            if there is None:
+                self._ended(action, now)
+            else:
+                self._needs[there].discard(action)
+                self._start(self._rank_of[there], now)
+        for rank, order in self._orders.items():
+            if self._at[rank] < len(order):
+                missing = min(self._needs[order[self._at[rank]]])
+                raise ValueError(f"rank {rank} waits for {missing}, which never comes")
+        return Times(self._begin, self._end, self._sent)
+
+    def _start(self, rank: int, now: float) -> None:
+        """The rank's next action, if it has all that it needs."""
+        order, at = self._orders[rank], self._at[rank]
+        if rank in self._running or at == len(order) or self._needs[order[at]]:
+            return
+        self._running.add(rank)
+        self._begin[order[at]] = now
+        self._push(now + self._seconds(order[at]), order[at], None)
+
+    def _ended(self, action: Action, now: float) -> None:
+        rank = self._rank_of[action]
+        self._end[action] = now
+        self._running.discard(rank)
+        self._at[rank] += 1
+        for other in self._wanted.get(action, ()):
+            sent = self._transfer(action, other)
+            begin = now
+            if sent.over is not None:
+                begin = max(now, self._busy.get(sent.over, 0.0))
+                self._busy[sent.over] = begin + sent.seconds
+            if self._rank_of[other] != rank:
+                self._sent[action, other] = begin, begin + sent.seconds
+            self._push(begin + sent.seconds, action, other)
+        self._start(rank, now)
+
+    def _push(self, time: float, action: Action, there: Action | None) -> None:
+        self._pushed += 1  # events of one moment come as they were found
+        heapq.heappush(self._events, (time, self._pushed, action, there))
 
 
 @dataclass
@@ -257,11 +344,13 @@ class _Trial:
     what there is to do then."""
 
     pipeline: Pipeline
+    more: int = 0  # forward passes that may wait for their backward, beside `Pipeline.in_flight`
     _done: dict[Action, float] = field(default_factory=dict)
 
-    def run(self) -> dict[int, tuple[Action, ...]]:
+    def run(self) -> dict[int, tuple[Action, ...]] | None:
+        """What each rank did; None if they came to wait for each other."""
         pipeline = self.pipeline
-        ranks = {rank: _Rank(pipeline, rank) for rank in pipeline.ranks}
+        ranks = {rank: _Rank(pipeline, rank, self.more) for rank in pipeline.ranks}
         wakes = [(0.0, rank) for rank in ranks]
         heapq.heapify(wakes)
         while wakes:
@@ -277,7 +366,8 @@ class _Trial:
             # The rank itself, and whoever waits for this.
             for other in {rank, *self._after(action)}:
                 heapq.heappush(wakes, (one.free, other))
-        assert all(one.finished for one in ranks.values()), "ranks wait for each other"
+        if not all(one.finished for one in ranks.values()):
+            return None
         return {rank: tuple(one.order) for rank, one in ranks.items()}
 
     def _ready(self, now: float, action: Action) -> bool:
@@ -300,7 +390,7 @@ class _Trial:
 class _Rank:
     """What a rank has done, and has yet to do."""
 
-    def __init__(self, pipeline: Pipeline, rank: int) -> None:
+    def __init__(self, pipeline: Pipeline, rank: int, more: int) -> None:
         self.order: list[Action] = []
         self.free = 0.0
         self._forwards = pipeline.forwards(rank)[::-1]
@@ -308,9 +398,9 @@ class _Rank:
         self._weights: list[Action] = []
         self._splits = pipeline.schedule == "zero-bubble"
         self._all_first = pipeline.schedule == "gpipe"
-        self._room = pipeline.in_flight.get(rank, 0)
+        self._room = pipeline.in_flight.get(rank, 0) + more
         self._put_off = 0
-        self._most_put_off = max(pipeline.in_flight.values())
+        self._most_put_off = max(pipeline.in_flight.values()) + more
 
     @property
     def finished(self) -> bool:

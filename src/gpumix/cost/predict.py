@@ -22,6 +22,7 @@ from gpumix.cost.memory import (
     usable_bytes,
 )
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
+from gpumix.cost.staged import StagedStep, predict_stages
 from gpumix.cost.time import (
     can,
     can_keep_state_on_host,
@@ -46,6 +47,8 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
             class, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
+    if len(plan.stages) > 1:
+        return predict_stages(profile, plan)
     return _Step(profile, plan).prediction()
 
 
@@ -56,6 +59,8 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
         InputError: as `predict` does.
     """
     check_match(profile, plan)
+    if len(plan.stages) > 1:
+        return StagedStep(profile, plan).seconds
     return _Step(profile, plan).seconds
 
 

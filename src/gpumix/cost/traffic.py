@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
 from gpumix.cost.memory import owned_by_rank
+from gpumix.cost.pipeline import Action
 from gpumix.cost.predict import by_host, check_match, links_of_plan
+from gpumix.cost.staged import StagedStep
 from gpumix.spec.plan import DTYPE_BYTES, Plan
 from gpumix.spec.profile import ROOT, Profile
 
@@ -30,12 +32,14 @@ class Traffic:
 
 
 def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """Of each rank. The counts are the same on all of them.
+    """Of each rank. With one stage the counts are the same on all of them.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision.
     """
     check_match(profile, plan)
+    if len(plan.stages) > 1:
+        return tuple(_InStages(profile, plan).of_ranks())
     buckets = links_of_plan(profile, plan).buckets
     alike = Counter[str](), Counter[str]()
     for operation, size in _of_all(profile, plan, buckets):
@@ -88,3 +92,87 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
             size = times * elements * GRADIENT_BYTES
             found[rank] = {operation: trained}, {operation: size}
     return found
+
+
+class _InStages:
+    """The same of a plan of several stages: collectives of each, and messages between them."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._plan, self._step = plan, StagedStep(profile, plan)
+
+    def of_ranks(self) -> Iterator[Traffic]:
+        found = [Traffic(Counter(), Counter()) for _ in self._plan.workers]
+        for giver, taker, size in self._messages():
+            _add(found[giver], "send", size)
+            _add(found[taker], "receive", size)
+        for rank, of_rank in enumerate(found):
+            for operation, size in self._collectives(rank):
+                _add(of_rank, operation, size)
+            yield of_rank
+
+    def _messages(self) -> Iterator[tuple[int, int, int]]:
+        """Giver, taker and bytes of each."""
+        plan, step = self._plan, self._step
+        cuts = [stage.micro_batches(plan.waves) for stage in plan.stages]
+        stage_of = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
+        for to, stage in enumerate(plan.stages):
+            for taken in stage.takes:
+                made = stage_of[taken.call]
+                for here, there in zip(cuts[made], cuts[to]):
+                    giver = plan.ranks_of(made)[here.worker]
+                    taker = plan.ranks_of(to)[there.worker]
+                    if giver != taker:
+                        size = step.taken_bytes(taken, len(here.rows))
+                        yield giver, taker, size
+                        if taken.differentiable:
+                            yield taker, giver, size
+
+    def _collectives(self, rank: int) -> Iterator[tuple[str, int]]:
+        plan, step = self._plan, self._step
+        width = DTYPE_BYTES[plan.communication_dtype]
+        yield "exchange", EXCHANGE_BYTES
+        if any(worker.compute_dtype == "fp16" for worker in plan.workers):
+            yield "all_reduce", OVERFLOW_BYTES
+        for shared in step.cut.shared:
+            if set(shared.stages) & set(plan.stages_of(rank)):
+                yield (
+                    "all_reduce" if plan.zero_stage == 0 else "reduce",
+                    (shared.trainable * GRADIENT_BYTES),
+                )
+                if plan.zero_stage:
+                    yield "gather", shared.trainable * width
+        for number in plan.stages_of(rank):
+            yield from self._of_stage(rank, number)
+
+    def _of_stage(self, rank: int, number: int) -> Iterator[tuple[str, int]]:
+        plan, buckets = self._plan, self._step.stages[number].links.buckets
+        width, sizes = DTYPE_BYTES[plan.communication_dtype], buckets.sizes
+        of_units = [sizes[name] for name in buckets.kinds]
+        root = sizes[ROOT]
+        order = self._step.order(rank)
+        waves = sum(a.kind == "backward" and a.stage == number for a in order)
+        times = waves if plan.zero_stage >= 2 else 1
+        for size in (*of_units * times, root):
+            if size.trainable:
+                yield "all_reduce" if plan.zero_stage == 0 else "reduce", size.gradient_bytes
+        if plan.zero_stage in (1, 2):
+            for size in (*of_units, root):
+                if size.trainable:
+                    yield "gather", size.trainable * width
+        if plan.zero_stage == 3:
+            runs = [sizes[buckets.kind(run)] for run in range(len(buckets.runs))]
+            gathered = [root]
+            for before, action in zip((None, *order), order):
+                if action.stage == number:
+                    # The last run's stays where the backward follows at once.
+                    stays = before == Action("forward", number, action.batch)
+                    gathered += runs[: len(runs) - stays]
+            for size in gathered:
+                for part in (size.trainable * width, size.frozen_bytes):
+                    if part:
+                        yield "gather", part
+
+
+def _add(traffic: Traffic, operation: str, size: int) -> None:
+    traffic.counts[operation] += 1
+    traffic.bytes[operation] += size

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
 from gpumix.cost.curves import seconds_of
+from gpumix.cost.pipeline import NOTHING_SENT, Transfer
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
@@ -177,6 +178,25 @@ class Either:
         return self.measured if found else self.stated
 
 
+@dataclass(frozen=True)
+class Fewer:
+    """Collectives of `ranks` ranks, told from those that were timed between `timed` of them: the
+    steps of a ring take as long, there are fewer, and each moves a larger part."""
+
+    measured: Measured
+    group: RankGroup
+    timed: int
+    ranks: int
+
+    def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
+        as_large = size * self.timed / self.ranks
+        whole = self.measured.seconds(operation, form, self.group, as_large)
+        return whole * (self.ranks - 1) / (self.timed - 1)
+
+    def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        return group == "all" and self.measured.knows(operation, form, self.group)
+
+
 class Remembered:
     """A wire that is asked for the same collectives again and again."""
 
@@ -220,6 +240,65 @@ def wire_for(profile: Profile, on_host: OnHosts) -> Wire:
         return measured if profile.network else Free()
     stated = Stated.of(network, on_host)
     return Either(measured, stated) if profile.network else stated
+
+
+def wire_among(profile: Profile, places: Sequence[tuple[str, str]]) -> Wire:
+    """The links between some of the cluster's devices, from host and class of each: what was timed
+    between all of them, or inside hosts, tells of fewer."""
+    network, measured = profile.cluster.network, Measured(profile.network)
+    every = [device.host for device in profile.cluster.devices]
+    hosts = {host for host, _ in places}
+    if len(places) == 1 or len(places) == len(every) or not profile.network:
+        return wire_for(profile, on_hosts(places))
+    timed = Counter(every).most_common(1)[0][1]
+    if len(hosts) == 1 and measured.knows("gather", profile.collectives.gather, "inside"):
+        return Fewer(measured, "inside", timed, len(places))
+    if network is not None and not measured.knows("gather", profile.collectives.gather, "all"):
+        return Stated.of(network, on_hosts(places))
+    return Fewer(measured, "all", len(every), len(places))
+
+
+class Place(Protocol):
+    """Where a device is."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def device_class(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How long one message takes from a device to another: as it was timed, or as links are
+    stated."""
+
+    profile: Profile
+    moved: bool = True
+
+    def transfer(self, giver: Place, taker: Place, size: float) -> Transfer:
+        """Of so many bytes. One at a time goes from a host to another.
+
+        Raises:
+            InputError: no link is stated between the two.
+        """
+        if not self.moved:
+            return NOTHING_SENT
+        across = giver.host != taker.host
+        over = (giver.host, taker.host) if across else None
+        return Transfer(self.between(giver, taker, size), over)
+
+    def between(self, giver: Place, taker: Place, size: float) -> float:
+        """Seconds of so many bytes from one to the other."""
+        across = giver.host != taker.host
+        group: RankGroup = "across" if across else "inside"
+        for times in self.profile.network:
+            if (times.operation, times.group) == ("send", group):
+                return seconds_of(times.times, size)
+        network = self.profile.cluster.network
+        if network is None:
+            return 0.0
+        pair = (giver.device_class, taker.device_class)
+        return seconds_of(_slowest(network, "between" if across else "inside", [pair]).times, size)
 
 
 def forms_for(profile: Profile) -> Collectives:

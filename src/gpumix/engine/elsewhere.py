@@ -66,7 +66,8 @@ class Elsewhere:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
-        self._slots = [slot for unit in anatomy.all for slot in unit.slots]
+        # Not the slots: what they hold of the model's own parameters goes with them.
+        self._places = [(self._look(s), s.places) for unit in anatomy.all for s in unit.slots]
         self._kinds = {unit.name: unit.kind for unit in anatomy.units}
         self._modules = {unit.name: unit.module for unit in anatomy.units}
         self._forwards: dict[str, Callable[..., Any]] = {
@@ -77,13 +78,16 @@ class Elsewhere:
     def install(self, slots: Sequence[Slot]) -> None:
         """Put parameters without values in the places of these, for good."""
         for slot in slots:
-            self._put(slot, slot.places, self.tensor)
+            self._put(self._look(slot), slot.places, self.tensor)
 
-    def _put(self, slot: Slot, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
-        """A parameter of the same shape in some places of one; gives what was there."""
+    def _look(self, slot: Slot) -> Look:
+        """Of a parameter as it is computed with here."""
         old = slot.parameter
-        dtype = self._dtype if old.is_floating_point() else old.dtype
-        stand_in = nn.Parameter(make(Look(old.shape, dtype)), requires_grad=False)
+        return Look(old.shape, self._dtype if old.is_floating_point() else old.dtype)
+
+    def _put(self, look: Look, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
+        """A parameter that looks so in some places of one; gives what was there."""
+        stand_in = nn.Parameter(make(look), requires_grad=False)
         held = [(module._parameters, name, module._parameters[name]) for module, name in places]
         for parameters, name, _ in held:
             parameters[name] = stand_in
@@ -94,9 +98,9 @@ class Elsewhere:
         inside = set(self._modules[unit].modules())
         held = [
             one
-            for slot in self._slots
-            if (places := [place for place in slot.places if place[0] in inside])
-            for one in self._put(slot, places, make)
+            for look, every in self._places
+            if (places := [place for place in every if place[0] in inside])
+            for one in self._put(look, places, make)
         ]
         try:
             yield

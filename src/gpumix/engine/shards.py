@@ -343,9 +343,7 @@ class FlatGroup:
             return
         fresh, own = self._fresh(), self.master_gradient
         if self._on_host:
-            for row in rows[1:]:
-                rows[0].add_(row)
-            part = rows[0].mul_(scale())
+            part = _summed(rows).mul_(scale())
             if all(fresh):
                 own.copy_(part, non_blocking=True)
             else:
@@ -359,7 +357,7 @@ class FlatGroup:
                 self._carried = None
         else:
             self._zero(fresh)
-            own.addcmul_(rows.sum(0), scale())
+            own.addcmul_(_summed(rows), scale())
         self._hand_out()
 
     def _add(self, rows: torch.Tensor) -> None:
@@ -370,9 +368,9 @@ class FlatGroup:
                 self._zero(fresh)
                 self._carried = own.clone()
         if rows.device != own.device:
-            rows = rows.sum(0, keepdim=True).to(own.device)
+            rows = _summed(rows)[None].to(own.device)
         if self._summed:
-            own.add_(rows.sum(0))
+            own.add_(_summed(rows))
         else:
             _sum(rows, own)
         self._summed = True
@@ -417,6 +415,13 @@ def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
     """In place; by 1 not at all, where looking at it does not wait for a device."""
     if scale.device.type != "cpu" or scale.item() != 1.0:
         value.mul_(scale)
+
+
+def _summed(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows, in the first of them."""
+    for row in rows[1:]:
+        rows[0].add_(row)
+    return rows[0]
 
 
 def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from gpumix.cost.predict import plan_seconds
 from gpumix.planner.base import PlanRequest, Strategy, predicted
 from gpumix.planner.best_subset import best_subset, single_classes
+from gpumix.planner.by_memory import by_memory
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
+from gpumix.planner.fastest import fastest, in_stages
 from gpumix.planner.finish import finished
 from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
+from gpumix.planner.staged import staged
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
@@ -27,7 +30,9 @@ from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
 from gpumix.spec.space import EVERYTHING, Space
 
 STRATEGIES: dict[str, Strategy] = {
-    "optimal": optimal,
+    "optimal": fastest,
+    "staged": staged,
+    "model": by_memory,
     "even": even,
     "proportional": proportional,
     "poplar": poplar,
@@ -73,14 +78,22 @@ def plan(
     check_strategy(strategy)
     request = PlanRequest(global_batch=global_batch, space=space)
     paces = Paces(profile, global_batch)
-    best = optimal(profile, request, paces)
+    best: Plan | NoFeasiblePlanError
+    in_one: Plan | NoFeasiblePlanError
+    try:
+        best = in_one = optimal(profile, request, paces)
+        if strategy == "optimal":
+            in_one = finished(profile, request, in_one, paces)
+    except NoFeasiblePlanError as error:
+        best = in_one = error
 
+    @cache
     def planned(name: str) -> Plan:
-        return best if name == "optimal" else STRATEGIES[name](profile, request)
+        if name == "optimal":
+            return in_stages(profile, request, in_one)
+        return STRATEGIES[name](profile, request)
 
     chosen = planned(strategy)
-    if strategy == "optimal":
-        chosen = finished(profile, request, chosen, paces)
     others = [
         _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
     ]
@@ -91,7 +104,9 @@ def plan(
         devices_left_out=_devices_left_out(profile, chosen),
         dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
-        worth=Worths(profile, request, best, paces).all(),
+        worth=Worths(profile, request, best, paces).all()
+        if isinstance(best, Plan) and len(chosen.stages) == 1
+        else (),
         alternatives=(*others, *single),
     )
     return chosen.model_copy(update={"reasons": reasons})

@@ -15,7 +15,8 @@ from gpumix.cost.memory import free_bytes, usable_bytes
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import host_excess, peak_bytes
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Mode
+from gpumix.spec.plan import Mode, Plan, WorkerPrediction
+from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
 
 # What a way of planning lacks: the bytes by which each class exceeds its memory.
@@ -38,18 +39,52 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
             f"{what} does not fit: no division by its rules fits all devices",
             fix="use `strategy: optimal`, which gives each device its own and may fit",
         )
-    cluster = setting.profile.cluster
     name = max(short, key=lambda n: (short[n], n))
-    each = "; ".join(
-        f"{n} is short of {over} bytes ({show_bytes(over)}) of the "
-        f"{show_bytes(usable_bytes(cluster.class_named(n)))} it can use"
-        for n, over in sorted(short.items())
-    )
+    each = _each(setting.profile, short)
     return NoFeasiblePlanError(
         f"{what} does not fit: device class '{name}' is short of {short[name]} bytes",
         why=f"{each}, at the best micro-batch and with a {len(setting.devices)}th of the state",
         fix="use `strategy: optimal`, which gives devices with less memory less of it",
     )
+
+
+def _each(profile: Profile, short: Mapping[str, int]) -> str:
+    return "; ".join(
+        f"{name} is short of {over} bytes ({show_bytes(over)}) of the "
+        f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
+        for name, over in sorted(short.items())
+    )
+
+
+class Misses:
+    """Plans of stages that do not fit, of which the one that comes nearest is told.
+
+    Args:
+        what: does not fit.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._nearest: dict[str, int] = {}
+
+    def note(self, plan: Plan, workers: Iterable[WorkerPrediction]) -> None:
+        """A plan, and what is expected of its workers."""
+        short: dict[str, int] = {}
+        for worker, expected in zip(plan.workers, workers):
+            over = expected.peak_bytes - expected.memory_limit_bytes
+            if over > 0:
+                short[worker.device_class] = max(over, short.get(worker.device_class, 0))
+        if not self._nearest or max(short.values()) < max(self._nearest.values()):
+            self._nearest = short
+
+    def error(self, profile: Profile) -> NoFeasiblePlanError:
+        return NoFeasiblePlanError(
+            f"{self._what} does not fit the devices",
+            why=f"{_each(profile, self._nearest)}, in the plan that comes nearest"
+            if self._nearest
+            else "their state alone is too large",
+            fix="lower `global_batch` or `sequence_length`, or use `strategy: optimal`",
+        )
 
 
 def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:

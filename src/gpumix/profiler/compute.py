@@ -57,8 +57,12 @@ class Point:
     overruns: int = 0
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
-    gradient_s: dict[str, float] = field(default_factory=dict)  # backward of a graph that was kept
+    # Backward of a graph that was kept; for the root, of the code before the first unit.
+    gradient_s: dict[str, float] = field(default_factory=dict)
+    parts_s: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a split backward
     kept: dict[str, int] = field(default_factory=dict)
+    split: dict[str, int] = field(default_factory=dict)
+    split_backward_bytes: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)  # of one sample's forward
     outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes by place
@@ -305,6 +309,24 @@ class _Measurement:
         point.saved_forward_bytes[kind] = max(0, memory.peak() - before - saved)
         del outputs
         point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
+        del kept
+        self._count_split(kind, call)
+
+    def _count_split(self, kind: str, call: UnitCall) -> None:
+        """What is between the two parts of a split backward, and the working set of either."""
+        point, memory, before = self._point, self._memory, self._memory.current()
+        cut = self._specimens.cut(call, recompute=False)
+        cut.forward()
+        _give_gradients(cut.leaves)
+        memory.reset_peak()
+        cut.backward(splits=True)
+        left = memory.current()
+        working = memory.peak() - left
+        if cut.weights is not None:
+            memory.reset_peak()
+            cut.weights.backward()
+            working = max(working, memory.peak() - left)
+        point.split[kind], point.split_backward_bytes[kind] = max(0, left - before), working
 
     def _backward_counted(self, cut: Cut) -> tuple[int, int]:
         """The working set of a backward, and of it the gradients of the inputs."""
@@ -331,10 +353,19 @@ class _Measurement:
             self._point.forward_s[kind] = _median(forward)
             self._point.backward_s[kind] = _median(backward)
             self._point.gradient_s[kind] = _median(gradient)
+            halved = self._specimens.cut(call, recompute=False)
+            halved.forward()
+            _give_gradients(halved.leaves)
+            first = self._timed(partial(halved.backward, splits=True))[0]
+            second = 0.0
+            if halved.weights is not None:  # else it had no path to an input
+                second = self._timed(halved.weights.backward)[0]
+            self._point.parts_s[kind] = first, second
 
     def _time_root(self, batch: Batch, calls: int) -> None:
         specimens, point = self._specimens, self._point
         forward: list[float] = []
+        before: list[float] = []
         ways: dict[bool, list[float]] = {}  # whether in chunks
         if point.chunked_head_bytes is not None:
             ways[True] = []
@@ -349,8 +380,9 @@ class _Measurement:
                     with specimens.head_in_chunks() if in_chunks else nullcontext():
                         head_s = self._timed(partial(walk.go_on, outputs))[0]
                         head_s += self._timed(walk.loss_backward)[0]
-                    backward.append(head_s + self._timed(partial(walk.root_backward, first))[0])
-        point.forward_s[ROOT] = _median(forward)
+                    before.append(self._timed(partial(walk.root_backward, first))[0])
+                    backward.append(head_s + before[-1])
+        point.forward_s[ROOT], point.gradient_s[ROOT] = _median(forward), _median(before)
         taken = {in_chunks: _median(backward) for in_chunks, backward in ways.items()}
         point.chunked_head_s = taken.get(True)
         point.backward_s[ROOT] = taken[False] if point.whole_head else taken[True]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from gpumix.spec.profile import (
     ClassMeasurement,
     ClassProfile,
     ModelProfile,
+    RootParameter,
     RootUnit,
     UnitKind,
     UnitTimes,
@@ -170,12 +172,24 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
         kind: UnitTimes(
             forward=_curve(found, undisturbed([p.forward_s[kind] for p in found.points])),
             backward=_curve(found, undisturbed([p.backward_s[kind] for p in found.points])),
-            gradient=None
-            if kind == ROOT
-            else _curve(found, undisturbed([p.gradient_s[kind] for p in found.points])),
+            gradient=_curve(found, undisturbed([p.gradient_s[kind] for p in found.points])),
+            inputs=_part(found, kind, 0),
+            weights=_part(found, kind, 1),
         )
         for kind in found.points[0].forward_s
     }
+
+
+def _part(found: Sweep, kind: str, part: int) -> Curve | None:
+    """A part of a split backward. It was timed once at each size: so the median over sizes says how
+    it compares with the whole backward."""
+    if kind == ROOT:
+        return None
+    ratios = [
+        p.parts_s[kind][part] / p.gradient_s[kind] for p in found.points if p.gradient_s[kind] > 0
+    ]
+    whole = _curve(found, undisturbed([p.gradient_s[kind] for p in found.points]))
+    return whole.scaled(median(ratios or [0.0]))
 
 
 def _model_profile(
@@ -206,6 +220,8 @@ def _model_profile(
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
                 forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
                 backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
+                split=_curve(found, [p.split[kind] for p in found.points]),
+                split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points]),
                 flops=found.points[0].flops[kind],
                 outputs={
                     place: _curve(found, [p.outputs[kind][place] for p in found.points])
@@ -221,6 +237,7 @@ def _model_profile(
             buffer_bytes=buffer_bytes(model),
             before=found.flows.before,
             after=found.flows.after,
+            parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             # What found no room takes more than there is.
             head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
@@ -228,6 +245,16 @@ def _model_profile(
             flops=found.points[0].flops[ROOT],
         ),
     )
+
+
+def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootParameter]:
+    for slot in root.slots:
+        trained = slot.parameter.requires_grad
+        yield RootParameter(
+            name=slot.name,
+            trainable=slot.parameter.numel() if trained else 0,
+            frozen_bytes=frozen_bytes([slot], compute_dtype),
+        )
 
 
 def _in_matrices(unit: Unit) -> int:

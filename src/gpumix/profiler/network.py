@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -70,6 +71,7 @@ def measure_links(
             *(_times("gather", form, sizes, seconds) for form, seconds in gather_s.items()),
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
             *_between_groups(comm, hosts, best, sizes),
+            *_messages(comm, hosts, sizes),
         ),
         step_overhead_s=SMALL_PER_STEP * _small_s(comm),
         contention=contention,
@@ -169,6 +171,37 @@ def _between_groups(
     yield _times("reduce", "native", sizes, seconds, group="across")
 
 
+def _messages(
+    comm: Communicator, hosts: Sequence[str], sizes: list[int]
+) -> Iterator[CollectiveTimes]:
+    """One message between two ranks, as stages send: of one host, and of two hosts. All other ranks
+    are at rest."""
+    of_hosts = [tuple(r for r, h in enumerate(hosts) if h == x) for x in _unique(hosts)]
+    of_hosts = of_hosts or [tuple(range(comm.world))]
+    pairs: dict[RankGroup, tuple[int, ...]] = {}
+    for ranks in of_hosts:
+        if len(ranks) > 1:
+            pairs.setdefault("inside", ranks[:2])
+    if len(of_hosts) > 1:
+        pairs["across"] = (of_hosts[0][0], of_hosts[1][0])
+    for group, pair in pairs.items():
+        line = comm.among(pair)
+        seconds = [_message_s(line, n, agree=comm) for n in sizes]
+        yield _times("send", "native", sizes, seconds, group=group)
+
+
+def _message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
+    """There and back, halved, so that it is known at the sender when it has arrived."""
+    value = torch.zeros(size, dtype=torch.uint8, device=agree.device)
+
+    def there_and_back() -> None:
+        if line is not None:
+            for source in range(2):
+                line.pass_on(value, source, "trial message").wait()
+
+    return _agreed_s(agree, there_and_back) / 2
+
+
 def _unique(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
@@ -220,7 +253,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Operation,
+    operation: Operation | Literal["send"],
     form: str,
     sizes: list[int],
     seconds: list[float],

@@ -15,54 +15,22 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Literal
 
 from gpumix.cost.predict import predict
-from gpumix.simulate.program import OUTSIDE, Collective, Program, Task, program_of
-from gpumix.spec import trace
+from gpumix.simulate.in_stages import simulate_stages
+from gpumix.simulate.program import Collective, Program, Task, program_of
+from gpumix.simulate.replay import OUTSIDE, Event, Kind, Replay
+from gpumix.simulate.waits import waits_of
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-Kind = Literal[trace.Kind, "overhead"]
-
 
 @dataclass(frozen=True)
-class Event:
-    """Something that took time.
-
-    `lane` says which ranks did it, those of one lane; None is all. `cause` is the number of the
-    event whose end let it start; None for the first.
-    """
-
-    kind: Kind
-    call: int
-    lane: int | None
-    start: float
-    end: float
-    cause: int | None
-    micro_batches: tuple[int, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One step: what was to be done, and all events in the order in which they ended.
-
-    `moved` has the start and end of each collective of the program. `predicted_s` is what the
-    closed form of `cost` says.
-    """
+class Played(Replay):
+    """A program that was replayed; `moved` has the start and end of each of its collectives."""
 
     program: Program
-    events: tuple[Event, ...]
     moved: tuple[tuple[float, float], ...]
-    predicted_s: float
-
-    @property
-    def step_s(self) -> float:
-        return max((event.end for event in self.events), default=0.0)
 
 
 def simulate(profile: Profile, plan: Plan) -> Replay:
@@ -72,11 +40,20 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
         InputError: the profile is of another model, sequence length or precision, or lacks a
             device, a mode or a collective form of the plan.
     """
+    if len(plan.stages) > 1:
+        return simulate_stages(profile, plan)
     program = program_of(profile, plan)
     running = _Running(program)
     running.run()
-    return Replay(
-        program, tuple(running.events), tuple(running.moved), predict(profile, plan).step_s
+    events, moved = tuple(running.events), tuple(running.moved)
+    return Played(
+        lanes=program.lanes,
+        units=program.calls,
+        events=events,
+        idle=tuple(waits_of(program, events, moved)),
+        predicted_s=predict(profile, plan).step_s,
+        program=program,
+        moved=moved,
     )
 
 

@@ -16,19 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.buckets import AFTER, BEFORE, Run
+from gpumix.cost.buckets import Run
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.network import Links
 from gpumix.cost.predict import check_match, links_of_plan, update_seconds
 from gpumix.cost.time import Computing
+from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, Alike
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker, ZeroStage
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.trace import Move, Work
-
-# In the place of a call's number: the root unit, and what is used at one of its ends only.
-OUTSIDE, FRONT, BACK = -1, -2, -3
-ROOTS = {OUTSIDE: ROOT, FRONT: BEFORE, BACK: AFTER}
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,9 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Ranks that are alike. Each issues collective c when `issued[c]` of its tasks are done."""
+class Lane(Alike):
+    """Each rank issues collective c when `issued[c]` of its tasks are done."""
 
-    ranks: tuple[int, ...]
-    worker: Worker
     tasks: tuple[Task, ...]
     issued: tuple[int, ...]
 
@@ -76,10 +71,6 @@ class Program:
     collectives: tuple[Collective, ...]
     overhead_s: float
     contention: float
-
-    def unit(self, call: int) -> str:
-        """The name of the unit of a call."""
-        return ROOTS[call] if call < 0 else self.calls[call]
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:

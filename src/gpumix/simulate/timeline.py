@@ -7,34 +7,17 @@ while it computes nothing; each such moment has one cause.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
-from typing import get_args
 
-from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.program import Lane
-from gpumix.spec.trace import CAUSES, Cause, Work, cause_of
-
-COMPUTING: tuple[Work, ...] = get_args(Work)
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Why the ranks of a lane compute nothing from `start` to `end`."""
-
-    lane: int
-    start: float
-    end: float
-    cause: Cause
+from gpumix.simulate.replay import COMPUTING, Alike, Event, Replay
+from gpumix.spec.trace import CAUSES, Cause
 
 
 @dataclass(frozen=True)
 class Use:
     """How a lane's ranks spend a step: seconds by cause of idling, and busy for the rest of it."""
 
-    lane: Lane
+    lane: Alike
     busy_s: float
     idle_s: dict[Cause, float]
 
@@ -68,7 +51,7 @@ def stretches(replay: Replay) -> tuple[Stretch, ...]:
     found: dict[tuple[str, int | None], list[Event]] = {}
     for event in critical_path(replay):
         found.setdefault((event.kind, event.lane), []).append(event)
-    unit = replay.program.unit
+    unit = replay.unit
     return tuple(
         Stretch(
             kind,
@@ -84,77 +67,11 @@ def stretches(replay: Replay) -> tuple[Stretch, ...]:
 
 def uses(replay: Replay) -> tuple[Use, ...]:
     """How each lane's ranks spend the step."""
-    found = []
-    for lane, waits in zip(replay.program.lanes, _waits(replay)):
-        idle_s = dict.fromkeys(CAUSES, 0.0)
-        for idle in waits.all():
-            idle_s[idle.cause] += idle.end - idle.start
-        found.append(Use(lane, sum(e.seconds for e in waits.computed), idle_s))
-    return tuple(found)
-
-
-def idle(replay: Replay) -> Iterator[Idle]:
-    """All moments at which a lane's ranks compute nothing, in the order of lanes and time."""
-    for waits in _waits(replay):
-        yield from waits.all()
-
-
-def _waits(replay: Replay) -> Iterator[_Waits]:
-    """Of each lane."""
-    own: list[list[Event]] = [[] for _ in replay.program.lanes]
+    busy_s = [0.0] * len(replay.lanes)
     for event in replay.events:
-        if event.lane is not None:
-            own[event.lane].append(event)
-    for number, events in enumerate(own):
-        yield _Waits(replay, number, events)
-
-
-class _Waits:
-    """What the ranks of one lane wait for."""
-
-    def __init__(self, replay: Replay, number: int, own: list[Event]) -> None:
-        self._replay, self._number = replay, number
-        self.computed = [event for event in own if event.kind in COMPUTING]
-        self._copies = [event for event in own if event.kind not in COMPUTING]
-        moved = [
-            (*span, collective)
-            for span, collective in zip(replay.moved, replay.program.collectives)
-            if span[0] < span[1]
-        ]
-        self._moved = moved
-        self._ends = [end for _, end, _ in moved]
-
-    def all(self) -> Iterator[Idle]:
-        """From the start of the step to its end."""
-        replay, at = self._replay, self._replay.program.overhead_s
-        if at > 0:
-            yield Idle(self._number, 0.0, at, "overhead")
-        tasks = replay.program.lanes[self._number].tasks
-        computed = [task for task in tasks if task.seconds > 0]
-        for task, event in zip(computed, self.computed, strict=True):
-            needed_until = replay.moved[task.needs - 1][1] if task.needs else at
-            yield from self._gap(at, event.start, needed_until)
-            at = event.end
-        needed_until = replay.moved[-1][1] if replay.moved else at
-        yield from self._gap(at, replay.step_s, needed_until)
-
-    def _gap(self, start: float, end: float, needed_until: float) -> Iterator[Idle]:
-        """A time without computing, cut where the cause may change. Collectives are waited for
-        until `needed_until`."""
-        if start >= end:
-            return
-        first = bisect_right(self._ends, start)
-        moved = list(takewhile(lambda span: span[0] < end, self._moved[first:]))
-        copies = [e for e in self._copies if e.end > start and e.start < end]
-        borders = {start, end, needed_until}
-        borders |= {time for begun, ended, _ in moved for time in (begun, ended)}
-        borders |= {time for copy in copies for time in (copy.start, copy.end)}
-        for a, b in pairwise(sorted(time for time in borders if start <= time <= end)):
-            running = next((c for begun, ended, c in moved if begun <= a < ended), None)
-            if running is not None and a < needed_until:
-                cause = cause_of(running.kind, exposed=running.exposed)
-                yield Idle(self._number, a, b, cause)
-            elif any(copy.start <= a < copy.end for copy in copies):
-                yield Idle(self._number, a, b, "host copies")
-            else:
-                yield Idle(self._number, a, b, "slower rank")
+        if event.lane is not None and event.kind in COMPUTING:
+            busy_s[event.lane] += event.seconds
+    idle_s: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0.0) for _ in replay.lanes]
+    for idle in replay.idle:
+        idle_s[idle.lane][idle.cause] += idle.end - idle.start
+    return tuple(map(Use, replay.lanes, busy_s, idle_s))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumix.simulate.events import Event, Replay
-from gpumix.simulate.timeline import Idle, critical_path, idle
+from gpumix.simulate.replay import Event, Idle, Replay
+from gpumix.simulate.timeline import critical_path
 from gpumix.spec.plan import Plan
 from gpumix.spec.trace import Span, Trace, event, process_of, wait
 
@@ -27,19 +27,19 @@ def _spans(replay: Replay, plan: Plan) -> Iterator[Span]:
 
 def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
     """What the ranks of each lane do and wait for."""
-    found: list[list[Event | Idle]] = [[] for _ in replay.program.lanes]
+    found: list[list[Event | Idle]] = [[] for _ in replay.lanes]
     for done in replay.events:
         if done.kind != "overhead":  # they wait for that
             for lane in found if done.lane is None else [found[done.lane]]:
                 lane.append(done)
-    for waited in idle(replay):
+    for waited in replay.idle:
         found[waited.lane].append(waited)
     return found
 
 
 def _processes(replay: Replay, plan: Plan) -> Iterator[tuple[int, str]]:
     """Lanes in rank order, with the device's name, or those of a lane put together."""
-    lanes, workers = enumerate(replay.program.lanes), plan.workers
+    lanes, workers = enumerate(replay.lanes), plan.workers
     if len(workers) > DEVICES:
         for number, lane in lanes:
             first = process_of(lane.worker, emulated=plan.emulated)
@@ -57,7 +57,7 @@ def _span(replay: Replay, what: Event | Idle, process: str, critical: set[int]) 
     assert what.kind != "overhead", "it is waited for"
     return event(
         what.kind,
-        replay.program.unit(what.call),
+        replay.unit(what.call),
         process=process,
         start_s=start_s,
         end_s=end_s,

@@ -21,6 +21,11 @@ class Curve(Value):
         """All values `factor` times as large."""
         return self.model_copy(update={"values": tuple(v * factor for v in self.values)})
 
+    def less(self, other: Curve) -> Self:
+        """What is left at each size where `other`, of the same sizes, is taken off; not below 0."""
+        values = (max(0.0, a - b) for a, b in zip(self.values, other.values, strict=True))
+        return self.model_copy(update={"values": tuple(values)})
+
     @model_validator(mode="after")
     def _well_formed(self) -> Self:
         if len(self.sizes) != len(self.values):

@@ -276,12 +276,21 @@ class Job(Value):
     cluster: Literal["auto"] | Cluster = Field(
         default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"
     )
-    strategy: Literal["optimal", "even", "proportional", "poplar", "cephalo", "best-subset"] = (
-        Field(
-            default="optimal",
-            description="the others are there to compare with: `even` splits work and state "
-            "evenly, `proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
-        )
+    strategy: Literal[
+        "optimal",
+        "staged",
+        "model",
+        "even",
+        "proportional",
+        "poplar",
+        "cephalo",
+        "best-subset",
+    ] = Field(
+        default="optimal",
+        description="`optimal` takes what is fastest; `staged` several stages in any case, `model` "
+        "one stage a device, by memory alone. The others are there to compare with: `even` splits "
+        "work and state evenly, `proportional` goes by peak FLOP/s, `best-subset` uses one class "
+        "alone",
     )
     techniques: Space = Field(
         default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"

@@ -69,6 +69,15 @@ class UnitKind(Value):
         default={}, description="each tensor that a call returns, by its place"
     )
 
+    split: Curve | None = Field(
+        default=None,
+        description="what one call leaves behind between the two parts of its backward, the graph "
+        "among it; None: not measured",
+    )
+    split_backward: Curve | None = Field(
+        default=None, description="working set of either part, what is left between not in it"
+    )
+
     @model_validator(mode="after")
     def _graph_whole(self) -> Self:
         of_graph = (self.saved, self.saved_forward, self.saved_backward)
@@ -93,6 +102,14 @@ class End(Value):
     frozen_bytes: Count = 0
 
 
+class RootParameter(Value):
+    """A parameter of the root by its name: its elements if it is trained, else its bytes."""
+
+    name: str
+    trainable: Count = 0
+    frozen_bytes: Count = 0
+
+
 class RootUnit(Value):
     """The root unit: embedding, final norm, head, and whatever else lies between the units."""
 
@@ -103,6 +120,9 @@ class RootUnit(Value):
         default=End(), description="of it, what only the code before the units looks up"
     )
     after: End = Field(default=End(), description="of it, what only head and loss use")
+    parameters: tuple[RootParameter, ...] = Field(
+        default=(), description="each of them; empty: not known"
+    )
     kept: Curve = Field(
         description="the batch, and what the code before the units keeps until its backward"
     )
@@ -184,19 +204,22 @@ class ModelProfile(Value):
 
 class UnitTimes(Value):
     """Seconds of one unit call by samples of one micro-batch; `backward` includes the recompute,
-    `gradient` is the backward of a call whose graph was kept (None: not measured)."""
+    `gradient` is the backward of a call whose graph was kept (None: not measured); `inputs` and
+    `weights` are its two parts where it is split, towards inputs and towards parameters."""
 
     forward: Curve
     backward: Curve
     gradient: Curve | None = None
+    inputs: Curve | None = None
+    weights: Curve | None = None
 
 
 class ClassProfile(Value):
     """How fast one device class is, and what it holds before gpumix allocates anything.
 
     `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
-    unit; backward = head and loss, forward and backward, and the backward of the former;
-    `chunked_head` is the latter where some rows of the logits are made at a time.
+    unit; backward = head and loss, forward and backward, and the backward of the former; gradient =
+    of that, the latter; `chunked_head` is as backward, with some rows of the logits made at a time.
     `largest_micro_batch` is the largest that was measured: no plan goes beyond it, for a larger one
     was not worth the time, or did not fit. None is no limit. `host_copy` is the time to move bytes
     to pinned memory of the host or back, the slower of the two; None: it was not measured, and
@@ -245,10 +268,10 @@ class CollectiveTimes(Value):
 
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all.
+    one host holds in all. A `send` is one message between two ranks, of one host or of two.
     """
 
-    operation: Literal["gather", "reduce"]
+    operation: Literal["gather", "reduce", "send"]
     form: str
     group: RankGroup = "all"
     times: Curve

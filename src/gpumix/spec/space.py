@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 
 from gpumix.spec.base import Value
-from gpumix.spec.plan import Mode, Place, Plan, Sharding, ZeroStage
+from gpumix.spec.plan import Mode, Place, Plan, Schedule, Sharding, ZeroStage
 
 T = TypeVar("T")
 
@@ -53,6 +53,15 @@ class Space(Value):
         default=("device", "host"),
         description="where fp32 parameters and the optimizer's state are kept and updated",
     )
+    most_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="no plan has more stages; null: as many as there are devices, or blocks",
+    )
+    schedules: Some[Schedule] = Field(
+        default=("1f1b", "gpipe", "interleaved", "zero-bubble"),
+        description="in which order micro-batches go through several stages",
+    )
     padded: bool = Field(
         default=True, description="whether nearly equal shares may be moved as equal ones"
     )
@@ -75,6 +84,10 @@ class Space(Value):
         """What `plan` uses that is not in this space, in words; empty if nothing."""
         if plan.zero_stage not in self.zero_stages:
             return f"ZeRO stage {plan.zero_stage}"
+        if len(plan.stages) > (self.most_stages or len(plan.stages)):
+            return f"{len(plan.stages)} stages"
+        if len(plan.stages) > 1 and plan.schedule not in self.schedules:
+            return f"schedule '{plan.schedule}'"
         if plan.sharding not in self.shardings:
             return "state that each host divides for itself"
         if not self.padded and "padded" in (plan.collectives.gather, plan.collectives.reduce):

@@ -26,18 +26,30 @@ from typing import ClassVar, Literal, get_args
 from gpumix.spec.base import Document, Value
 from gpumix.spec.plan import Worker
 
-Work = Literal["forward", "head", "backward", "optimizer"]
-Move = Literal["gather", "regather", "reduce", "meet"]  # where ranks meet nothing else moves
+Work = Literal["forward", "head", "backward", "weights", "optimizer"]
+Move = Literal[
+    "gather", "regather", "reduce", "meet", "send"
+]  # where ranks meet nothing else moves
 Copy = Literal["copy to host", "copy from host"]
 Kind = Literal[Work, Move, Copy]
 
-Cause = Literal["gather", "reduction", "slower rank", "host copies", "ends", "overhead"]
+Cause = Literal[
+    "gather",
+    "reduction",
+    "slower rank",
+    "host copies",
+    "ends",
+    "other stage",
+    "message",
+    "overhead",
+]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Why a rank computes nothing.
 
 `gather` and `reduction`: such a collective runs, and the rank needs it or one after it. `ends`: the
 root's gather or the last two reductions, beside which nothing is computed. `slower rank`: what it
-needs waits for another rank. `host copies`: its own copies to or from the host are not done.
+needs waits for another rank. `other stage`: what it needs is not computed yet; `message`: it is on
+its way. `host copies`: its own copies to or from the host are not done.
 `overhead`: of every step, neither computing nor communication.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import PLAIN, Plan, Prediction, Worker
+from gpumix.spec.plan import PLAIN, Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.reasons import Binding, Mixing, Worth
 from gpumix.spec.units import show_bytes, show_seconds
@@ -79,14 +79,16 @@ def plan_table(plan: Plan) -> RenderableType:
     """Whether mixing pays, who computes and who stores what, what it should take, and why."""
     worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
     columns = ["class", "devices", "samples", "micro-batches", "state share", "memory", "busy"]
+    in_stages = len(plan.stages) > 1
+    columns = ["stage", "blocks", *columns] if in_stages else columns
     told = any(worker.mode != PLAIN or worker.kept_graphs for worker in plan.workers)
     columns += ["backward"] if told else []
     columns += ["worth", "one more"] if worth else []
     table = new_table(f"plan ({plan.strategy})", *columns)
     predicted = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
     seen: set[str] = set()
-    for (name, samples, *_), members in groupby(sorted(plan.workers, key=_alike), key=_alike):
-        workers = list(members)
+    for place, stage, workers in _rows(plan):
+        name, samples = workers[0].device_class, workers[0].samples
         of_device = predicted.get(workers[0].device)
         memory = busy = ""
         if of_device is not None and plan.prediction is not None:
@@ -97,6 +99,7 @@ def plan_table(plan: Plan) -> RenderableType:
             busy = f"{of_device.busy_s / plan.prediction.step_s:.0%}"
         share = sum(w.state_share for w in workers) / len(workers)
         cells = [name, str(len(workers)), str(samples), _micro(workers[0])]
+        cells = [place, str(len(stage.units)), *cells] if in_stages else cells
         where = " on the host" if workers[0].state_on == "host" else ""
         cells += [f"{share:.1%}{where}", memory, busy]
         cells += [_backward(workers[0], plan)] if told else []
@@ -110,6 +113,13 @@ def plan_table(plan: Plan) -> RenderableType:
         labelled(table, plan.emulated, plan.estimated),
         *(Text(line) for line in rest),
     )
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, Stage, list[Worker]]]:
+    """Workers of a stage that are alike, with the stage's number from 1 on."""
+    for number, stage in enumerate(plan.stages, start=1):
+        for _, members in groupby(sorted(stage.workers, key=_alike), key=_alike):
+            yield str(number), stage, list(members)
 
 
 def why(plan: Plan) -> list[str]:
@@ -126,7 +136,7 @@ def why(plan: Plan) -> list[str]:
         lines.append(f"{named} left out: longer rings would cost more than they give")
     lines.append(
         f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
-        f"{_gap(expected)}"
+        f"{_gap(expected, plan)}"
     )
     lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
@@ -182,26 +192,38 @@ def binds(found: Binding) -> str:
     return "; ".join(parts)
 
 
-def _gap(expected: Prediction) -> str:
+def _gap(expected: Prediction, plan: Plan) -> str:
     """How far a plan could be below this one at most."""
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
+    others = (
+        "for the devices that take part" if len(plan.stages) == 1 else "of these rows of stages"
+    )
     if gap < 1e-6:
-        return "; no plan for the devices that take part takes less"
+        return f"; no plan {others} takes less"
     bound = show_seconds(expected.bound_s)
-    return f"; no plan for the devices that take part takes less than {bound} ({gap:.2%} less)"
+    return f"; no plan {others} takes less than {bound} ({gap:.2%} less)"
 
 
 def _how(plan: Plan) -> str:
     """The choices that are one for all devices."""
     among = "all devices" if plan.sharding == "all" else "the devices of each host"
+    among = "the devices of each stage" if len(plan.stages) > 1 else among
     collectives = plan.collectives
     padding = f" to {collectives.padding:g} times" if collectives.padding > 1 else ""
     return (
         f"ZeRO stage {plan.zero_stage}, state divided among {among}; collectives: "
-        f"{collectives.gather} gather, {collectives.reduce} reduction{padding}"
+        f"{collectives.gather} gather, {collectives.reduce} reduction{padding}{_schedule(plan)}"
     )
+
+
+def _schedule(plan: Plan) -> str:
+    """How micro-batches go through stages."""
+    if len(plan.stages) == 1:
+        return ""
+    waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
+    return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}"
 
 
 def _worth(worth: Worth) -> list[str]:

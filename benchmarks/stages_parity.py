@@ -1,0 +1,93 @@
+"""Any plan of several stages trains any model as one process does.
+
+Hypothesis draws plans on up to 4 ranks (gloo, loopback): workers of each stage, where the layers
+are cut, micro-batches and who gets which, shares of the state, ZeRO stage, schedule, with and
+without recompute. A single process, without gpumix, trains on the whole batch with the model's own
+mean loss.
+
+    python benchmarks/stages_parity.py [--json] [--only gpt2 ...] [--steps 3] [--plans 16]
+
+Figures: `plans`, `architectures`, and `worst_relative_error` of a step's loss or of a parameter
+tensor, ||w - w'|| / ||w'||, over all plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from common import print_figures
+from models import ARCHITECTURES
+from reference import Trained, train_alone, worst_error
+from staging import Row, calls_of, layouts, staged_plan, train_in_stages
+
+NAMES = ("gpt2", "llama", "qwen3", "bert", "t5")
+LIMIT = 1e-4
+
+
+def main() -> int:
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    errors = {name: _errors(name, arguments.steps, arguments.plans) for name in arguments.only}
+    worst = max(error for of_name in errors.values() for error in of_name)
+    print_figures(
+        {
+            "plans": sum(map(len, errors.values())),
+            "architectures": len(errors),
+            "worst_relative_error": worst,
+            "seconds": round(time.perf_counter() - begun, 1),
+        },
+        as_json=arguments.json,
+    )
+    return int(worst >= LIMIT)
+
+
+def _errors(name: str, steps: int, plans: int) -> list[float]:
+    """Of all plans of one architecture."""
+    alone: dict[int, Trained] = {}
+    errors: list[float] = []
+    drawn: Counter[str] = Counter()
+
+    @settings(
+        max_examples=plans,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(layouts(len(calls_of(name))))
+    def tried(layout: tuple[list[Row], list[int], dict[str, Any]]) -> None:
+        rows, cuts, how = layout
+        plan = staged_plan(name, rows, cuts, **how)
+        size = plan.global_batch
+        if size not in alone:
+            alone[size] = train_alone(ARCHITECTURES[name], size, steps)
+        _, trained = train_in_stages(name, plan, steps)
+        errors.append(worst_error(trained, alone[size]))
+        drawn[f"{plan.schedule}, ZeRO {plan.zero_stage}"] += 1
+
+    tried()
+    told = ", ".join(f"{count} {what}" for what, count in sorted(drawn.items()))
+    print(f"{name}: {max(errors):.1e} ({told})", file=sys.stderr)
+    return errors
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print nothing but the figures")
+    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(NAMES))
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--plans", type=int, default=16, help="of each architecture")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""One stage of a plan as a model of its own: all that the cost model says of a model holds of it.
+
+What lies before the first unit is computed in the first stage, head and loss in the last one.
+Parameters of the root that several stages have are none of a stage's own: `Shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError
+from gpumix.spec.profile import (
+    ROOT,
+    ClassProfile,
+    End,
+    ModelProfile,
+    Needs,
+    Profile,
+    RootParameter,
+    UnitTimes,
+)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Parameters of the root that several stages have.
+
+    Attributes:
+        stages: the numbers of those stages.
+    """
+
+    stages: tuple[int, ...]
+    parameters: tuple[RootParameter, ...]
+
+    @property
+    def trainable(self) -> int:
+        return sum(p.trainable for p in self.parameters)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return sum(p.frozen_bytes for p in self.parameters)
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A model cut into stages.
+
+    Args:
+        ends: the number of the call behind each stage's last one.
+    """
+
+    model: ModelProfile
+    ends: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    def calls(self, stage: int) -> range:
+        """Numbers of a stage's unit calls."""
+        return range(self.ends[stage - 1] if stage else 0, self.ends[stage])
+
+    @cached_property
+    def needs(self) -> tuple[Needs, ...]:
+        """Of each stage.
+
+        Raises:
+            InputError: the profile does not say.
+        """
+        if not self.model.needs:
+            raise InputError(
+                "the profile does not say what the model's units need of each other",
+                fix="measure again: `gpumix profile JOB.yaml --fresh`",
+            )
+        every = map(self.calls, range(self.count))
+        return tuple(self.model.needs_of(calls.start, calls.stop) for calls in every)
+
+    @cached_property
+    def shared(self) -> tuple[Shared, ...]:
+        """What several stages have of the root, by those stages."""
+        users: dict[str, list[int]] = {}
+        for number, needs in enumerate(self.needs):
+            for name in needs.root:
+                users.setdefault(name, []).append(number)
+        together: dict[tuple[int, ...], list[RootParameter]] = {}
+        for name, stages in users.items():
+            if len(stages) > 1:
+                together.setdefault(tuple(stages), []).append(self._parameters[name])
+        return tuple(Shared(stages, tuple(found)) for stages, found in together.items())
+
+    def elements(self, name: str) -> int:
+        """Trained ones of a parameter of the root."""
+        return self._parameters[name].trainable
+
+    @cached_property
+    def _parameters(self) -> dict[str, RootParameter]:
+        return {p.name: p for p in self.model.root.parameters}
+
+    def of(self, stage: int, model: ModelProfile | None = None) -> ModelProfile:
+        """A stage as a model, in the dtype of `model`."""
+        model = model or self.model
+        calls, last = self.calls(stage), stage == self.count - 1
+        shared = {p.name for one in self.shared for p in one.parameters}
+        alone = [n for n in self.needs[stage].root if n not in shared]
+        sizes = {p.name: p for p in model.root.parameters}
+        root = model.root.model_copy(
+            update={
+                "trainable": sum(sizes[name].trainable for name in alone),
+                "frozen_bytes": sum(sizes[name].frozen_bytes for name in alone),
+                "before": End(),
+                "after": End(),
+                "parameters": tuple(sizes[name] for name in alone),
+                "head": model.root.head if last else _nothing(model.root.head),
+                "chunked_head": model.root.chunked_head if last else _nothing(model.root.head),
+            }
+        )
+        return model.model_copy(
+            update={
+                "calls": model.calls[calls.start : calls.stop],
+                "kind_of_call": model.kind_of_call[calls.start : calls.stop],
+                "needs": (),
+                "root": root,
+            }
+        )
+
+    def profile_of(self, profile: Profile, stage: int) -> Profile:
+        """A stage as a profile of its own."""
+        first, last = stage == 0, stage == self.count - 1
+        return profile.model_copy(
+            update={
+                "model": self.of(stage, profile.model),
+                "other_models": tuple(self.of(stage, other) for other in profile.other_models),
+                "classes": tuple(_times(c, first=first, last=last) for c in profile.classes),
+            }
+        )
+
+
+def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:
+    """The model cut into stages that have these units."""
+    ends, end = [], 0
+    for of_stage in units:
+        end += len(of_stage)
+        ends.append(end)
+    return StagedModel(model, tuple(ends))
+
+
+def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
+    """Of the root, what a stage computes of it."""
+    root = device.units[ROOT]
+    nothing = _nothing(root.backward)
+    before = nothing if root.gradient is None else root.gradient
+
+    def backward(whole: Curve | None) -> Curve | None:
+        if whole is None or (first and last):
+            return whole
+        if last:
+            return whole.less(before)
+        return before if first else nothing
+
+    times = UnitTimes(
+        forward=root.forward if first else nothing,
+        backward=backward(root.backward) or nothing,
+        gradient=before if first else nothing,
+    )
+    return device.model_copy(
+        update={
+            "units": device.units | {ROOT: times},
+            "chunked_head": backward(device.chunked_head),
+        }
+    )
+
+
+def _nothing(curve: Curve) -> Curve:
+    return curve.model_copy(update={"values": (0.0,) * len(curve.sizes)})

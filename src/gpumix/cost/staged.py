@@ -1,0 +1,603 @@
+"""What one step of a plan of several stages takes and holds.
+
+Each stage is a model of its own (`cost.of_stage`), of which the rest of the cost model tells how
+long one pass of one micro-batch takes on each of its workers, and what it leaves behind.
+`cost.pipeline` says in which order; the replay of that order, with what stages send each other, is
+the step:
+
+* Below ZeRO stage 2 the first forward of a stage waits for its parameters, and its gradients are
+  reduced after its last backward; at stage 0, where a rank has one stage, beside it.
+* From stage 2 on all workers of a stage go through waves together: a wave takes what the slowest of
+  them takes, its gathers and reductions with it.
+* What several stages have of the root is gathered before the step and reduced after it.
+* One message at a time goes from one host to another; inside a host they do not hinder each other.
+
+A rank holds the state of its stages, what the micro-batches leave that are between their forward
+and their backward, and the working set of the one that it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gpumix.cost.buckets import BEFORE, GRADIENT_BYTES, Joining
+from gpumix.cost.curves import MicroBatches, bytes_at
+from gpumix.cost.memory import (
+    MASTER_BYTES,
+    Activations,
+    MemoryModel,
+    StateModel,
+    owned_by_rank,
+    usable_bytes,
+)
+from gpumix.cost.network import Cuts, Layout, free_links, links_for
+from gpumix.cost.of_stage import StagedModel, staged_model
+from gpumix.cost.pipeline import Action, Kind, Pipeline, Times, Transfer, replay
+from gpumix.cost.slots import aligned
+from gpumix.cost.time import optimizer_seconds, pass_seconds
+from gpumix.cost.wire import Messages, wire_among
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import (
+    DTYPE_BYTES,
+    MicroBatchOf,
+    Mode,
+    Plan,
+    Prediction,
+    Taken,
+    Worker,
+    WorkerPrediction,
+    cut_sizes,
+)
+from gpumix.spec.profile import ROOT, ModelProfile, Profile
+
+MESSAGES_AHEAD = 2  # actions whose messages are expected, or on their way, at once
+
+
+def predict_stages(profile: Profile, plan: Plan) -> Prediction:
+    """What is expected of one step of a plan of several stages.
+
+    Raises:
+        InputError: the profile does not say what units need of each other, or nothing is known of a
+            collective or a link.
+    """
+    step = StagedStep(profile, plan)
+    seconds, hidden = step.seconds, StagedStep(profile, plan, moved=False).seconds
+    return Prediction(
+        step_s=seconds,
+        tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds else np.inf,
+        exposed_communication_s=max(0.0, seconds - hidden),
+        workers=tuple(step.workers()),
+    )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are of
+    computing alone, `first_s` and `last_s` where parameters are gathered, or gradients reduced;
+    `weights_s` is what of a split backward is put off."""
+
+    forward_s: float
+    first_s: float
+    backward_s: float
+    last_s: float
+    weights_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one pass through a stage's units: what it leaves until its backward, what that
+    leaves where it is split, and by cause what forward and backward take at their most, that of
+    other micro-batches apart."""
+
+    left: int
+    split: int
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
+
+
+class StageCost:
+    """One stage of a plan.
+
+    Args:
+        moved: whether communication takes time.
+    """
+
+    def __init__(
+        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, moved: bool
+    ) -> None:
+        stage = plan.stages[number]
+        self.plan, self.number, self.workers = plan, number, stage.workers
+        self.profile = cut.profile_of(whole, number)
+        places = [(w.host, w.device_class) for w in stage.workers]
+        layout = Layout(
+            plan.zero_stage,
+            "all",
+            plan.collectives,
+            Cuts.at(stage.shares),
+            plan.communication_dtype,
+            Joining(stage.joined),
+        )
+        links = links_for(self.profile, wire_among(whole, places), layout)
+        free = free_links(links.buckets)
+        self.links = links if moved else free
+        self._free = free
+        self.memory = MemoryModel(self.profile, links, len(stage.workers), plan.zero_stage)
+        # Found before it is added: the gradient of what the code before the first unit looks up.
+        self._looked_up = max(map(cut.elements, whole.model.needs[0].root), default=0)
+        self._looked_up *= number == 0
+        self._passes: dict[tuple[int, int, int], Passes] = {}
+        self._held: dict[tuple[int, int, int], Held] = {}
+
+    def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
+        """Samples of a worker in one micro-batch, or in one wave, and the most of them at once."""
+        sizes = self._sizes[worker].get(batch, ())
+        return sum(sizes), max(sizes, default=0)
+
+    @cached_property
+    def _sizes(self) -> list[dict[int, list[int]]]:
+        """Of each worker: samples of its micro-batches, by number or by wave."""
+        found: list[dict[int, list[int]]] = [{} for _ in self.workers]
+        in_waves = self.plan.zero_stage >= 2
+        stage = self.plan.stages[self.number]
+        for number, one in enumerate(stage.micro_batches(self.plan.waves)):
+            key = one.wave if in_waves else number
+            found[one.worker].setdefault(key, []).append(len(one.rows))
+        return found
+
+    def passes(self, worker: int, batch: int) -> Passes:
+        """Of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._passes:
+            one = self.workers[worker]
+            self._passes[key] = self._timed(one.device_class, in_layers(one.mode), samples, size)
+        return self._passes[key]
+
+    def _timed(self, name: str, mode: Mode, samples: int, size: int) -> Passes:
+        micro = MicroBatches.of([samples], [size])
+        both = [pass_seconds(self.profile, name, x, micro, mode) for x in (self._free, self.links)]
+        (forward, backward), (first, last) = ([float(s[0]) for s in one] for one in both)
+        links, kind = self.links, self.links.buckets.kind(0)
+        found = Passes(
+            forward_s=forward,
+            first_s=first + links.gather_s[kind],
+            backward_s=backward,
+            last_s=last + links.reduce_s[kind],
+        )
+        return self._split(name, micro, found) if self.splits else found
+
+    @property
+    def splits(self) -> bool:
+        return self.plan.schedule == "zero-bubble"
+
+    def _split(self, name: str, micro: MicroBatches, whole: Passes) -> Passes:
+        """With the gradients of parameters put off."""
+        inputs = weights = gradient = 0.0
+        for kind in self.profile.model.kind_of_call:
+            times = self.profile.of_class(name).units[kind]
+            if times.inputs is None or times.weights is None or times.gradient is None:
+                raise InputError(
+                    "the profile does not say how long the parts of a split backward take",
+                    where=f"device class '{name}'",
+                    fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
+                    "schedule 'zero-bubble'",
+                )
+            inputs += float(micro.seconds(times.inputs)[0])
+            weights += float(micro.seconds(times.weights)[0])
+            gradient += float(micro.seconds(times.gradient)[0])
+        backward = whole.backward_s - gradient + inputs
+        last = whole.last_s - gradient + inputs
+        return replace(whole, backward_s=backward, last_s=last, weights_s=weights)
+
+    def held(self, worker: int, batch: int) -> Held:
+        """Of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._held:
+            self._held[key] = self._counted(self.workers[worker], samples, size)
+        return self._held[key]
+
+    def _counted(self, worker: Worker, samples: int, size: int) -> Held:
+        model = self.profile.model_in(worker.compute_dtype)
+        micro = MicroBatches.of([samples], [size])
+        held = _held(Activations(model, micro, in_layers(worker.mode)))
+        held = self._held_in_parts(model, size, held) if self.splits else held
+        least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
+        backward = dict(held.backward)
+        backward["working set"] = max(backward["working set"], least)
+        return replace(held, backward=backward)
+
+    def _held_in_parts(self, model: ModelProfile, size: int, held: Held) -> Held:
+        """The same of a backward in two parts."""
+        kinds = [model.kind(kind) for kind in model.kind_of_call]
+        left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
+        working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
+        split = int(sum(left) + bytes_at(model.root.kept, size))
+        most = max(map(int, working), default=0)
+        backward = dict(held.backward)
+        backward["working set"] = max(most, backward["working set"])
+        backward["activations"] = max(split, backward["activations"])
+        return replace(held, split=split, backward=backward)
+
+    def before_s(self) -> float:
+        """Seconds to gather what is gathered once, before anything is computed."""
+        return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
+
+    def after_s(self, *, beside: bool) -> float:
+        """Seconds to reduce what the last backward leaves to be reduced; `beside` it the buckets of
+        units were."""
+        reduce_s, buckets = self.links.reduce_s, self.links.buckets
+        ends = reduce_s[ROOT] + reduce_s[BEFORE]
+        return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
+
+    def update_s(self, worker: int) -> float:
+        one, zero_stage = self.workers[worker], self.plan.zero_stage
+        whole = optimizer_seconds(self.profile, one.device_class, zero_stage, one.state_on)
+        return whole * (one.state_share if zero_stage else 1.0)
+
+    @cached_property
+    def state(self) -> list[dict[str, int]]:
+        """Of each worker, bytes of state and of what collectives fill."""
+        owned = owned_by_rank(self.links.buckets, tuple(w.state_share for w in self.workers))
+        found = []
+        for worker, own in zip(self.workers, owned):
+            state = self.memory.state(worker.compute_dtype, worker.state_on)
+            causes = {"state": state.owned_bytes(own)} | state.laid_out
+            causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
+            found.append(causes)
+        return found
+
+    def host_bytes(self, worker: int) -> int:
+        one = self.workers[worker]
+        shares = tuple(w.state_share for w in self.workers)
+        own = owned_by_rank(self.links.buckets, shares)[worker]
+        return self.memory.state(one.compute_dtype, one.state_on).owned_bytes_on_host(own)
+
+
+def in_layers(mode: Mode) -> Mode:
+    """How a pass of a stage runs."""
+    return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
+
+
+def _held(held: Activations) -> Held:
+    most: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    left = 0
+    for phase in held.phases:
+        causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
+        which = "forward" if phase.working[1] == "forward" else "backward"
+        left = max(left, causes["activations"])
+        if sum(causes.values()) >= sum(most[which].values()):
+            most[which] = causes
+    return Held(left, 0, most["forward"], most["backward"])
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """When the reduction of each stage begins and ends."""
+
+    of_stages: Mapping[int, tuple[float, float]]
+
+    def end_of(self, stage: int) -> float:
+        return self.of_stages[stage][1]
+
+
+class StagedStep:
+    """One step of a plan of several stages.
+
+    Args:
+        moved: whether communication takes time.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
+        self.profile, self.plan = profile, plan
+        self.pipeline = Pipeline.of(plan)
+        self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
+        self.stages = [
+            StageCost(profile, self.cut, plan, number, moved=moved)
+            for number in range(len(plan.stages))
+        ]
+        self._messages = Messages(profile, moved)
+        self._sizes: dict[tuple[int, int, int], int] = {}
+        self._moved = moved
+        self.in_waves = plan.zero_stage >= 2
+        # By (stage, rank): which of the stage's workers the rank is.
+        self.place_of = {
+            (number, rank): place
+            for number in range(len(plan.stages))
+            for place, rank in enumerate(plan.ranks_of(number))
+        }
+
+    # -- time ----------------------------------------------------------------------------------
+
+    @cached_property
+    def times(self) -> Times:
+        """When each action is done; of waves that of a stage's first rank, which is all ranks'."""
+        return replay(self.pipeline.orders, self.pipeline.needs, self.action_s, self._transfer)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the step."""
+        updated = (
+            self.reductions[-1].end_of(number) + cost.update_s(worker)
+            for number, cost in enumerate(self.stages)
+            for worker in range(len(cost.workers))
+        )
+        return max(updated) + self.profile.step_overhead_s
+
+    @cached_property
+    def reductions(self) -> tuple[Reductions, ...]:
+        """Of gradients after the last backward: of what each stage has alone, then of what several
+        share. Each has the ends of those before it that it does not change."""
+        own: dict[int, tuple[float, float]] = {}
+        for number, cost in enumerate(self.stages):
+            computed = max(end for a, end in self.times.end_s.items() if a.stage == number)
+            ranks = self.plan.ranks_of(number)
+            alone = all(len(self.plan.stages_of(rank)) == 1 for rank in ranks)
+            beside = self.in_waves or (self.plan.zero_stage == 0 and alone)
+            own[number] = computed, computed + cost.after_s(beside=beside)
+        found = [Reductions(own)]
+        for shared in self.cut.shared:
+            before = found[-1].of_stages
+            begin = max(before[number][1] for number in shared.stages)
+            both = (begin, begin + self._shared_s(shared.stages))
+            found.append(Reductions(dict(before) | dict.fromkeys(shared.stages, both)))
+        return tuple(found)
+
+    def _shared_s(self, stages: tuple[int, ...]) -> float:
+        """To reduce what these stages share of the root, and to gather it."""
+        if not self._moved:
+            return 0.0
+        shared = next(one for one in self.cut.shared if one.stages == stages)
+        ranks = sorted({rank for n in stages for rank in self.plan.ranks_of(n)})
+        if len(ranks) == 1:
+            return 0.0
+        workers = [self.plan.workers[rank] for rank in ranks]
+        wire = wire_among(self.profile, [(w.host, w.device_class) for w in workers])
+        forms = self.plan.collectives
+        size = shared.trainable * GRADIENT_BYTES
+        width = DTYPE_BYTES[self.plan.communication_dtype]
+        reduced = wire.seconds("reduce", forms.reduce, "all", size)
+        return reduced + wire.seconds("gather", forms.gather, "all", shared.trainable * width)
+
+    def action_s(self, action: Action) -> float:
+        """Seconds of an action, on the slowest of those that do it together."""
+        cost = self.stages[action.stage]
+        if self.in_waves:
+            every = range(len(cost.workers))
+            return max(self._pass_s(action, worker) for worker in every)
+        seat = self.pipeline.seat_of[action.stage, action.batch]
+        return self._pass_s(action, self.place_of[action.stage, seat.rank])
+
+    def _pass_s(self, action: Action, worker: int) -> float:
+        passes = self.stages[action.stage].passes(worker, action.batch)
+        if action.kind == "forward":
+            gathers = self._first[action.stage, self._rank(action.stage, worker)] == action
+            before = self.stages[action.stage].before_s() if gathers else 0.0
+            if self.plan.zero_stage == 3 or gathers:
+                return passes.first_s + before
+            return passes.forward_s
+        if action.kind == "weights":
+            return passes.weights_s
+        return passes.last_s if self._reduces(action, worker) else passes.backward_s
+
+    def _rank(self, stage: int, worker: int) -> int:
+        return self.plan.ranks_of(stage)[worker]
+
+    def _reduces(self, action: Action, worker: int) -> bool:
+        """Whether gradients are reduced beside this backward."""
+        if self.in_waves:
+            return True
+        rank = self._rank(action.stage, worker)
+        alone = len(self.plan.stages_of(rank)) == 1
+        return self.plan.zero_stage == 0 and alone and self.order(rank)[-1] == action
+
+    def order(self, rank: int) -> tuple[Action, ...]:
+        """What a rank does in a step."""
+        stage = self.plan.stages_of(rank)[0]
+        leader = self.pipeline.seats[stage][0].rank if self.in_waves else rank
+        return self.pipeline.orders[leader]
+
+    @cached_property
+    def _first(self) -> dict[tuple[int, int], Action | None]:
+        """By (stage, rank): its first forward."""
+        return {
+            (stage, rank): next(
+                (a for a in self.order(rank) if a.kind == "forward" and a.stage == stage), None
+            )
+            for stage, rank in self.place_of
+        }
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _transfer(self, action: Action, other: Action) -> Transfer:
+        """What `action` sends, for `other`."""
+        if action.stage == other.stage:
+            return Transfer(0.0)
+        longest = Transfer(0.0)
+        for giver, taker, size in self.sent(action, other):
+            if giver.device == taker.device:
+                continue
+            found = self._messages.transfer(giver, taker, size)
+            longest = max(longest, found, key=lambda transfer: transfer.seconds)
+        return longest
+
+    def sent(self, action: Action, other: Action) -> Iterator[tuple[Worker, Worker, int]]:
+        """From whom to whom so many bytes go between two actions."""
+        takes = self._taken[max(action.stage, other.stage), action.kind != "forward"]
+        for giver, taker, samples in self._pairs(action, other):
+            size = sum(self.taken_bytes(taken, samples) for taken in takes)
+            yield giver, taker, size
+
+    @cached_property
+    def _parts(self) -> list[tuple[MicroBatchOf, ...]]:
+        """Of each stage, its micro-batches."""
+        return [stage.micro_batches(self.plan.waves) for stage in self.plan.stages]
+
+    @cached_property
+    def _taken(self) -> dict[tuple[int, bool], tuple[Taken, ...]]:
+        """By stage, and whether gradients go back: what it takes of the stage before it."""
+        found: dict[tuple[int, bool], tuple[Taken, ...]] = {}
+        for stage in range(1, len(self.stages)):
+            earlier = self.cut.calls(stage - 1)
+            takes = tuple(t for t in self.takes[stage] if t.call in earlier)
+            found[stage, False] = takes
+            found[stage, True] = tuple(t for t in takes if t.differentiable)
+        return found
+
+    def _pairs(self, action: Action, other: Action) -> Iterable[tuple[Worker, Worker, int]]:
+        one, two = (self.plan.stages[a.stage] for a in (action, other))
+        if not self.in_waves:
+            here, there = (self._parts[a.stage][action.batch] for a in (action, other))
+            return [(one.workers[here.worker], two.workers[there.worker], len(here.rows))]
+        totals: dict[tuple[int, int], int] = {}
+        both = zip(self._parts[action.stage], self._parts[other.stage])
+        for here, there in both:
+            if here.wave == action.batch:
+                pair = (here.worker, there.worker)
+                totals[pair] = totals.get(pair, 0) + len(here.rows)
+        return [(one.workers[g], two.workers[t], n) for (g, t), n in totals.items()]
+
+    @cached_property
+    def takes(self) -> list[tuple[Taken, ...]]:
+        """What each stage takes of earlier ones."""
+        return [needs.outputs for needs in self.cut.needs]
+
+    def taken_bytes(self, taken: Taken, samples: int) -> int:
+        """Of so many samples, in the dtype in which it is sent."""
+        key = (taken.call, taken.output, samples)
+        if key not in self._sizes:
+            self._sizes[key] = self._taken_bytes(taken, samples)
+        return self._sizes[key]
+
+    def _taken_bytes(self, taken: Taken, samples: int) -> int:
+        known = {m.compute_dtype: m for m in (self.profile.model, *self.profile.other_models)}
+        sent = self.plan.communication_dtype
+        model = known.get(sent, self.profile.model)
+        curve = model.kind(model.kind_of_call[taken.call]).outputs.get(taken.output)
+        if curve is None:
+            return 0
+        part = DTYPE_BYTES[sent] / DTYPE_BYTES[model.compute_dtype] if taken.differentiable else 1.0
+        return int(float(bytes_at(curve, samples)) * part)
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def workers(self) -> Iterator[WorkerPrediction]:
+        """Of each rank, in their order."""
+        for rank, worker in enumerate(self.plan.workers):
+            passes = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+            for action in self.order(rank):
+                passes[action.kind] += self._pass_s(action, self.place_of[action.stage, rank])
+            stages = self.plan.stages_of(rank)
+            places = [(self.stages[n], self.place_of[n, rank]) for n in stages]
+            update = sum(cost.update_s(place) for cost, place in places)
+            limit = usable_bytes(self.profile.cluster.class_named(worker.device_class))
+            yield WorkerPrediction.model_construct(
+                device=worker.device,
+                forward_s=passes["forward"],
+                backward_s=passes["backward"] + passes["weights"],
+                optimizer_s=update,
+                busy_s=sum(self._computed(rank)) + update,
+                memory_bytes=self.peak(rank),
+                memory_limit_bytes=limit,
+                host_bytes=sum(cost.host_bytes(place) for cost, place in places),
+            )
+
+    def _computed(self, rank: int) -> Iterator[float]:
+        """Seconds of the actions of a rank, without waiting for others of its stage."""
+        for action in self.order(rank):
+            passes = self.stages[action.stage].passes(
+                self.place_of[action.stage, rank], action.batch
+            )
+            if action.kind == "forward":
+                yield passes.forward_s
+            else:
+                yield passes.backward_s if action.kind == "backward" else passes.weights_s
+
+    def peak(self, rank: int) -> dict[str, int]:
+        """Bytes at a rank's peak by cause."""
+        worker = self.plan.workers[rank]
+        causes: dict[str, int] = {}
+        for number in self.plan.stages_of(rank):
+            for cause, size in self.stages[number].state[self.place_of[number, rank]].items():
+                causes[cause] = causes.get(cause, 0) + size
+        buffers = self.profile.model.root.buffer_bytes
+        causes["buffers"] = buffers
+        for cause, size in self._shared_bytes(rank).items():
+            causes[cause] += size
+        causes |= self._most_held(rank)
+        causes["messages"] = self._message_bytes(rank)
+        framework = self.profile.of_class(worker.device_class).framework_bytes
+        return causes | {"framework": framework}
+
+    def _shared_bytes(self, rank: int) -> dict[str, int]:
+        """What a rank holds of the root's parameters that several stages have."""
+        worker, found = self.plan.workers[rank], {"state": 0, "replicas": 0}
+        zero_stage = min(self.plan.zero_stage, 1)
+        for shared in self.cut.shared:
+            ranks = sorted({r for n in shared.stages for r in self.plan.ranks_of(n)})
+            if rank not in ranks:
+                continue
+            state = StateModel(
+                self.profile,
+                self.stages[0].links,
+                len(ranks),
+                zero_stage,
+                worker.compute_dtype,
+                worker.state_on,
+            )
+            numel = shared.trainable
+            shares = dict.fromkeys(ranks, 0.0)
+            for n in shared.stages:
+                for r, share in zip(self.plan.ranks_of(n), self.plan.stages[n].shares):
+                    shares[r] += share / len(shared.stages)
+            own = cut_sizes(numel, tuple(shares.values()))[ranks.index(rank)]
+            own = numel if zero_stage == 0 else own
+            width = DTYPE_BYTES[worker.compute_dtype]
+            found["state"] += int(own * state.sharded_per_element)
+            found["replicas"] += aligned(numel * width) + aligned(shared.frozen_bytes)
+            found["replicas"] += aligned(numel * GRADIENT_BYTES)
+            if zero_stage and len(ranks) > 1:  # what arrives, to be summed
+                found["replicas"] += len(ranks) * own * MASTER_BYTES
+        return found
+
+    def _most_held(self, rank: int) -> dict[str, int]:
+        """What samples hold at the peak."""
+        waiting: dict[tuple[int, int], int] = {}
+        most: dict[str, int] = {}
+        splits = self.plan.schedule == "zero-bubble"
+        ends: Kind = "weights" if splits else "backward"
+        for action in self.order(rank):
+            held = self.stages[action.stage].held(self.place_of[action.stage, rank], action.batch)
+            key = (action.stage, action.batch)
+            waiting.pop(key, None)
+            others = sum(waiting.values())
+            now = dict(held.forward if action.kind == "forward" else held.backward)
+            now["activations"] += others
+            if sum(now.values()) > sum(most.values()):
+                most = now
+            if action.kind != ends:
+                waiting[key] = held.left if action.kind == "forward" else held.split
+        return most
+
+    def _message_bytes(self, rank: int) -> int:
+        """What is on its way, to this rank and from it."""
+        most = 0
+        for stage in self.plan.stages_of(rank):
+            worker = self.place_of[stage, rank]
+            samples = max(
+                (self.stages[stage].micro_batches(worker, b)[0] for b in self._batches(stage)),
+                default=0,
+            )
+            calls = self.cut.calls(stage)
+            takes = self.takes[stage]
+            gives = {t for later in self.takes[stage + 1 :] for t in later if t.call in calls}
+            size = sum(self.taken_bytes(taken, samples) for taken in (*takes, *gives))
+            most = max(most, MESSAGES_AHEAD * size)
+        return most
+
+    def _batches(self, stage: int) -> Sequence[int]:
+        return [batch for seat in self.pipeline.seats[stage] for batch in seat.batches]

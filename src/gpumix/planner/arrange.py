@@ -1,0 +1,151 @@
+"""How devices may stand in a row of groups, one group for each stage.
+
+Devices of one class on one host are interchangeable. Of few devices all rows are tried. Of many
+those that keep fast links inside groups: hosts, classes, what a host has of a class, equal parts of
+these, and the n-th devices of all hosts; in several orders.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import permutations, product
+from math import prod
+
+from gpumix.spec.cluster import Device
+
+Group = tuple[Device, ...]
+Row = tuple[Group, ...]
+Counts = tuple[int, ...]
+"""Devices of each cell: of one class on one host."""
+
+MOST_ROWS = 600  # up to so many all are tried
+FEW_GROUPS = 4  # of which all orders are tried
+MOST_GROUPS = 16
+
+
+def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
+    """Rows of two groups or more that have all devices, and whether these are all that there are.
+
+    Args:
+        devices: in rank order.
+        most_stages: as many groups at most.
+    """
+    cells: dict[tuple[str, str], list[Device]] = {}
+    for device in devices:
+        cells.setdefault((device.host, device.device_class), []).append(device)
+    counts = tuple(map(len, cells.values()))
+    most = min(most_stages, len(devices))
+    if most < 2:
+        return [], True
+    every = prod(count + 1 for count in counts) <= MOST_ROWS and _ways(counts, most) <= MOST_ROWS
+    found = _all(counts, most) if every else _some(list(cells), counts, most)
+    return [_of(list(cells.values()), row) for row in found if len(row) > 1], every
+
+
+def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
+    """The devices of each group; those with low numbers in a cell are in the first groups."""
+    taken = [0] * len(cells)
+    groups = []
+    for counts in row:
+        group: list[Device] = []
+        for place, count in enumerate(counts):
+            group += cells[place][taken[place] : taken[place] + count]
+            taken[place] += count
+        groups.append(tuple(group))
+    return tuple(groups)
+
+
+@lru_cache(maxsize=4096)
+def _ways(counts: Counts, most: int) -> int:
+    """In how many rows of at most `most` groups they may stand."""
+    if not any(counts):
+        return 1
+    if most == 0:
+        return 0
+    return sum(_ways(_less(counts, group), most - 1) for group in _groups(counts))
+
+
+def _all(counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
+    if not any(counts):
+        yield ()
+        return
+    if most == 0:
+        return
+    for group in _groups(counts):
+        for rest in _all(_less(counts, group), most - 1):
+            yield (group, *rest)
+
+
+def _groups(counts: Counts) -> Iterator[Counts]:
+    """All that a group may have of them."""
+    every = product(*(range(count + 1) for count in counts))
+    return (group for group in every if any(group))
+
+
+def _less(counts: Counts, group: Counts) -> Counts:
+    return tuple(a - b for a, b in zip(counts, group))
+
+
+def _some(cells: Sequence[tuple[str, str]], counts: Counts, most: int) -> list[tuple[Counts, ...]]:
+    found: dict[tuple[Counts, ...], None] = {}
+    for groups in _groupings(cells, counts, min(most, MOST_GROUPS)):
+        if 2 <= len(groups) <= most:
+            found |= dict.fromkeys(_orders(groups))
+    return list(found)
+
+
+def _groupings(
+    cells: Sequence[tuple[str, str]], counts: Counts, most: int
+) -> Iterator[tuple[Counts, ...]]:
+    """Groups, in no order that matters."""
+    places = range(len(cells))
+    for key in (0, 1):  # by host, by class
+        names = dict.fromkeys(cell[key] for cell in cells)
+        whole = [tuple(counts[p] if cells[p][key] == name else 0 for p in places) for name in names]
+        yield tuple(whole)
+        yield from _merged(whole, most)
+    each = [tuple(counts[p] if p == place else 0 for p in places) for place in places]
+    yield tuple(each)
+    yield from _merged(each, most)
+    for parts in range(2, most + 1):
+        if all(count % parts == 0 for count in counts):  # the n-th devices of all hosts
+            yield (tuple(count // parts for count in counts),) * parts
+        split = [part for group in each for part in _split(group, parts)]
+        yield tuple(split)
+
+
+def _merged(groups: Sequence[Counts], most: int) -> Iterator[tuple[Counts, ...]]:
+    """Fewer groups, each of some that follow one another, as large as each other."""
+    total = sum(map(sum, groups))
+    for wanted in range(2, min(most, len(groups) - 1) + 1):
+        merged: list[Counts] = [tuple(0 for _ in groups[0])] * wanted
+        done = 0
+        for group in groups:
+            place = min(wanted - 1, done * wanted // total)
+            merged[place] = tuple(a + b for a, b in zip(merged[place], group))
+            done += sum(group)
+        if all(map(any, merged)):
+            yield tuple(merged)
+
+
+def _split(group: Counts, parts: int) -> list[Counts]:
+    """A group in so many equal parts; whole if it has not as many devices."""
+    size = sum(group)
+    if size % parts:
+        return [group]
+    return [tuple(count // parts for count in group)] * parts
+
+
+def _orders(groups: tuple[Counts, ...]) -> Iterator[tuple[Counts, ...]]:
+    """Of few all; of many as they are and the other way round."""
+    if len(groups) <= FEW_GROUPS:
+        yield from dict.fromkeys(permutations(groups))
+        return
+    for order in (groups, tuple(sorted(groups, key=lambda group: -sum(group)))):
+        yield order
+        yield order[::-1]
+    if len(Counter(groups)) <= FEW_GROUPS:
+        for kinds in permutations(dict.fromkeys(groups)):
+            yield tuple(sorted(groups, key=kinds.index))

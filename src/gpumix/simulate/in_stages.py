@@ -1,0 +1,205 @@
+"""A step of a plan of several stages as events: passes, messages, reductions, updates.
+
+The times are those of `cost.staged`, whose replay of the schedule this shows. Of waves all ranks of
+a stage take what the slowest of them takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gpumix.cost.pipeline import Action
+from gpumix.cost.staged import StagedStep
+from gpumix.simulate.replay import COMPUTING, OUTSIDE, Alike, Event, Idle, Kind, Replay
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.trace import Cause
+
+
+def simulate_stages(profile: Profile, plan: Plan) -> Replay:
+    """One step of a plan of several stages.
+
+    Raises:
+        InputError: as `cost.staged` does.
+    """
+    step = StagedStep(profile, plan)
+    found = _Events(step)
+    events = found.all()
+    return Replay(
+        lanes=tuple(Alike((rank,), worker) for rank, worker in enumerate(plan.workers)),
+        units=tuple(f"stage {number + 1}" for number in range(len(plan.stages))),
+        events=events,
+        idle=tuple(found.idle(events)),
+        predicted_s=step.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """An event, by a name of its own, and the names of those of which the last one let it start."""
+
+    name: Hashable
+    kind: Kind
+    unit: int
+    lane: int | None
+    start: float
+    end: float
+    after: tuple[Hashable, ...] = ()
+    batches: tuple[int, ...] = ()
+
+
+OVERHEAD = "overhead"
+
+
+class _Events:
+    def __init__(self, step: StagedStep) -> None:
+        self._step, self._plan = step, step.plan
+        self._begin_s = step.profile.step_overhead_s
+        self._noted: dict[Hashable, _Noted] = {}
+
+    def all(self) -> tuple[Event, ...]:
+        """In the order in which they end. What takes no time is nothing: what it came after stands
+        for it."""
+        self._note(_Noted(OVERHEAD, "overhead", OUTSIDE, None, -self._begin_s, 0.0))
+        for rank in range(len(self._plan.workers)):
+            for one in self._of_rank(rank):
+                self._note(one)
+        lasting = [one for one in self._noted.values() if one.end > one.start]
+        lasting.sort(key=lambda one: (one.end, one.start))
+        number = {one.name: place for place, one in enumerate(lasting)}
+        return tuple(
+            Event(
+                one.kind,
+                one.unit,
+                one.lane,
+                one.start + self._begin_s,
+                one.end + self._begin_s,
+                None if (cause := self._cause(one)) is None else number[cause],
+                one.batches,
+            )
+            for one in lasting
+        )
+
+    def _note(self, one: _Noted) -> None:
+        self._noted[one.name] = one
+
+    def _cause(self, one: _Noted) -> Hashable | None:
+        """What let it start: of what it comes after, what ended last."""
+        known = [self._noted[name] for name in one.after if name in self._noted]
+        if not known:
+            return OVERHEAD if one.name != OVERHEAD and self._begin_s > 0 else None
+        last = max(known, key=lambda other: (other.end, other.start))
+        return last.name if last.end > last.start else self._cause(last)
+
+    def _of_rank(self, rank: int) -> Iterator[_Noted]:
+        before: Hashable = OVERHEAD
+        for action in self._step.order(rank):
+            yield from self._messages(action)
+            begin, end = self._span(action)
+            name = (rank, action)
+            sent = tuple(("send", one, action) for one in self._senders(action))
+            batches = (action.batch,)
+            yield _Noted(
+                name, action.kind, action.stage, rank, begin, end, (before, *sent), batches
+            )
+            before = name
+        yield from self._end(rank)
+
+    def _span(self, action: Action) -> tuple[float, float]:
+        times = self._step.times
+        return times.begin_s[action], times.end_s[action]
+
+    def _senders(self, action: Action) -> Iterator[Action]:
+        for one in self._step.pipeline.needs(action):
+            if (one, action) in self._step.times.sent_s:
+                yield one
+
+    def _messages(self, action: Action) -> Iterator[_Noted]:
+        """What comes for `action`, once for all ranks of a wave."""
+        for one in self._senders(action):
+            begin, end = self._step.times.sent_s[one, action]
+            giver = self._leader(one)
+            if ("send", one, action) not in self._noted:
+                name = ("send", one, action)
+                yield _Noted(
+                    name, "send", one.stage, giver, begin, end, ((giver, one),), (one.batch,)
+                )
+
+    def _leader(self, action: Action) -> int:
+        return self._step.pipeline.seat_of[action.stage, action.batch].rank
+
+    def _end(self, rank: int) -> Iterator[_Noted]:
+        """Reductions, and the update."""
+        last: Hashable = None
+        at = 0.0
+        for number in self._plan.stages_of(rank):
+            ranks = self._plan.ranks_of(number)
+            after: tuple[Hashable, ...] = tuple((r, self._last(r, number)) for r in ranks)
+            for turn, reductions in enumerate(self._step.reductions):
+                begin, end = reductions.of_stages[number]
+                name = ("reduce", turn, number, rank)
+                unit = OUTSIDE if turn else number
+                yield _Noted(name, "reduce", unit, rank, begin, end, after)
+                after = (name,)
+                if end >= at:
+                    last, at = name, end
+        update = sum(
+            self._step.stages[n].update_s(self._step.place_of[n, rank])
+            for n in self._plan.stages_of(rank)
+        )
+        yield _Noted(("update", rank), "optimizer", OUTSIDE, rank, at, at + update, (last,))
+
+    def _last(self, rank: int, stage: int) -> Action | None:
+        of_stage = [action for action in self._step.order(rank) if action.stage == stage]
+        return of_stage[-1] if of_stage else None
+
+    def idle(self, events: tuple[Event, ...]) -> Iterator[Idle]:
+        """All moments at which a rank computes nothing."""
+        step_s = max((event.end for event in events), default=0.0)
+        for rank in range(len(self._plan.workers)):
+            own = [e for e in events if e.lane == rank]
+            computed = sorted((e for e in own if e.kind in COMPUTING), key=lambda e: e.start)
+            coming = [
+                (one.start + self._begin_s, one.end + self._begin_s)
+                for one in self._noted.values()
+                if one.kind == "send" and self._goes_to(one, rank)
+            ]
+            reduced = [(e.start, e.end) for e in own if e.kind == "reduce"]
+            if self._begin_s > 0:
+                yield Idle(rank, 0.0, self._begin_s, "overhead")
+            at = self._begin_s
+            for event in computed:
+                yield from _gap(rank, at, event.start, coming, reduced)
+                at = max(at, event.end)
+            yield from _gap(rank, at, step_s, coming, reduced)
+
+    def _goes_to(self, one: _Noted, rank: int) -> bool:
+        assert isinstance(one.name, tuple)
+        action: Action = one.name[2]
+        if self._step.in_waves:
+            return rank in self._plan.ranks_of(action.stage)
+        return self._leader(action) == rank
+
+
+def _gap(
+    rank: int,
+    start: float,
+    end: float,
+    coming: list[tuple[float, float]],
+    reduced: list[tuple[float, float]],
+) -> Iterator[Idle]:
+    """A time without computing, cut where its cause changes."""
+    if start >= end:
+        return
+    borders = {start, end}
+    borders |= {t for span in (*coming, *reduced) for t in span if start < t < end}
+    times = sorted(borders)
+    for a, b in pairwise(times):
+        cause: Cause = "other stage"
+        if any(begin <= a < stop for begin, stop in reduced):
+            cause = "reduction"
+        elif any(begin <= a < stop for begin, stop in coming):
+            cause = "message"
+        yield Idle(rank, a, b, cause)

@@ -1,0 +1,175 @@
+"""Plans of several stages: the fastest of all, against trying everything; and what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import GIB, Card, block, in_a_row, line, profile, steady
+
+from gpumix.cost.predict import predict
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.by_memory import by_memory
+from gpumix.planner.staged import spread, staged
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.network import Link
+from gpumix.spec.network import Network as StatedNetwork
+from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+SPACE = Space(zero_stages=(0, 1), recompute=True, schedules=("1f1b",), heads="whole")
+
+
+def cluster(
+    cards: list[tuple[float, int]],
+    *,
+    calls: int = 4,
+    memory: int = GIB,
+    link: float = 1e9,
+    message: float = 1e3,
+    start: float = 0.0,
+) -> Profile:
+    """Cards by seconds of a sample and their number, each on a host of its own."""
+    found = profile(
+        [
+            Card(f"c{n}", count, memory, steady(s, start=start * s), per_host=1)
+            for n, (s, count) in enumerate(cards)
+        ],
+        calls=("block",) * calls,
+        kinds=[block(kept=line(message), gradient=line(message), backward=line(message))],
+        links=StatedNetwork(between=Link.stated(link, 1e-5)),
+    )
+    return in_a_row(found, message=line(message))
+
+
+def every_plan(found: Profile, batch: int) -> Iterator[Plan]:
+    """All plans of SPACE, with equal shares."""
+    devices = found.cluster.in_rank_order()
+    calls = len(found.model.calls)
+    for order in permutations(devices):
+        for stages in range(2, min(calls, len(devices)) + 1):
+            for ends in combinations(range(1, len(devices)), stages - 1):
+                cuts = [0, *ends, len(devices)]
+                groups = [order[a:b] for a, b in pairwise(cuts)]
+                if any(list(g) != sorted(g, key=lambda d: d.id) for g in groups):
+                    continue
+                for inner in combinations(range(1, calls), stages - 1):
+                    for size in range(1, batch + 1):
+                        yield from _dealt(found, groups, [0, *inner, calls], size, batch)
+
+
+def _dealt(found, groups, ends, size, batch) -> Iterator[Plan]:
+    count = -(-batch // size)
+    ways = [
+        [w for w in product(range(count + 1), repeat=len(g)) if sum(w) == count] for g in groups
+    ]
+    for given_to, zero_stage in product(product(*ways), SPACE.zero_stages):
+        stages = []
+        for number, (group, counts) in enumerate(zip(groups, given_to)):
+            samples = [n * size for n in counts]
+            last = max(p for p, n in enumerate(counts) if n)
+            samples[last] -= sum(samples) - batch
+            needs = found.model.needs_of(ends[number], ends[number + 1])
+            workers = [
+                Worker(
+                    device=d.id,
+                    device_class=d.device_class,
+                    host=d.host,
+                    samples=n,
+                    micro_batch=min(n, size),
+                    state_share=1 / len(group),
+                    mode=Mode(),
+                )
+                for d, n in zip(group, samples)
+            ]
+            stages.append(
+                Stage(
+                    units=found.model.calls[ends[number] : ends[number + 1]],
+                    workers=tuple(workers),
+                    takes=needs.outputs,
+                    root=needs.root,
+                )
+            )
+        yield Plan(
+            strategy="every",
+            model=found.model.fingerprint,
+            sequence_length=128,
+            global_batch=batch,
+            stages=tuple(stages),
+            zero_stage=zero_stage,
+            collectives={"gather": "list", "reduce": "list"},
+        )
+
+
+def fits(plan: Plan) -> bool:
+    return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
+
+
+def best_of_all(found: Profile, batch: int) -> float:
+    steps = [float("inf")]
+    for plan in every_plan(found, batch):
+        expected = predict(found, plan)
+        if all(w.peak_bytes <= w.memory_limit_bytes for w in expected.workers):
+            steps.append(expected.step_s)
+    return min(steps)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    speeds=st.lists(st.sampled_from([1e-3, 2e-3, 3.5e-3]), min_size=2, max_size=3),
+    batch=st.integers(2, 4),
+    calls=st.integers(2, 4),
+    start=st.sampled_from([0.0, 0.5]),
+    link=st.sampled_from([1e6, 1e9]),
+)
+def test_no_plan_of_stages_is_faster(speeds, batch, calls, start, link):
+    found = cluster([(s, 1) for s in speeds], calls=calls, start=start, link=link)
+    plan = staged(found, PlanRequest(global_batch=batch, space=SPACE))
+    assert fits(plan)
+    assert predicted(plan).step_s == pytest.approx(best_of_all(found, batch), rel=1e-6)
+    assert predicted(plan).bound_s <= predicted(plan).step_s
+
+
+def test_layers_go_where_they_are_computed_fast():
+    found = cluster([(1e-3, 1), (3e-3, 1)], calls=8)
+    plan = staged(found, PlanRequest(global_batch=32, space=SPACE))
+    layers = {s.workers[0].device_class: len(s.units) for s in plan.stages}
+    assert layers == {"c0": 6, "c1": 2}
+
+
+def test_micro_batches_go_to_workers_as_they_are_fast():
+    assert spread(8, [1.0, 3.0]) == (6, 2)
+    assert spread(3, [1.0, 1.0]) == (2, 1)
+    assert spread(2, [1.0, 5.0]) == (2, 0)
+
+
+def test_what_does_not_fit_is_refused():
+    found = cluster([(1e-3, 2)], memory=1000)
+    with pytest.raises(NoFeasiblePlanError):
+        staged(found, PlanRequest(global_batch=4, space=SPACE))
+
+
+@pytest.mark.parametrize("devices", [1])
+def test_one_device_has_one_stage(devices):
+    found = cluster([(1e-3, devices)])
+    with pytest.raises(InputError, match="one device alone"):
+        staged(found, PlanRequest(global_batch=4))
+
+
+def test_a_profile_without_needs_is_told():
+    found = cluster([(1e-3, 2)])
+    bare = found.model_copy(update={"model": found.model.model_copy(update={"needs": ()})})
+    with pytest.raises(InputError, match="need of each other"):
+        staged(bare, PlanRequest(global_batch=4))
+
+
+@pytest.mark.parametrize("strategy", [staged, by_memory])
+def test_on_some_devices_no_others_are_used(strategy):
+    found = cluster([(1e-3, 2), (2e-3, 2)])
+    some = ("c0-0", "c1-1")
+    plan = strategy(found, PlanRequest(global_batch=8, devices=some))
+    assert {w.device for w in plan.workers} == set(some)

@@ -1,0 +1,100 @@
+"""A replayed step of stages: each rank's time is all told, and the step is the predicted one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from profiles import Card, block, in_a_row, line, profile, steady
+
+from gpumix.cost.predict import predict
+from gpumix.planner.way import Way, assemble_stages
+from gpumix.simulate.events import simulate
+from gpumix.simulate.timeline import critical_path, stretches, uses
+from gpumix.simulate.trace import trace_of
+from gpumix.spec.network import Link
+from gpumix.spec.network import Network as StatedNetwork
+from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.profile import Profile
+
+GIB = 2**30
+S = 1e-3  # seconds of a sample and call
+MESSAGE = 1e3
+
+
+def cluster(devices: int, *, link: float = 1e9, overhead: float = 0.0, calls: int = 4) -> Profile:
+    found = profile(
+        [Card("a", devices, GIB, steady(S), per_host=1, optimizer_s_per_element=1e-7)],
+        calls=("block",) * calls,
+        kinds=[block(kept=line(MESSAGE), gradient=line(MESSAGE), backward=line(MESSAGE))],
+        links=StatedNetwork(between=Link.stated(link, 1e-6), inside=Link.stated(link, 1e-6)),
+        overhead=overhead,
+    )
+    return in_a_row(found, message=line(MESSAGE))
+
+
+def staged(found: Profile, groups: list[int], batches: int, **settings) -> Plan:
+    devices, row, at = found.cluster.in_rank_order(), [], 0
+    for size in groups:
+        row.append(tuple(devices[at : at + size]))
+        at += size
+    calls = len(found.model.calls)
+    cut = tuple(calls * (n + 1) // len(groups) for n in range(len(groups)))
+    way = Way(tuple(row), (Mode(),) * len(groups), settings.pop("schedule", "1f1b"), 1)
+    counts = tuple(tuple([batches // size] * size) for size in groups)
+    return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
+
+
+PLANS = {
+    "1f1b": ([1, 1], {}),
+    "three stages": ([1, 1, 1], {}),
+    "gpipe": ([1, 1], {"schedule": "gpipe"}),
+    "unequal groups": ([2, 1], {"zero_stage": 1}),
+    "waves": ([2, 2], {"zero_stage": 3, "waves": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("overhead", [0.0, 0.01])
+def test_each_moment_of_each_rank_is_told(name, overhead):
+    groups, settings = PLANS[name]
+    found = cluster(sum(groups), overhead=overhead)
+    plan = staged(found, groups, 8, **settings)
+    replay = simulate(found, plan)
+    assert replay.step_s == pytest.approx(replay.predicted_s)
+    assert replay.step_s == pytest.approx(predict(found, plan).step_s)
+    for use in uses(replay):
+        told = use.busy_s + sum(use.idle_s.values())
+        assert told == pytest.approx(replay.step_s)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_critical_path_has_no_gap(name):
+    groups, settings = PLANS[name]
+    found = cluster(sum(groups), overhead=0.01)
+    replay = simulate(found, staged(found, groups, 8, **settings))
+    path = critical_path(replay)
+    assert path[0].start == 0.0 and path[-1].end == replay.step_s
+    for one, other in pairwise(path):
+        assert one.end == pytest.approx(other.start)
+    assert sum(s.seconds for s in stretches(replay)) == pytest.approx(replay.step_s)
+
+
+def test_the_bubble_is_the_textbooks():
+    found = cluster(2, link=1e15)
+    replay = simulate(found, staged(found, [1, 1], 8))
+    idle = uses(replay)[0].idle_s["other stage"]
+    assert idle / replay.step_s == pytest.approx(1 / 9, abs=0.01)
+
+
+def test_a_slow_link_is_what_is_waited_for():
+    found = cluster(2, link=1e4)
+    idle = uses(simulate(found, staged(found, [1, 1], 4)))[1].idle_s
+    assert idle["message"] > 2 * idle["other stage"] > 0
+
+
+def test_the_trace_names_stages():
+    found = cluster(2)
+    plan = staged(found, [1, 1], 4)
+    names = {one.name for one in trace_of(simulate(found, plan), plan).traceEvents}
+    assert {"forward stage 1", "backward stage 2", "send stage 1"} <= names
