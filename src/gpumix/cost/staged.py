@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from gpumix.cost.memory import (
 )
 from gpumix.cost.network import Cuts, Layout, free_links, links_for
 from gpumix.cost.of_stage import StagedModel, staged_model
+from gpumix.cost.phases import Pass
 from gpumix.cost.pipeline import Action, Kind, Pipeline, Times, Transfer, replay
 from gpumix.cost.slots import aligned
 from gpumix.cost.time import optimizer_seconds, pass_seconds
@@ -90,13 +92,14 @@ class Passes:
 @dataclass(frozen=True)
 class Held:
     """Bytes of one pass through a stage's units: what it leaves until its backward, what that
-    leaves where it is split, and by cause what forward and backward take at their most, that of
-    other micro-batches apart."""
+    leaves where it is split, and by cause what forward, head and loss, and backward take at their
+    most, that of other micro-batches apart."""
 
     left: int
     split: int
-    forward: Mapping[str, int]
-    backward: Mapping[str, int]
+    forward: dict[str, int]
+    head: dict[str, int]
+    backward: dict[str, int]
 
 
 class StageCost:
@@ -264,15 +267,17 @@ def in_layers(mode: Mode) -> Mode:
 
 
 def _held(held: Activations) -> Held:
-    most: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
     left = 0
     for phase in held.phases:
         causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
-        which = "forward" if phase.working[1] == "forward" else "backward"
         left = max(left, causes["activations"])
-        if sum(causes.values()) >= sum(most[which].values()):
-            most[which] = causes
-    return Held(left, 0, most["forward"], most["backward"])
+        most[phase.working[1]] = _larger(most[phase.working[1]], causes)
+    return Held(left, 0, most["forward"], most["head"], most["backward"])
+
+
+def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return other if sum(other.values()) >= sum(one.values()) else one
 
 
 @dataclass(frozen=True)
@@ -575,7 +580,9 @@ class StagedStep:
             key = (action.stage, action.batch)
             waiting.pop(key, None)
             others = sum(waiting.values())
-            now = dict(held.forward if action.kind == "forward" else held.backward)
+            now = dict(held.forward)
+            if action.kind != "forward":
+                now = dict(_larger(held.head, held.backward))
             now["activations"] += others
             if sum(now.values()) > sum(most.values()):
                 most = now
@@ -584,8 +591,9 @@ class StagedStep:
         return most
 
     def _message_bytes(self, rank: int) -> int:
-        """What is on its way, to this rank and from it."""
-        most = 0
+        """What is on its way, to this rank and from it: a slower one may leave as many messages
+        unread as micro-batches wait here for their backward."""
+        most, ahead = 0, max(MESSAGES_AHEAD, self._most_waiting(rank))
         for stage in self.plan.stages_of(rank):
             worker = self.place_of[stage, rank]
             samples = max(
@@ -596,8 +604,13 @@ class StagedStep:
             takes = self.takes[stage]
             gives = {t for later in self.takes[stage + 1 :] for t in later if t.call in calls}
             size = sum(self.taken_bytes(taken, samples) for taken in (*takes, *gives))
-            most = max(most, MESSAGES_AHEAD * size)
+            most = max(most, ahead * size)
         return most
+
+    def _most_waiting(self, rank: int) -> int:
+        """How many forward passes of a rank wait for their backward at most."""
+        steps = {"forward": 1, "backward": -1, "weights": 0}
+        return max(accumulate(steps[action.kind] for action in self.order(rank)), default=0)
 
     def _batches(self, stage: int) -> Sequence[int]:
         return [batch for seat in self.pipeline.seats[stage] for batch in seat.batches]
