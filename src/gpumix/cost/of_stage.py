@@ -12,6 +12,7 @@ from functools import cached_property
 
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
+from gpumix.spec.plan import of_several
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -81,15 +82,11 @@ class StagedModel:
     @cached_property
     def shared(self) -> tuple[Shared, ...]:
         """What several stages have of the root, by those stages."""
-        users: dict[str, list[int]] = {}
-        for number, needs in enumerate(self.needs):
-            for name in needs.root:
-                users.setdefault(name, []).append(number)
-        together: dict[tuple[int, ...], list[RootParameter]] = {}
-        for name, stages in users.items():
-            if len(stages) > 1:
-                together.setdefault(tuple(stages), []).append(self._parameters[name])
-        return tuple(Shared(stages, tuple(found)) for stages, found in together.items())
+        together = of_several([needs.root for needs in self.needs])
+        return tuple(
+            Shared(stages, tuple(self._parameters[name] for name in names))
+            for stages, names in together.items()
+        )
 
     def elements(self, name: str) -> int:
         """Trained ones of a parameter of the root."""

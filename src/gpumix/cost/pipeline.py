@@ -65,7 +65,7 @@ class Pipeline:
     def of(cls, plan: Plan) -> Self:
         """That of a plan. From ZeRO stage 2 on, where a stage's workers gather and reduce for each
         other, its batches are waves."""
-        together = plan.zero_stage >= 2
+        together = plan.in_waves
         stages = range(len(plan.stages))
         return cls(
             plan.schedule,
@@ -206,6 +206,11 @@ class Pipeline:
             if found is not None:
                 return found
         raise AssertionError("ranks wait for each other, however much may wait")
+
+    def actions_of(self, plan: Plan, rank: int) -> tuple[Action, ...]:
+        """What a rank does in a step of the plan whose pipeline this is."""
+        stage = plan.stages_of(rank)[0]
+        return self.orders[self.seats[stage][0].rank if plan.in_waves else rank]
 
 
 def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:

@@ -19,34 +19,23 @@ and their backward, and the working set of the one that it computes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 
-from gpumix.cost.buckets import BEFORE, GRADIENT_BYTES, Joining
-from gpumix.cost.curves import MicroBatches, bytes_at
-from gpumix.cost.memory import (
-    MASTER_BYTES,
-    Activations,
-    MemoryModel,
-    StateModel,
-    owned_by_rank,
-    usable_bytes,
-)
-from gpumix.cost.network import Cuts, Layout, free_links, links_for
-from gpumix.cost.of_stage import StagedModel, staged_model
-from gpumix.cost.phases import Pass
-from gpumix.cost.pipeline import Action, Kind, Pipeline, Times, Transfer, replay
+from gpumix.cost.buckets import GRADIENT_BYTES
+from gpumix.cost.curves import bytes_at
+from gpumix.cost.memory import MASTER_BYTES, StateModel, usable_bytes
+from gpumix.cost.of_stage import Shared, staged_model
+from gpumix.cost.pipeline import NOTHING_SENT, Action, Kind, Pipeline, Times, Transfer, replay
 from gpumix.cost.slots import aligned
-from gpumix.cost.time import optimizer_seconds, pass_seconds
+from gpumix.cost.stage_cost import StageCost, larger
 from gpumix.cost.wire import Messages, wire_among
-from gpumix.spec.errors import InputError
 from gpumix.spec.plan import (
     DTYPE_BYTES,
     MicroBatchOf,
-    Mode,
     Plan,
     Prediction,
     Taken,
@@ -54,7 +43,7 @@ from gpumix.spec.plan import (
     WorkerPrediction,
     cut_sizes,
 )
-from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.profile import Profile
 
 MESSAGES_AHEAD = 2  # actions whose messages are expected, or on their way, at once
 
@@ -74,210 +63,6 @@ def predict_stages(profile: Profile, plan: Plan) -> Prediction:
         exposed_communication_s=max(0.0, seconds - hidden),
         workers=tuple(step.workers()),
     )
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are of
-    computing alone, `first_s` and `last_s` where parameters are gathered, or gradients reduced;
-    `weights_s` is what of a split backward is put off."""
-
-    forward_s: float
-    first_s: float
-    backward_s: float
-    last_s: float
-    weights_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of one pass through a stage's units: what it leaves until its backward, what that
-    leaves where it is split, and by cause what forward, head and loss, and backward take at their
-    most, that of other micro-batches apart."""
-
-    left: int
-    split: int
-    forward: dict[str, int]
-    head: dict[str, int]
-    backward: dict[str, int]
-
-
-class StageCost:
-    """One stage of a plan.
-
-    Args:
-        moved: whether communication takes time.
-    """
-
-    def __init__(
-        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, moved: bool
-    ) -> None:
-        stage = plan.stages[number]
-        self.plan, self.number, self.workers = plan, number, stage.workers
-        self.profile = cut.profile_of(whole, number)
-        places = [(w.host, w.device_class) for w in stage.workers]
-        layout = Layout(
-            plan.zero_stage,
-            "all",
-            plan.collectives,
-            Cuts.at(stage.shares),
-            plan.communication_dtype,
-            Joining(stage.joined),
-        )
-        links = links_for(self.profile, wire_among(whole, places), layout)
-        free = free_links(links.buckets)
-        self.links = links if moved else free
-        self._free = free
-        self.memory = MemoryModel(self.profile, links, len(stage.workers), plan.zero_stage)
-        # Found before it is added: the gradient of what the code before the first unit looks up.
-        self._looked_up = max(map(cut.elements, whole.model.needs[0].root), default=0)
-        self._looked_up *= number == 0
-        self._passes: dict[tuple[int, int, int], Passes] = {}
-        self._held: dict[tuple[int, int, int], Held] = {}
-
-    def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
-        """Samples of a worker in one micro-batch, or in one wave, and the most of them at once."""
-        sizes = self._sizes[worker].get(batch, ())
-        return sum(sizes), max(sizes, default=0)
-
-    @cached_property
-    def _sizes(self) -> list[dict[int, list[int]]]:
-        """Of each worker: samples of its micro-batches, by number or by wave."""
-        found: list[dict[int, list[int]]] = [{} for _ in self.workers]
-        in_waves = self.plan.zero_stage >= 2
-        stage = self.plan.stages[self.number]
-        for number, one in enumerate(stage.micro_batches(self.plan.waves)):
-            key = one.wave if in_waves else number
-            found[one.worker].setdefault(key, []).append(len(one.rows))
-        return found
-
-    def passes(self, worker: int, batch: int) -> Passes:
-        """Of a worker's part of a micro-batch or wave."""
-        samples, size = self.micro_batches(worker, batch)
-        key = (worker, samples, size)
-        if key not in self._passes:
-            one = self.workers[worker]
-            self._passes[key] = self._timed(one.device_class, in_layers(one.mode), samples, size)
-        return self._passes[key]
-
-    def _timed(self, name: str, mode: Mode, samples: int, size: int) -> Passes:
-        micro = MicroBatches.of([samples], [size])
-        both = [pass_seconds(self.profile, name, x, micro, mode) for x in (self._free, self.links)]
-        (forward, backward), (first, last) = ([float(s[0]) for s in one] for one in both)
-        links, kind = self.links, self.links.buckets.kind(0)
-        found = Passes(
-            forward_s=forward,
-            first_s=first + links.gather_s[kind],
-            backward_s=backward,
-            last_s=last + links.reduce_s[kind],
-        )
-        return self._split(name, micro, found) if self.splits else found
-
-    @property
-    def splits(self) -> bool:
-        return self.plan.schedule == "zero-bubble"
-
-    def _split(self, name: str, micro: MicroBatches, whole: Passes) -> Passes:
-        """With the gradients of parameters put off."""
-        inputs = weights = gradient = 0.0
-        for kind in self.profile.model.kind_of_call:
-            times = self.profile.of_class(name).units[kind]
-            if times.inputs is None or times.weights is None or times.gradient is None:
-                raise InputError(
-                    "the profile does not say how long the parts of a split backward take",
-                    where=f"device class '{name}'",
-                    fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
-                    "schedule 'zero-bubble'",
-                )
-            inputs += float(micro.seconds(times.inputs)[0])
-            weights += float(micro.seconds(times.weights)[0])
-            gradient += float(micro.seconds(times.gradient)[0])
-        backward = whole.backward_s - gradient + inputs
-        last = whole.last_s - gradient + inputs
-        return replace(whole, backward_s=backward, last_s=last, weights_s=weights)
-
-    def held(self, worker: int, batch: int) -> Held:
-        """Of a worker's part of a micro-batch or wave."""
-        samples, size = self.micro_batches(worker, batch)
-        key = (worker, samples, size)
-        if key not in self._held:
-            self._held[key] = self._counted(self.workers[worker], samples, size)
-        return self._held[key]
-
-    def _counted(self, worker: Worker, samples: int, size: int) -> Held:
-        model = self.profile.model_in(worker.compute_dtype)
-        micro = MicroBatches.of([samples], [size])
-        held = _held(Activations(model, micro, in_layers(worker.mode)))
-        held = self._held_in_parts(model, size, held) if self.splits else held
-        least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
-        backward = dict(held.backward)
-        backward["working set"] = max(backward["working set"], least)
-        return replace(held, backward=backward)
-
-    def _held_in_parts(self, model: ModelProfile, size: int, held: Held) -> Held:
-        """The same of a backward in two parts."""
-        kinds = [model.kind(kind) for kind in model.kind_of_call]
-        left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
-        working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
-        split = int(sum(left) + bytes_at(model.root.kept, size))
-        most = max(map(int, working), default=0)
-        backward = dict(held.backward)
-        backward["working set"] = max(most, backward["working set"])
-        backward["activations"] = max(split, backward["activations"])
-        return replace(held, split=split, backward=backward)
-
-    def before_s(self) -> float:
-        """Seconds to gather what is gathered once, before anything is computed."""
-        return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
-
-    def after_s(self, *, beside: bool) -> float:
-        """Seconds to reduce what the last backward leaves to be reduced; `beside` it the buckets of
-        units were."""
-        reduce_s, buckets = self.links.reduce_s, self.links.buckets
-        ends = reduce_s[ROOT] + reduce_s[BEFORE]
-        return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
-
-    def update_s(self, worker: int) -> float:
-        one, zero_stage = self.workers[worker], self.plan.zero_stage
-        whole = optimizer_seconds(self.profile, one.device_class, zero_stage, one.state_on)
-        return whole * (one.state_share if zero_stage else 1.0)
-
-    @cached_property
-    def state(self) -> list[dict[str, int]]:
-        """Of each worker, bytes of state and of what collectives fill."""
-        owned = owned_by_rank(self.links.buckets, tuple(w.state_share for w in self.workers))
-        found = []
-        for worker, own in zip(self.workers, owned):
-            state = self.memory.state(worker.compute_dtype, worker.state_on)
-            causes = {"state": state.owned_bytes(own)} | state.laid_out
-            causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
-            found.append(causes)
-        return found
-
-    def host_bytes(self, worker: int) -> int:
-        one = self.workers[worker]
-        shares = tuple(w.state_share for w in self.workers)
-        own = owned_by_rank(self.links.buckets, shares)[worker]
-        return self.memory.state(one.compute_dtype, one.state_on).owned_bytes_on_host(own)
-
-
-def in_layers(mode: Mode) -> Mode:
-    """How a pass of a stage runs."""
-    return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
-
-
-def _held(held: Activations) -> Held:
-    most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
-    left = 0
-    for phase in held.phases:
-        causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
-        left = max(left, causes["activations"])
-        most[phase.working[1]] = _larger(most[phase.working[1]], causes)
-    return Held(left, 0, most["forward"], most["head"], most["backward"])
-
-
-def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return other if sum(other.values()) >= sum(one.values()) else one
 
 
 @dataclass(frozen=True)
@@ -308,7 +93,7 @@ class StagedStep:
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._moved = moved
-        self.in_waves = plan.zero_stage >= 2
+        self.in_waves = plan.in_waves
         # By (stage, rank): which of the stage's workers the rank is.
         self.place_of = {
             (number, rank): place
@@ -348,19 +133,15 @@ class StagedStep:
         for shared in self.cut.shared:
             before = found[-1].of_stages
             begin = max(before[number][1] for number in shared.stages)
-            both = (begin, begin + self._shared_s(shared.stages))
+            both = (begin, begin + self._shared_s(shared))
             found.append(Reductions(dict(before) | dict.fromkeys(shared.stages, both)))
         return tuple(found)
 
-    def _shared_s(self, stages: tuple[int, ...]) -> float:
-        """To reduce what these stages share of the root, and to gather it."""
-        if not self._moved:
+    def _shared_s(self, shared: Shared) -> float:
+        """To reduce what several stages have of the root, and to gather it."""
+        workers = [self.plan.workers[rank] for rank in self.plan.shares_among(shared.stages)]
+        if not self._moved or len(workers) == 1:
             return 0.0
-        shared = next(one for one in self.cut.shared if one.stages == stages)
-        ranks = sorted({rank for n in stages for rank in self.plan.ranks_of(n)})
-        if len(ranks) == 1:
-            return 0.0
-        workers = [self.plan.workers[rank] for rank in ranks]
         wire = wire_among(self.profile, [(w.host, w.device_class) for w in workers])
         forms = self.plan.collectives
         size = shared.trainable * GRADIENT_BYTES
@@ -402,9 +183,7 @@ class StagedStep:
 
     def order(self, rank: int) -> tuple[Action, ...]:
         """What a rank does in a step."""
-        stage = self.plan.stages_of(rank)[0]
-        leader = self.pipeline.seats[stage][0].rank if self.in_waves else rank
-        return self.pipeline.orders[leader]
+        return self.pipeline.actions_of(self.plan, rank)
 
     @cached_property
     def _first(self) -> dict[tuple[int, int], Action | None]:
@@ -421,8 +200,8 @@ class StagedStep:
     def _transfer(self, action: Action, other: Action) -> Transfer:
         """What `action` sends, for `other`."""
         if action.stage == other.stage:
-            return Transfer(0.0)
-        longest = Transfer(0.0)
+            return NOTHING_SENT
+        longest = NOTHING_SENT
         for giver, taker, size in self.sent(action, other):
             if giver.device == taker.device:
                 continue
@@ -543,9 +322,10 @@ class StagedStep:
         worker, found = self.plan.workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
         for shared in self.cut.shared:
-            ranks = sorted({r for n in shared.stages for r in self.plan.ranks_of(n)})
-            if rank not in ranks:
+            shares = self.plan.shares_among(shared.stages)
+            if rank not in shares:
                 continue
+            ranks = tuple(shares)
             state = StateModel(
                 self.profile,
                 self.stages[0].links,
@@ -555,10 +335,6 @@ class StagedStep:
                 worker.state_on,
             )
             numel = shared.trainable
-            shares = dict.fromkeys(ranks, 0.0)
-            for n in shared.stages:
-                for r, share in zip(self.plan.ranks_of(n), self.plan.stages[n].shares):
-                    shares[r] += share / len(shared.stages)
             own = cut_sizes(numel, tuple(shares.values()))[ranks.index(rank)]
             own = numel if zero_stage == 0 else own
             width = DTYPE_BYTES[worker.compute_dtype]
@@ -582,7 +358,7 @@ class StagedStep:
             others = sum(waiting.values())
             now = dict(held.forward)
             if action.kind != "forward":
-                now = dict(_larger(held.head, held.backward))
+                now = dict(larger(held.head, held.backward))
             now["activations"] += others
             if sum(now.values()) > sum(most.values()):
                 most = now

@@ -151,7 +151,7 @@ class _InStages:
         root = sizes[ROOT]
         order = self._step.order(rank)
         waves = sum(a.kind == "backward" and a.stage == number for a in order)
-        times = waves if plan.zero_stage >= 2 else 1
+        times = waves if plan.in_waves else 1
         for size in (*of_units * times, root):
             if size.trainable:
                 yield "all_reduce" if plan.zero_stage == 0 else "reduce", size.gradient_bytes

@@ -71,11 +71,8 @@ class Division:
         this rank is in none of them. Collective: it makes process groups."""
         found: list[Division | None] = []
         for stages in divided:
-            shares: dict[int, float] = {}
-            for stage in stages:
-                for rank, share in zip(plan.ranks_of(stage), plan.stages[stage].shares):
-                    shares[rank] = shares.get(rank, 0.0) + share / len(stages)
-            ranks = tuple(sorted(shares))
+            shares = plan.shares_among(stages)
+            ranks, of_ranks = tuple(shares), tuple(shares.values())
             own = comm.among(ranks)
             if own is None:
                 found.append(None)
@@ -84,7 +81,6 @@ class Division:
             zero_stage = plan.zero_stage if len(stages) == 1 else min(plan.zero_stage, 1)
             on_host = plan.workers[comm.rank].state_on == "host"
             first = zero_stage > 0 or own.rank == 0
-            of_ranks = tuple(shares[rank] for rank in ranks)
             found.append(cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host))
         return found
 

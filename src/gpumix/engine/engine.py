@@ -34,7 +34,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.parts import Parts
-from gpumix.engine.pipelined import Entrance, Place, Running, actions_of
+from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
 from gpumix.engine.shards import FlatGroup, Piece
@@ -194,7 +194,7 @@ class Engine:
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         assert self._pipeline is not None
-        actions = actions_of(self._pipeline, self.plan, self.comm.rank)
+        actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale.float())
         table, gradient_scale = self._exchange(step.run(), scale)
         for bucket in self._buckets:
@@ -323,7 +323,7 @@ class Engine:
     def _evaluate_in_stages(self, batch: Any, samples: int | None) -> list[Loss]:
         assert self._pipeline is not None
         rows = share_of(self.plan, self.comm.rank).rows(samples)
-        actions = actions_of(self._pipeline, self.plan, self.comm.rank)
+        actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
         empty = [n for n, own in zip(self._places[0].batches, rows) if not own]
         make = self._maker(self._cut(batch, rows), keep=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.pipeline import Action, Pipeline
+from gpumix.cost.pipeline import Action
 from gpumix.engine import layered
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.coroutine import UnitCall
@@ -73,7 +73,7 @@ class Place:
 
     def members(self, action: Action) -> list[int]:
         """Those of them that an action is for."""
-        if self.plan.zero_stage < 2:
+        if not self.plan.in_waves:
             return [action.batch]
         return [n for n in self.batches if self._waves[n] == action.batch]
 
@@ -330,13 +330,6 @@ class Step:
         for (to, taken), look in running.sent.items():
             if taken.differentiable:
                 yield Message("backward", to, running.number, taken), look
-
-
-def actions_of(pipeline: Pipeline, plan: Plan, rank: int) -> tuple[Action, ...]:
-    """What a rank does in a step."""
-    stage = plan.stages_of(rank)[0]
-    leader = pipeline.seats[stage][0].rank if plan.zero_stage >= 2 else rank
-    return pipeline.orders[leader]
 
 
 def _backward_of(action: Action) -> Action:

@@ -9,7 +9,7 @@ from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere
 from gpumix.engine.parts import Storage
 from gpumix.engine.units import Anatomy, Unit
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan, Stage, of_several
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,12 @@ class Divided:
 
 def divided(plan: Plan, comm: Communicator) -> Divided:
     """Of the stages of a plan. Collective: it makes process groups."""
-    users: dict[str, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        for name in stage.root or ():
-            users.setdefault(name, []).append(number)
-    together: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in users.items():
-        if len(stages) > 1:
-            together.setdefault(tuple(stages), []).append(name)
+    together = of_several([stage.root or () for stage in plan.stages])
     each = [(number,) for number in range(len(plan.stages))]
     divisions = Division.of_stages(plan, comm, [*each, *together])
     alone = {number: d for (number,), d in zip(each, divisions) if d is not None}
-    of_several = zip(together.values(), divisions[len(each) :])
-    return Divided(alone, tuple(Shared(tuple(n), d) for n, d in of_several if d is not None))
+    shared = zip(together.values(), divisions[len(each) :])
+    return Divided(alone, tuple(Shared(tuple(n), d) for n, d in shared if d is not None))
 
 
 def part_of(anatomy: Anatomy, stage: Stage, divided: Divided) -> Anatomy:

@@ -6,7 +6,7 @@ order in which a cluster lists its devices never matters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -16,7 +16,7 @@ from gpumix.planner.setting import Setting
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker
+from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH
@@ -123,3 +123,8 @@ def predicted(plan: Plan) -> Prediction:
     """The prediction that `assemble` gave the plan."""
     assert plan.prediction is not None
     return plan.prediction
+
+
+def fit(workers: Iterable[WorkerPrediction]) -> bool:
+    """Whether each has room for what it holds at the most."""
+    return all(worker.peak_bytes <= worker.memory_limit_bytes for worker in workers)

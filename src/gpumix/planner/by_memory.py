@@ -17,7 +17,7 @@ from gpumix.cost.curves import FloatArray, bytes_at
 from gpumix.cost.memory import MASTER_BYTES, SHARD_GRADIENT_BYTES, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.time import can
-from gpumix.planner.base import PlanRequest, predicted, ranked_devices
+from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
 from gpumix.planner.misfit import Misses
 from gpumix.planner.staged import refuse_one_stage
 from gpumix.planner.way import Cut, Way, assemble_stages
@@ -47,7 +47,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     misses = Misses("the model, layer by layer,")
     for way in _ways(profile, request, devices):
         plan = _plan(profile, request.global_batch, way)
-        if all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers):
+        if fit(predicted(plan).workers):
             return plan
         misses.note(plan, predicted(plan).workers)
     raise misses.error(profile)

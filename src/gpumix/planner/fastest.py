@@ -35,12 +35,17 @@ def in_stages(profile: Profile, request: PlanRequest, other: Plan | NoFeasiblePl
     below_s = float("inf")
     if isinstance(other, Plan):
         below_s = predicted(other).step_s * (1.0 - WORTHWHILE)
-    if request.space.most_stages != 1:
-        try:
-            found = staged(profile, request, below_s)
-            return found.model_copy(update={"strategy": "optimal"})
-        except (InputError, NoFeasiblePlanError):
-            pass  # one stage is all that there is, or all that fits in the time
-    if isinstance(other, NoFeasiblePlanError):
-        raise other
-    return other
+    found = _staged_below(profile, request, below_s) or other
+    if isinstance(found, NoFeasiblePlanError):
+        raise found
+    return found
+
+
+def _staged_below(profile: Profile, request: PlanRequest, below_s: float) -> Plan | None:
+    """A plan of several stages; None if one is all that there may be, or that fits in the time."""
+    if request.space.most_stages == 1:
+        return None
+    try:
+        return staged(profile, request, below_s).model_copy(update={"strategy": "optimal"})
+    except (InputError, NoFeasiblePlanError):
+        return None

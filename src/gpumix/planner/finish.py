@@ -16,7 +16,7 @@ from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Activations
 from gpumix.cost.predict import links_of_plan, predict
 from gpumix.cost.time import can, pass_seconds
-from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.base import PlanRequest, fit, predicted
 from gpumix.planner.optimal import optimal_below
 from gpumix.planner.options import Paces
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
@@ -58,7 +58,7 @@ def _joined(profile: Profile, plan: Plan) -> Plan:
     for joined in JOINED:
         if joined < 2 * units:
             found = _with_stage(profile, plan, plan.stages[0].model_copy(update={"joined": joined}))
-            if _fits(found) and _shorter(found, best):
+            if fit(predicted(found).workers) and _shorter(found, best):
                 best = found
     return best
 
@@ -80,7 +80,7 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
         return plan
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
     found = _with_stage(profile, plan, stage)
-    return found if _fits(found) and not _shorter(plan, found) else plan
+    return found if fit(predicted(found).workers) and not _shorter(plan, found) else plan
 
 
 def _may_keep(profile: Profile, worker: Worker) -> bool:
@@ -118,10 +118,6 @@ def _bounded(plan: Plan, before: Plan) -> Plan:
     if bound_s is not None:
         bound_s = min(bound_s, expected.step_s)
     return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
-
-
-def _fits(plan: Plan) -> bool:
-    return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
 
 
 def _shorter(one: Plan, other: Plan) -> bool:

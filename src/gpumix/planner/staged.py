@@ -1,7 +1,7 @@
 """The fastest plan of several stages: who stands where, which calls, which micro-batches.
 
-A *way* is a row of groups (`planner.arrange`), a ZeRO stage, a mode for each stage, a schedule and
-a micro-batch size. Of each way the cuts of the calls are looked at: all if there are few, else the
+A *way* is a row of groups (`planner.arrange`), a mode for each stage, a schedule and a micro-batch
+size. Of each way the cuts of the calls are looked at: all if there are few, else the
 one with the shortest busiest stage, by dynamic programme. No step is shorter than what its busiest
 worker computes, and what comes before and after that; so candidates are counted exactly
 (`cost.staged`) in the order of this least time, until no other can be shorter than the best one.
@@ -28,7 +28,7 @@ from gpumix.cost.predict import predict
 from gpumix.cost.staged import StagedStep
 from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.planner.arrange import Group, Row, rows
-from gpumix.planner.base import PlanRequest, predicted, ranked_devices
+from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
 from gpumix.planner.cuts import Cutter
 from gpumix.planner.misfit import Misses
 from gpumix.planner.way import Counts, Cut, Deal, Way, assemble_stages
@@ -287,12 +287,11 @@ class _Search:
     def _fitting(self, plan: Plan, step: StagedStep) -> Plan | None:
         """The plan with state where there is room for it; None if there is too little."""
         workers = list(step.workers())
-        if all(w.peak_bytes <= w.memory_limit_bytes for w in workers):
+        if fit(workers):
             return plan
         moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
         if moved is not None:
-            found = StagedStep(self._profile, moved).workers()
-            if all(w.peak_bytes <= w.memory_limit_bytes for w in found):
+            if fit(StagedStep(self._profile, moved).workers()):
                 return moved
         self._misses.note(plan, workers)
         return None

@@ -120,9 +120,8 @@ class _Events:
         """What comes for `action`, once for all ranks of a wave."""
         for one in self._senders(action):
             begin, end = self._step.times.sent_s[one, action]
-            giver = self._leader(one)
-            if ("send", one, action) not in self._noted:
-                name = ("send", one, action)
+            name, giver = ("send", one, action), self._leader(one)
+            if name not in self._noted:
                 yield _Noted(
                     name, "send", one.stage, giver, begin, end, ((giver, one),), (one.batch,)
                 )

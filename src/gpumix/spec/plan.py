@@ -284,7 +284,7 @@ class Plan(Document):
         cuts = [[one.rows for one in s.micro_batches(self.waves)] for s in self.stages]
         if any(rows != cuts[0] for rows in cuts):
             raise ValueError("the stages do not cut the batch into the same micro-batches")
-        if self.waves > 1 and self.zero_stage < 2:
+        if self.waves > 1 and not self.in_waves:
             raise ValueError("several waves are for ZeRO stages 2 and 3: others gather nothing")
         if self.schedule == "zero-bubble" and self.zero_stage > 1:
             raise ValueError(
@@ -329,6 +329,20 @@ class Plan(Document):
         for worker in (w for stage in self.stages for w in stage.workers):
             first.setdefault(worker.device, worker)
         return tuple(first[device] for device in self.ranks or first)
+
+    @property
+    def in_waves(self) -> bool:
+        """Whether a stage's workers gather and reduce for each other in the middle of a step, so
+        that all of them go through waves of micro-batches together."""
+        return self.zero_stage >= 2
+
+    def shares_among(self, stages: Sequence[int]) -> dict[int, float]:
+        """By rank, in their order: its share of what these stages divide between them."""
+        shares: dict[int, float] = {}
+        for stage in stages:
+            for rank, share in zip(self.ranks_of(stage), self.stages[stage].shares):
+                shares[rank] = shares.get(rank, 0.0) + share / len(stages)
+        return dict(sorted(shares.items()))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Numbers of the stages that a rank computes."""
@@ -385,6 +399,19 @@ class Plan(Document):
         ]
         ranks = tuple(devices) if len(stages) > 1 else ()
         return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})
+
+
+def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
+    """Of the names that each stage has of the root, those that several have, by these stages."""
+    users: dict[str, list[int]] = {}
+    for stage, names in enumerate(roots):
+        for name in names:
+            users.setdefault(name, []).append(stage)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in users.items():
+        if len(stages) > 1:
+            found.setdefault(tuple(stages), []).append(name)
+    return found
 
 
 def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:

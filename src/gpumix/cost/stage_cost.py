@@ -1,0 +1,232 @@
+"""What one pass of micro-batches through one stage takes and holds, on each of its workers.
+
+The stage is a model of its own (`cost.of_stage`), so the cost model of one stage tells. What a rank
+does with its passes in a step, `cost.staged` puts together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gpumix.cost.buckets import BEFORE, Joining
+from gpumix.cost.curves import MicroBatches, bytes_at
+from gpumix.cost.memory import Activations, MemoryModel, Owned, owned_by_rank
+from gpumix.cost.network import Cuts, Layout, free_links, links_for
+from gpumix.cost.of_stage import StagedModel
+from gpumix.cost.phases import Pass
+from gpumix.cost.time import optimizer_seconds, pass_seconds
+from gpumix.cost.wire import wire_among
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import DTYPE_BYTES, Mode, Plan, Worker
+from gpumix.spec.profile import ROOT, ModelProfile, Profile
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are of
+    computing alone, `first_s` and `last_s` where parameters are gathered, or gradients reduced;
+    `weights_s` is what of a split backward is put off."""
+
+    forward_s: float
+    first_s: float
+    backward_s: float
+    last_s: float
+    weights_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one pass through a stage's units: what it leaves until its backward, what that
+    leaves where it is split, and by cause what forward, head and loss, and backward take at their
+    most, that of other micro-batches apart."""
+
+    left: int
+    split: int
+    forward: dict[str, int]
+    head: dict[str, int]
+    backward: dict[str, int]
+
+
+class StageCost:
+    """One stage of a plan.
+
+    Args:
+        moved: whether communication takes time.
+    """
+
+    def __init__(
+        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, moved: bool
+    ) -> None:
+        stage = plan.stages[number]
+        self.plan, self.number, self.workers = plan, number, stage.workers
+        self.profile = cut.profile_of(whole, number)
+        places = [(w.host, w.device_class) for w in stage.workers]
+        layout = Layout(
+            plan.zero_stage,
+            "all",
+            plan.collectives,
+            Cuts.at(stage.shares),
+            plan.communication_dtype,
+            Joining(stage.joined),
+        )
+        links = links_for(self.profile, wire_among(whole, places), layout)
+        free = free_links(links.buckets)
+        self.links = links if moved else free
+        self._free = free
+        self.memory = MemoryModel(self.profile, links, len(stage.workers), plan.zero_stage)
+        # Found before it is added: the gradient of what the code before the first unit looks up.
+        self._looked_up = max(map(cut.elements, whole.model.needs[0].root), default=0)
+        self._looked_up *= number == 0
+        self._passes: dict[tuple[int, int, int], Passes] = {}
+        self._held: dict[tuple[int, int, int], Held] = {}
+
+    def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
+        """Samples of a worker in one micro-batch, or in one wave, and the most of them at once."""
+        sizes = self._sizes[worker].get(batch, ())
+        return sum(sizes), max(sizes, default=0)
+
+    @cached_property
+    def _sizes(self) -> list[dict[int, list[int]]]:
+        """Of each worker: samples of its micro-batches, by number or by wave."""
+        found: list[dict[int, list[int]]] = [{} for _ in self.workers]
+        in_waves = self.plan.in_waves
+        stage = self.plan.stages[self.number]
+        for number, one in enumerate(stage.micro_batches(self.plan.waves)):
+            key = one.wave if in_waves else number
+            found[one.worker].setdefault(key, []).append(len(one.rows))
+        return found
+
+    def passes(self, worker: int, batch: int) -> Passes:
+        """Of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._passes:
+            one = self.workers[worker]
+            self._passes[key] = self._timed(one.device_class, in_layers(one.mode), samples, size)
+        return self._passes[key]
+
+    def _timed(self, name: str, mode: Mode, samples: int, size: int) -> Passes:
+        micro = MicroBatches.of([samples], [size])
+        both = [pass_seconds(self.profile, name, x, micro, mode) for x in (self._free, self.links)]
+        (forward, backward), (first, last) = ([float(s[0]) for s in one] for one in both)
+        links, kind = self.links, self.links.buckets.kind(0)
+        found = Passes(
+            forward_s=forward,
+            first_s=first + links.gather_s[kind],
+            backward_s=backward,
+            last_s=last + links.reduce_s[kind],
+        )
+        return self._split(name, micro, found) if self.splits else found
+
+    @property
+    def splits(self) -> bool:
+        return self.plan.schedule == "zero-bubble"
+
+    def _split(self, name: str, micro: MicroBatches, whole: Passes) -> Passes:
+        """With the gradients of parameters put off."""
+        inputs = weights = gradient = 0.0
+        for kind in self.profile.model.kind_of_call:
+            times = self.profile.of_class(name).units[kind]
+            if times.inputs is None or times.weights is None or times.gradient is None:
+                raise InputError(
+                    "the profile does not say how long the parts of a split backward take",
+                    where=f"device class '{name}'",
+                    fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
+                    "schedule 'zero-bubble'",
+                )
+            inputs += float(micro.seconds(times.inputs)[0])
+            weights += float(micro.seconds(times.weights)[0])
+            gradient += float(micro.seconds(times.gradient)[0])
+        backward = whole.backward_s - gradient + inputs
+        last = whole.last_s - gradient + inputs
+        return replace(whole, backward_s=backward, last_s=last, weights_s=weights)
+
+    def held(self, worker: int, batch: int) -> Held:
+        """Of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._held:
+            self._held[key] = self._counted(self.workers[worker], samples, size)
+        return self._held[key]
+
+    def _counted(self, worker: Worker, samples: int, size: int) -> Held:
+        model = self.profile.model_in(worker.compute_dtype)
+        micro = MicroBatches.of([samples], [size])
+        held = _held(Activations(model, micro, in_layers(worker.mode)))
+        held = self._held_in_parts(model, size, held) if self.splits else held
+        least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
+        backward = dict(held.backward)
+        backward["working set"] = max(backward["working set"], least)
+        return replace(held, backward=backward)
+
+    def _held_in_parts(self, model: ModelProfile, size: int, held: Held) -> Held:
+        """The same of a backward in two parts."""
+        kinds = [model.kind(kind) for kind in model.kind_of_call]
+        left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
+        working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
+        split = int(sum(left) + bytes_at(model.root.kept, size))
+        most = max(map(int, working), default=0)
+        backward = dict(held.backward)
+        backward["working set"] = max(most, backward["working set"])
+        backward["activations"] = max(split, backward["activations"])
+        return replace(held, split=split, backward=backward)
+
+    def before_s(self) -> float:
+        """Seconds to gather what is gathered once, before anything is computed."""
+        return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
+
+    def after_s(self, *, beside: bool) -> float:
+        """Seconds to reduce what the last backward leaves to be reduced; `beside` it the buckets of
+        units were."""
+        reduce_s, buckets = self.links.reduce_s, self.links.buckets
+        ends = reduce_s[ROOT] + reduce_s[BEFORE]
+        return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
+
+    def update_s(self, worker: int) -> float:
+        one, zero_stage = self.workers[worker], self.plan.zero_stage
+        whole = optimizer_seconds(self.profile, one.device_class, zero_stage, one.state_on)
+        return whole * (one.state_share if zero_stage else 1.0)
+
+    @cached_property
+    def _owned(self) -> tuple[Owned, ...]:
+        return owned_by_rank(self.links.buckets, tuple(w.state_share for w in self.workers))
+
+    @cached_property
+    def state(self) -> list[dict[str, int]]:
+        """Of each worker, bytes of state and of what collectives fill."""
+        found = []
+        for worker, own in zip(self.workers, self._owned):
+            state = self.memory.state(worker.compute_dtype, worker.state_on)
+            causes = {"state": state.owned_bytes(own)} | state.laid_out
+            causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
+            found.append(causes)
+        return found
+
+    def host_bytes(self, worker: int) -> int:
+        one = self.workers[worker]
+        state = self.memory.state(one.compute_dtype, one.state_on)
+        return state.owned_bytes_on_host(self._owned[worker])
+
+
+def in_layers(mode: Mode) -> Mode:
+    """How a pass of a stage runs."""
+    return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
+
+
+def _held(held: Activations) -> Held:
+    """At the moments of a pass."""
+    most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
+    left = 0
+    for phase in held.phases:
+        causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
+        left = max(left, causes["activations"])
+        most[phase.working[1]] = larger(most[phase.working[1]], causes)
+    return Held(left, 0, most["forward"], most["head"], most["backward"])
+
+
+def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Of bytes by cause, those that are more in all."""
+    return other if sum(other.values()) >= sum(one.values()) else one

@@ -1,0 +1,92 @@
+"""A small Llama, its profile, and what ranks count while they train it by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+import gpumix
+from gpumix.engine.prepare import prepare
+from gpumix.hardware.runtime import open_device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from harness import run_ranks
+from models import causal_model, packed_lm
+from reference import SEED
+from staging import own_samples
+
+CLASS = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=512 * 2**20)
+BESIDE_THE_MODEL_BYTES = 16 * 1024  # the batch, and a state of the random number generator
+LAYERS, WIDTH, VOCABULARY = 6, 128, 512
+llama = causal_model(
+    "LlamaConfig",
+    hidden_size=WIDTH,
+    intermediate_size=3 * WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=VOCABULARY,
+    tie_word_embeddings=False,
+)
+
+
+class Counted(NamedTuple):
+    """Of one rank: collectives and messages of a step, their bytes, and the peak of three steps."""
+
+    counts: dict[str, int]
+    bytes: dict[str, int]
+    peak_bytes: int
+
+
+def profiled() -> Profile:
+    """Measured in a process of its own."""
+    (found,) = run_ranks(_profile, 1)
+    return Profile.model_validate_json(found)
+
+
+def counted(plans: Mapping[str, Plan]) -> dict[str, list[Counted]]:
+    """What the ranks of each plan count, by its name."""
+    found = {}
+    for world in {len(plan.workers) for plan in plans.values()}:
+        some = {n: p.model_dump_json() for n, p in plans.items() if len(p.workers) == world}
+        ranks = run_ranks(_count, world, some)
+        found |= {name: [of_rank[name] for of_rank in ranks] for name in some}
+    return found
+
+
+def _profile() -> str:
+    generator = torch.Generator().manual_seed(1)
+    profile = gpumix.profile(
+        llama,
+        lambda n: packed_lm(n, generator),
+        sequence_length=1,
+        global_batch=6,
+        cluster=Cluster(classes=(CLASS,), devices=(Device(id="d0", device_class="cpu"),)),
+        budget_s=20,
+        progress=lambda line: None,
+    )
+    return profile.model_dump_json()
+
+
+def _count(plans: dict[str, str]) -> dict[str, Counted]:
+    found, rank = {}, torch.distributed.get_rank()
+    for name, plan_json in plans.items():
+        plan = Plan.model_validate_json(plan_json)
+        with open_device(CLASS, 0) as runtime:
+            engine = prepare(gpumix.build(llama, SEED), plan)
+            optimizer = torch.optim.AdamW(engine.parameters(), fused=True)
+            batch = packed_lm(plan.global_batch, torch.Generator().manual_seed(2))
+            own = own_samples(plan, rank, batch)
+            runtime.reset_peak()
+            for _ in range(3):
+                counts, sizes = engine.comm.counts.copy(), engine.comm.bytes.copy()
+                engine.step(own)
+                counts, sizes = engine.comm.counts - counts, engine.comm.bytes - sizes
+                optimizer.step()
+                optimizer.zero_grad()
+            found[name] = Counted(dict(counts), dict(sizes), runtime.peak_bytes())
+            del engine, optimizer
+    return found
