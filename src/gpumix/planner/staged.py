@@ -290,9 +290,8 @@ class _Search:
         if fit(workers):
             return plan
         moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
-        if moved is not None:
-            if fit(StagedStep(self._profile, moved).workers()):
-                return moved
+        if moved is not None and fit(StagedStep(self._profile, moved).workers()):
+            return moved
         self._misses.note(plan, workers)
         return None
 
