@@ -24,18 +24,23 @@ from reference import SEED, Share, Trained, batches, joined, optimizer_for, piec
 
 
 class Row(NamedTuple):
-    """The workers of a stage: each one's part, and the number of its device."""
+    """The workers of a stage: each one's part, and the number of its device; in teams of
+    `tensor`."""
 
     shares: tuple[Share, ...]
     devices: tuple[int, ...]
+    tensor: int = 1
 
 
-def rows(*samples: Sequence[int], micro_batch: int = 2, **share: Any) -> list[Row]:
-    """Stages on devices of their own, by the samples of each worker."""
+def rows(
+    *samples: Sequence[int], micro_batch: int = 2, tensor: Sequence[int] = (), **share: Any
+) -> list[Row]:
+    """Stages on devices of their own, by the samples of each worker, or team of so many."""
     found, device = [], 0
-    for of_stage in samples:
-        shares = tuple(Share(n, min(n, micro_batch), 1, **share) for n in of_stage)
-        found.append(Row(shares, tuple(range(device, device + len(shares)))))
+    for of_stage, members in zip(samples, tensor or [1] * len(samples), strict=True):
+        each = [Share(n, min(n, micro_batch), 1, **share) for n in of_stage]
+        shares = tuple(share for share in each for _ in range(members))
+        found.append(Row(shares, tuple(range(device, device + len(shares))), members))
         device += len(shares)
     return found
 
@@ -82,6 +87,7 @@ def staged_plan(
             Stage(
                 units=calls[begin:end],
                 workers=tuple(_worker(row, n) for n in range(len(row.shares))),
+                tensor=row.tensor,
                 root=tuple(dict.fromkeys(name for one in wanted for name in one.root)),
                 takes=tuple(
                     dict.fromkeys(t for one in wanted for t in one.outputs if t.call < begin)
@@ -92,7 +98,7 @@ def staged_plan(
         strategy="test",
         model=dissect(build(ARCHITECTURES[name].factory, SEED)).fingerprint(),
         sequence_length=1,
-        global_batch=sum(share.samples for share in rows[0].shares),
+        global_batch=sum(share.samples for share in rows[0].shares[:: rows[0].tensor]),
         stages=tuple(stages),
         **settings,
     )
@@ -105,7 +111,7 @@ def _worker(row: Row, number: int) -> Worker:
         device_class="cpu",
         samples=share.samples,
         micro_batch=share.micro_batch,
-        state_share=share.state / sum(s.state for s in row.shares),
+        state_share=share.state * row.tensor / sum(s.state for s in row.shares),
         mode=share.mode,
         kept_graphs=share.kept,
     )

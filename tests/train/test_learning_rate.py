@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpumix.engine.shards import Piece
+from gpumix.engine.window import Window
 from gpumix.spec.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
 from gpumix.train.optimizer import learning_rate, optimizer_for
 
@@ -86,7 +87,7 @@ def test_every_schedule_rises_to_the_peak_and_never_falls_below_its_end(
 def piece(name: str, shape: tuple[int, ...], *, numel: int, trained: bool = True) -> Piece:
     """`numel` elements of a parameter of this shape, which is all that a rank has of it."""
     local = nn.Parameter(torch.ones(numel), requires_grad=trained)
-    return Piece(name, torch.Size(shape), 0, numel, local)
+    return Piece(name, Window(torch.Size(shape)), 0, numel, local)
 
 
 def test_matrices_decay_whatever_the_shape_of_their_piece():

@@ -42,8 +42,8 @@ class Action:
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker of a stage, and the numbers of its micro-batches: some that follow one another. Or
-    all workers, who go through all waves together: then `rank` is the first of them."""
+    """A worker of a stage, and the numbers of its micro-batches: some that follow one another. A
+    team, or all workers where they go through all waves together, is known by its first `rank`."""
 
     stage: int
     rank: int
@@ -210,15 +210,17 @@ class Pipeline:
     def actions_of(self, plan: Plan, rank: int) -> tuple[Action, ...]:
         """What a rank does in a step of the plan whose pipeline this is."""
         stage = plan.stages_of(rank)[0]
-        return self.orders[self.seats[stage][0].rank if plan.in_waves else rank]
+        leader = plan.team_of(rank, stage)[0]
+        return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
 
 
 def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
-    counts = [len(worker.micro_batches) for worker in plan.stages[stage].workers]
+    counts = [len(team[0].micro_batches) for team in plan.stages[stage].teams]
     ends = list(accumulate(counts))
+    leaders = plan.ranks_of(stage)[:: plan.stages[stage].tensor]
     return tuple(
         Seat(stage, rank, range(end - count, end))
-        for rank, count, end in zip(plan.ranks_of(stage), counts, ends)
+        for rank, count, end in zip(leaders, counts, ends)
     )
 
 

@@ -34,7 +34,6 @@ class Bucket:
         self.groups = list(groups)
         self._comm = division.comm
         self._arrivals = arrivals
-        self.first = division.first
         self._resident = division.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None

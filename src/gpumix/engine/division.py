@@ -8,9 +8,10 @@ sharding the ranks of each host divide the whole between them, and every host re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ class Division:
         copies: what joins the hosts, where each of them has all of the state.
         first: whether this rank's part is the first of its copies, which stands for all of them.
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
+        team: the ranks that compute the units together with this one.
+        repeats: so many ranks of `comm` come to each gradient, all of them to the same.
     """
 
     zero_stage: ZeroStage
@@ -38,6 +41,8 @@ class Division:
     copies: Copies | None = None
     first: bool = True
     on_host: bool = False
+    team: Communicator | None = None
+    repeats: int = 1
 
     @property
     def whole_parameters(self) -> bool:
@@ -64,29 +69,51 @@ class Division:
         return offsets[self.comm.rank], offsets[self.comm.rank + 1]
 
     @classmethod
-    def of_stages(
-        cls, plan: Plan, comm: Communicator, divided: Sequence[Sequence[int]]
-    ) -> list[Division | None]:
-        """Of what stages divide between them, each of `divided` being numbers of stages; None where
-        this rank is in none of them. Collective: it makes process groups."""
-        found: list[Division | None] = []
-        for stages in divided:
-            shares = plan.shares_among(stages)
-            ranks, of_ranks = tuple(shares), tuple(shares.values())
-            own = comm.among(ranks)
-            if own is None:
-                found.append(None)
-                continue
-            # Ranks of several stages do not meet in the middle of a step.
-            zero_stage = plan.zero_stage if len(stages) == 1 else min(plan.zero_stage, 1)
-            on_host = plan.workers[comm.rank].state_on == "host"
-            first = zero_stage > 0 or own.rank == 0
-            found.append(cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host))
+    def of_stage(
+        cls, plan: Plan, comm: Communicator, stage: int, team: Communicator | None
+    ) -> Division | None:
+        """Of what one stage divides between its workers; None where this rank is none of them.
+        Collective: it makes process groups."""
+        found = None
+        for member in range(plan.stages[stage].tensor):
+            shares = plan.shares_among([stage], member)
+            found = cls._among(plan, comm, shares, plan.zero_stage, team=team) or found
         return found
 
     @classmethod
-    def of(cls, plan: Plan, comm: Communicator) -> Division:
-        """Of `plan` on the ranks of `comm`. Collective: it makes process groups."""
+    def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
+        """Of what several stages divide between them; see `of_stage`."""
+        repeats = [plan.stages[n].tensor for n in plan.stages_of(comm.rank) if n in stages]
+        # Ranks of several stages do not meet in the middle of a step.
+        zero_stage = min(plan.zero_stage, 1)
+        return cls._among(
+            plan, comm, plan.shares_among(stages), zero_stage, repeats=max(repeats, default=1)
+        )
+
+    @classmethod
+    def _among(
+        cls,
+        plan: Plan,
+        comm: Communicator,
+        shares: Mapping[int, float],
+        zero_stage: ZeroStage,
+        **more: Any,
+    ) -> Division | None:
+        own = comm.among(tuple(shares))
+        if own is None:
+            return None
+        on_host = plan.workers[comm.rank].state_on == "host"
+        first = zero_stage > 0 or own.rank == 0
+        ranks, of_ranks = tuple(shares), tuple(shares.values())
+        return cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host, **more)
+
+    @classmethod
+    def of(cls, plan: Plan, comm: Communicator, team: Communicator | None = None) -> Division:
+        """Of a plan of one stage on the ranks of `comm`. Collective: it makes process groups."""
+        if team is not None:
+            division = cls.of_stage(plan, comm, 0, team)
+            assert division is not None, "every rank is a worker"
+            return division
         workers = plan.workers
         on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":

@@ -9,7 +9,7 @@ either. What a stage needs of earlier ones takes their place, as the plan says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,17 @@ class Elsewhere:
     Args:
         anatomy: all of the model; its units' own forward must not have been replaced yet.
         dtype: that floating parameters are computed in here.
+        undivided: inside of it modules are those of one rank alone.
     """
 
-    def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        device: torch.device,
+        dtype: torch.dtype,
+        undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._undivided = undivided
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
@@ -123,7 +131,8 @@ class Elsewhere:
         kind = self._kinds[call.unit]
         key = (kind, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
-            self._returned[key] = self._tried(call)
+            with self._undivided():
+                self._returned[key] = self._tried(call)
         return self._returned[key]
 
     def _tried(self, call: UnitCall) -> Returned:

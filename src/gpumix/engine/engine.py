@@ -85,6 +85,9 @@ class Engine:
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
+        # Of a team, whose members all come to the same losses, the first one tells them.
+        last = plan.stages_of(comm.rank)[-1]
+        self._counts = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
         self._stats = torch.zeros(comm.world, 3)
         tokens = float(plan.global_batch * plan.sequence_length)
@@ -332,7 +335,7 @@ class Engine:
     def gradient_norm(self) -> torch.Tensor:
         """The norm of all gradients together, the same on every rank. One collective."""
         # The first of several copies counts for all of them.
-        pieces = [piece for bucket in self._buckets if bucket.first for piece in bucket.pieces]
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.first]
         gradients = [piece.local.grad for piece in pieces if piece.local.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
         return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
@@ -387,13 +390,13 @@ class Engine:
         on whole matrices is divided as samples are: by how fast ranks are. Collective.
 
         Raises:
-            InputError: the plan has several stages.
+            InputError: the plan has several stages, or teams.
         """
-        if self._places:
+        if self._places or self.plan.in_teams:
             raise InputError(
-                "Adafactor and Muon do not run with several stages yet",
+                "Adafactor and Muon do not run with several stages or tensor parallelism yet",
                 why="their collectives are between all ranks, none of which has all matrices",
-                fix="use torch.optim.AdamW, or a plan of one stage",
+                fix="use torch.optim.AdamW, or a plan of one stage without tensor parallelism",
             )
         parts, division = self._parts, self._parts.division
         ends = (parts.before, *parts.throughout, parts.after)
@@ -512,7 +515,7 @@ class Engine:
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
         row = torch.zeros(3, dtype=torch.float64, device=self.device)
         row[2] = self.notice
-        for loss, count in results:
+        for loss, count in results if self._counts else ():
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")

@@ -1,15 +1,18 @@
 """From a model and a plan to a running engine, in one visible place.
 
-In order: take the model apart, check that the plan is for it and that all ranks agree, give every
-unit its flat shards, move the buffers, make unit calls stop.
+In order: take the model apart, check that the plan is for it and that all ranks agree; then
+*tensor* (a team's ranks each compute their part of every module), *stages* (what others compute is
+stood in for), *shards* (every unit gets its flat buffers, in the plan's *precision*), *compile*; at
+last unit calls are made to stop.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +31,9 @@ from gpumix.engine.parts import Parts, Storage, shard, share
 from gpumix.engine.pipelined import Place
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.shards import Dtypes
-from gpumix.engine.stages import divided, part_of, stand_ins
+from gpumix.engine.stages import divisions, own_parts, part_of, stand_ins, teams_of
+from gpumix.engine.tensor import Changes, divide
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
 from gpumix.engine.wires import Wires
@@ -49,6 +54,7 @@ def prepare(
     weights: Path | None = None,
     loss: Objective | None = None,
     units: Sequence[str] = (),
+    tensor: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Engine:
     """Shard `model` in place, as `plan` says, over the ranks of the default process group.
@@ -60,6 +66,8 @@ def prepare(
         loss: function(model, micro-batch) that returns (summed loss, count); default: from the
             labels for `transformers` models, and what forward returns for others.
         units: class or module names of the units; default: found.
+        tensor: how modules are divided where ranks compute together: styles by patterns of names
+            (`engine.tensor_plans`); default: the model's own plan.
         seed: of dropout.
 
     Raises:
@@ -75,20 +83,30 @@ def prepare(
     _refuse_unable(worker, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     compute_dtype = TORCH_DTYPE[worker.compute_dtype]
-    own = plan.stages_of(comm.rank)
-    in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in own
     inventory = Inventory.of(model, anatomy, plan)
-    storage = Storage(
-        comm.device,
-        Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype]),
-        source_of(model, weights),
-        HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None,
-    )
+    in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in plan.stages_of(comm.rank)
+    head = HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None
+    # Tensor.
+    teams = teams_of(plan, comm)
+    team = next(iter(teams.values()), None)
+    changes = Changes()
+    if team is not None:
+        anatomy, changes = divide(
+            anatomy,
+            team,
+            tensor_plan(model, tensor),
+            part=own_parts(anatomy, plan, comm.rank),
+            whole=[head.layer] if head is not None and head.layer is not None else [],
+        )
+    # Stages and shards.
+    dtypes = Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype])
+    storage = Storage(comm.device, dtypes, source_of(model, weights), head)
     if len(plan.stages) == 1:
         places: list[Place] = []
-        parts = [shard(anatomy, plan.stages[0], Division.of(plan, comm), storage)]
+        division = Division.of(plan, comm, team)
+        parts = [shard(anatomy, plan.stages[0], division, storage)]
     else:
-        parts, places = _stages(plan, anatomy, comm, storage)
+        parts, places = _stages(plan, anatomy, changes, comm, storage, teams)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
@@ -113,11 +131,16 @@ def prepare(
 
 
 def _stages(
-    plan: Plan, anatomy: Anatomy, comm: Communicator, storage: Storage
+    plan: Plan,
+    anatomy: Anatomy,
+    changes: Changes,
+    comm: Communicator,
+    storage: Storage,
+    teams: Mapping[int, Communicator],
 ) -> tuple[list[Parts], list[Place]]:
     """What this rank has of several stages. Collective."""
-    elsewhere = stand_ins(anatomy, plan, comm.rank, storage)
-    division = divided(plan, comm)
+    elsewhere = stand_ins(anatomy, changes, plan, comm.rank, storage)
+    division = divisions(plan, comm, teams)
     wires = Wires(plan, comm, storage.dtypes.communication)
     slots = {slot.name: slot for slot in anatomy.root.slots}
     shared = {

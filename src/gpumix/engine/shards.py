@@ -12,7 +12,7 @@ interval of the sum (at stages 0 and 1 a view of `gradient`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.host import empty_on_host
 from gpumix.engine.units import Slot
+from gpumix.engine.window import Window
 
 # Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
@@ -36,17 +37,24 @@ Scale = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one parameter: elements [start, end) of it, flattened.
+    """This rank's part of one parameter: elements [start, end) of its window, flattened.
 
     `local` is what the optimizer sees: 1-D, a view into the master shard; empty where this rank
-    owns none of the parameter, so that every rank has a piece of every parameter.
+    owns none of the parameter, so that every rank has a piece of every parameter. Of the ranks that
+    have the same elements one is the `first`, which stands for them.
     """
 
     name: str
-    shape: torch.Size
+    window: Window
     start: int
     end: int
     local: nn.Parameter
+    first: bool = True
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.window.shape
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,12 @@ class Alike:
 
     def __init__(self, slots: list[Slot], dtypes: Dtypes) -> None:
         first = slots[0].parameter
-        self.slots = slots
+        self.slots = sorted(slots, key=lambda slot: slot.summed)
         self.trainable = first.requires_grad
-        self.numels = [s.parameter.numel() for s in slots]
+        self.numels = [slot.window.numel for slot in self.slots]
         self.numel = sum(self.numels)
+        # From here on ranks that compute together each have a part of the gradient.
+        self.summed_from = sum(s.window.numel for s in slots if not s.summed)
         floating = first.is_floating_point()
         self.dtype = dtypes.compute if floating else first.dtype
         self.gathered_dtype = dtypes.communication if floating else first.dtype
@@ -152,6 +162,7 @@ class FlatGroup:
         self.label = label
         self.trainable = alike.trainable
         self.numel = alike.numel
+        self._summed_from = alike.summed_from
         self.full = full
         self.gradient = gradient
         self._arriving = arriving
@@ -183,16 +194,18 @@ class FlatGroup:
 
     def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
-        begin = 0
+        begin, division = 0, self._division
+        leads = division.team is None or division.team.rank == 0
         for slot, numel in zip(alike.slots, alike.numels):
             start = min(max(self.start - begin, 0), numel)
             end = min(max(self.end - begin, start), numel)
             offset = min(max(begin + start - self.start, 0), self.master.numel())
             view = self.master[offset : offset + end - start]
             if end > start:
-                view.copy_(source(slot.name, slot.parameter, start, end))
+                view.copy_(_values(source, slot, start, end))
             local = nn.Parameter(view.detach(), requires_grad=self.trainable)
-            yield Piece(slot.name, slot.parameter.shape, start, end, local)
+            first = division.first and (leads or not slot.window.whole)
+            yield Piece(slot.name, slot.window, start, end, local, first)
             begin += numel
 
     def _install(self, alike: Alike) -> None:
@@ -203,7 +216,7 @@ class FlatGroup:
             # `.data` gives the view a version counter of its own: the next gather is no in-place
             # change of what autograd saved.
             shaped = nn.Parameter(
-                view.view(slot.parameter.shape).data, slot.parameter.requires_grad
+                view.view(slot.window.local_shape).data, slot.parameter.requires_grad
             )
             away = Away.of(shaped, slot.name)
             for module, attribute in slot.places:
@@ -266,8 +279,20 @@ class FlatGroup:
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
 
-    def gather_masters(self) -> torch.Tensor:
-        """The whole of the masters, in memory of its own. Collective."""
+    def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every parameter, whole: views of temporary memory. Collective."""
+        flat, team = self._all_masters(), self._division.team
+        if team is None:
+            rows = flat[None]
+        else:
+            rows, told = team.exchange(flat, f"exchange of the state of unit '{self.label}'")
+            told.wait()
+        numels = [piece.window.numel for piece in self.pieces]
+        for piece, *parts in zip(self.pieces, *(row.split(numels) for row in rows)):
+            yield piece, _put_together(piece.window, parts)
+
+    def _all_masters(self) -> torch.Tensor:
+        """Those of all ranks, in memory of its own. Collective."""
         if self._division.replicated:
             return self.master.clone()
         buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self.full.device)
@@ -306,6 +331,11 @@ class FlatGroup:
         there are, as autograd does. Without a scale it is added to those of this step, and not
         theirs before it is `settle`d."""
         division, label = self._division, f"reduction of unit '{self.label}'"
+        if division.team is not None and self._summed_from < self.numel:
+            parts = self.gradient[self._summed_from :]
+            yield division.team.start_all_reduce(parts, f"{label} in its team")
+        if division.repeats > 1:
+            self.gradient.div_(division.repeats)
         if division.replicated:
             yield division.comm.start_all_reduce(self.gradient, label)
             self._deliver(self.gradient[None], scale)
@@ -401,6 +431,26 @@ class FlatGroup:
         for is_fresh, gradient in zip(fresh, self._piece_gradients):
             if is_fresh:
                 gradient.zero_()
+
+
+def _values(source: Source, slot: Slot, start: int, end: int) -> torch.Tensor:
+    """Initial values of elements [start, end) of a parameter's window."""
+    parameter = slot.parameter
+    if slot.window.whole:
+        return source(slot.name, parameter, start, end)
+    every = source(slot.name, parameter, 0, parameter.numel()).view(parameter.shape)
+    return slot.window.of(every).reshape(-1)[start:end]
+
+
+def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A parameter, of whose windows these are the elements."""
+    if window.whole:
+        return parts[0].view(window.shape)
+    found = parts[0].new_empty(window.shape)
+    for number, part in enumerate(parts):
+        shown = window.of_member(number)
+        shown.put(part.view(shown.local_shape), found)
+    return found
 
 
 def _put(place: torch.Tensor, view: torch.Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere
 from gpumix.engine.parts import Storage
+from gpumix.engine.tensor import Changes, Part
 from gpumix.engine.units import Anatomy, Unit
 from gpumix.spec.plan import Plan, Stage, of_several
 
@@ -21,7 +23,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Divided:
+class Divisions:
     """How a plan's state is divided, as far as this rank has a part of it: of each of its stages
     what is that stage's alone, and what several stages have together."""
 
@@ -29,19 +31,41 @@ class Divided:
     shared: tuple[Shared, ...]
 
 
-def divided(plan: Plan, comm: Communicator) -> Divided:
-    """Of the stages of a plan. Collective: it makes process groups."""
-    together = of_several([stage.root or () for stage in plan.stages])
-    each = [(number,) for number in range(len(plan.stages))]
-    divisions = Division.of_stages(plan, comm, [*each, *together])
-    alone = {number: d for (number,), d in zip(each, divisions) if d is not None}
-    shared = zip(together.values(), divisions[len(each) :])
-    return Divided(alone, tuple(Shared(tuple(n), d) for n, d in shared if d is not None))
+def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
+    """Of the stages of a plan. Collective: it makes process groups.
+
+    Args:
+        teams: of this rank's stages, who computes together.
+    """
+    alone = {
+        number: division
+        for number in range(len(plan.stages))
+        if (division := Division.of_stage(plan, comm, number, teams.get(number))) is not None
+    }
+    shared = [
+        Shared(tuple(names), division)
+        for stages, names in of_several([stage.root or () for stage in plan.stages]).items()
+        if (division := Division.of_stages(plan, comm, stages)) is not None
+    ]
+    return Divisions(alone, tuple(shared))
 
 
-def part_of(anatomy: Anatomy, stage: Stage, divided: Divided) -> Anatomy:
+def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
+    """By stage, who computes its units together with this rank, where anybody does. Collective: it
+    makes process groups."""
+    found = {}
+    for number, stage in enumerate(plan.stages):
+        ranks = plan.ranks_of(number) if stage.tensor > 1 else ()
+        for first in range(0, len(ranks), stage.tensor):
+            team = comm.among(ranks[first : first + stage.tensor])
+            if team is not None:
+                found[number] = team
+    return found
+
+
+def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
     """The units of a stage, and those parameters of the root that are the stage's alone."""
-    shared = {name for one in divided.shared for name in one.names}
+    shared = {name for one in divisions.shared for name in one.names}
     used = set(stage.root or ()) - shared
     root = anatomy.root
     slots = tuple(slot for slot in root.slots if slot.name in used)
@@ -49,12 +73,27 @@ def part_of(anatomy: Anatomy, stage: Stage, divided: Divided) -> Anatomy:
     return Anatomy(units, Unit(root.name, root.module, root.kind, slots))
 
 
-def stand_ins(anatomy: Anatomy, plan: Plan, rank: int, storage: Storage) -> Elsewhere:
+def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
+    """What a rank's stages have of a model."""
+    if len(plan.stages) == 1:
+        every = (slot.name for slot in anatomy.root.slots)
+        return Part(frozenset(unit.name for unit in anatomy.units), frozenset(every))
+    own = [plan.stages[number] for number in plan.stages_of(rank)]
+    together = of_several([stage.root or () for stage in plan.stages]).values()
+    shared = {name for names in together for name in names}
+    used = {name for stage in own for name in stage.root or ()}
+    units = frozenset(name for stage in own for name in stage.units)
+    return Part(units, frozenset(used - shared))
+
+
+def stand_ins(
+    anatomy: Anatomy, changes: Changes, plan: Plan, rank: int, storage: Storage
+) -> Elsewhere:
     """What a rank has in the places of what its stages lack."""
     own = [plan.stages[number] for number in plan.stages_of(rank)]
     units = {name for stage in own for name in stage.units}
     used = {name for stage in own for name in stage.root or ()}
-    elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute)
+    elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute, changes.undone)
     elsewhere.install([s for unit in anatomy.units if unit.name not in units for s in unit.slots])
     elsewhere.install([slot for slot in anatomy.root.slots if slot.name not in used])
     return elsewhere

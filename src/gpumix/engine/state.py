@@ -6,7 +6,7 @@ depends on the plan, so what one plan saved another loads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.comm import Communicator
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 
 Scalar = torch.Tensor | bool | int | float
@@ -26,10 +27,10 @@ Scalar = torch.Tensor | bool | int | float
 class Part:
     """This rank's part of a tensor that is cut as a parameter is.
 
-    `local` holds elements [start, end) of the tensor of `shape`, flattened; it may be empty.
+    `local` holds elements [start, end) of what the window shows, flattened; it may be empty.
     """
 
-    shape: torch.Size
+    window: Window
     start: int
     end: int
     local: torch.Tensor
@@ -66,7 +67,7 @@ def full_state(
     keep = comm.rank == 0 or not rank0_only
     values: dict[str, torch.Tensor] = {}
     for group in groups:
-        for piece, value in _gathered(group):
+        for piece, value in group.gather_masters():
             first = inventory.parameters[piece.name].rank == comm.rank
             if keep or first:
                 values[piece.name] = value.to("cpu", copy=True)
@@ -91,13 +92,6 @@ def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory:
         values[name] = there.to("cpu")
 
 
-def _gathered(group: FlatGroup) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Every parameter of a group, whole: views of one temporary buffer of masters."""
-    numels = [piece.shape.numel() for piece in group.pieces]
-    for piece, flat in zip(group.pieces, group.gather_masters().split(numels)):
-        yield piece, flat.view(piece.shape)
-
-
 @torch.no_grad()
 def load_full_state(
     model: nn.Module,
@@ -120,7 +114,8 @@ def load_full_state(
     shapes |= {name: v.shape for name, v in state.items() if name not in {*names, *buffers}}
     check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
     for piece in (piece for group in groups for piece in group.pieces):
-        piece.local.copy_(given[piece.name].reshape(-1)[piece.start : piece.end])
+        shown = piece.window.of(given[piece.name]).reshape(-1)
+        piece.local.copy_(shown[piece.start : piece.end])
     for name, buffer in buffers.items():
         buffer.copy_(given_buffers[name])
 
@@ -193,7 +188,7 @@ def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
 def _value(piece: Piece, name: str, value: object) -> Part | Scalar:
     if isinstance(value, torch.Tensor):
         if value.shape == piece.local.shape:
-            return Part(piece.shape, piece.start, piece.end, value.detach())
+            return Part(piece.window, piece.start, piece.end, value.detach())
         if value.dim() == 0:
             return value.detach()
     elif isinstance(value, (bool, int, float)):
@@ -243,7 +238,7 @@ def _local(piece: Piece, key: str, value: Part | Whole | Scalar) -> Scalar:
     if not isinstance(value, Part):
         # Optimizers count in place: no two parameters may share a tensor.
         return value.clone() if isinstance(value, torch.Tensor) else value
-    if (value.shape, value.start, value.end) != (piece.shape, piece.start, piece.end):
+    if (value.window, value.start, value.end) != (piece.window, piece.start, piece.end):
         raise InputError(
             f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
             why=f"it holds elements {value.start} to {value.end}, this rank stores {piece.start} "

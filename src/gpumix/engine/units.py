@@ -14,17 +14,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and every place (module, attribute) that holds it; tied ones have several."""
+    """A parameter and every place (module, attribute) that holds it; tied ones have several.
+
+    Attributes:
+        window: what this rank computes with.
+        summed: whether ranks that compute together each have a part of its gradient only.
+    """
 
     name: str
     parameter: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
+    window: Window
+    summed: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,10 @@ def _slots(model: nn.Module) -> list[Slot]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    return [Slot(n, p, tuple(places[id(p)])) for n, p in model.named_parameters()]
+    return [
+        Slot(name, parameter, tuple(places[id(parameter)]), Window(parameter.shape))
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, str]:

@@ -51,8 +51,8 @@ class Wires:
     def __init__(self, plan: Plan, comm: Communicator, dtype: torch.dtype) -> None:
         self._comm = comm
         self._dtype = dtype
-        self._rank_of = {
-            (number, batch): plan.ranks_of(number)[one.worker]
+        self._team_of = {
+            (number, batch): plan.ranks_of(number)[one.worker : one.worker + stage.tensor]
             for number, stage in enumerate(plan.stages)
             for batch, one in enumerate(stage.micro_batches(plan.waves))
         }
@@ -68,33 +68,42 @@ class Wires:
 
     def _needed(self, plan: Plan) -> set[_Line]:
         found = set()
-        for to, batch in self._rank_of:
+        for to, batch in self._team_of:
             for taken in plan.stages[to].takes:
                 for direction in DIRECTIONS:
-                    line = self._line(Message(direction, to, batch, taken))
-                    if line.giver != line.taker:
-                        found.add(line)
+                    for line in self._all_lines(Message(direction, to, batch, taken)):
+                        if line.giver != line.taker:
+                            found.add(line)
         return found
 
-    def _line(self, message: Message) -> _Line:
-        made = self._rank_of[self._stage_of_call[message.taken.call], message.batch]
-        used = self._rank_of[message.to, message.batch]
+    def _all_lines(self, message: Message) -> list[_Line]:
+        """All members of a team have what it sends: those of the other get it each from one."""
+        givers = self._team_of[self._stage_of_call[message.taken.call], message.batch]
+        takers = self._team_of[message.to, message.batch]
         if message.direction == "backward":
-            made, used = used, made
-        return _Line(message.direction, message.to, made, used)
+            givers, takers = takers, givers
+        return [
+            _Line(message.direction, message.to, givers[number % len(givers)], taker)
+            for number, taker in enumerate(takers)
+        ]
+
+    def _line(self, message: Message) -> _Line:
+        """That on which this rank gets it."""
+        lines = self._all_lines(message)
+        return next(line for line in lines if line.taker == self._comm.rank)
 
     def send(self, message: Message, value: torch.Tensor) -> None:
         """Begin to send; `value` is not changed any more."""
-        line = self._line(message)
-        if line.giver == line.taker:
-            self._here[message] = value
-            return
-        if value.is_floating_point():
-            value = value.to(self._dtype)
-        self._reap()
-        self._going.append(
-            self._lines[line].pass_on(value.contiguous(), self._own(line), str(message))
-        )
+        lines = [line for line in self._all_lines(message) if line.giver == self._comm.rank]
+        sent = value.to(self._dtype) if value.is_floating_point() else value
+        for line in lines:
+            if line.giver == line.taker:
+                self._here[message] = value
+                continue
+            self._reap()
+            self._going.append(
+                self._lines[line].pass_on(sent.contiguous(), self._own(line), str(message))
+            )
 
     def expect(self, message: Message, look: Look) -> None:
         """Begin to receive what looks so."""

@@ -130,8 +130,8 @@ class Taken(Value):
 
 @dataclass(frozen=True)
 class MicroBatchOf:
-    """A micro-batch of a stage: which of its workers computes it, in which wave, and its rows of
-    the global batch."""
+    """A micro-batch of a stage: which of its workers computes it (of a team the first), in which
+    wave, and its rows of the global batch."""
 
     worker: int
     wave: int
@@ -141,6 +141,10 @@ class MicroBatchOf:
 class Stage(Value):
     """A contiguous run of units, and the workers that compute them, in rank order.
 
+    With tensor parallelism so many workers in a row are a *team*: each has its part of every unit,
+    they compute the same micro-batches together, and divide the state with the workers who have
+    the same part in other teams.
+
     `units` are the module names of the unit calls in the order of the forward pass, without the
     root unit; a unit that is called twice is named twice. Where there are several stages, `takes`
     and `root` are all that a stage needs of what lies outside of its units.
@@ -148,6 +152,11 @@ class Stage(Value):
 
     units: tuple[str, ...] = Field(min_length=1)
     workers: tuple[Worker, ...] = Field(min_length=1)
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="workers in a row that compute each unit together: the tensor parallel degree",
+    )
     joined: int = Field(
         default=1, ge=1, description="units in a row that are gathered and reduced as one"
     )
@@ -163,9 +172,37 @@ class Stage(Value):
         default=None, description="parameters of the root that the stage uses; null: all"
     )
 
+    @model_validator(mode="after")
+    def _whole_teams(self) -> Self:
+        if len(self.workers) % self.tensor:
+            raise ValueError(
+                f"{len(self.workers)} workers cannot form teams of {self.tensor}, the stage's "
+                "tensor parallel degree"
+            )
+        for team in self.teams if self.tensor > 1 else ():
+            parts = {
+                (w.samples, w.micro_batch, w.state_share, w.mode, w.kept_graphs, w.compute_dtype)
+                for w in team
+            }
+            if len(parts) > 1:
+                raise ValueError(
+                    f"the workers of a team ({', '.join(w.device for w in team)}) must have the "
+                    "same samples, micro-batch, state share, mode, kept graphs and dtype"
+                )
+            if any(w.compile for w in team):
+                raise ValueError("units that several workers compute together are not compiled")
+        return self
+
     @property
     def shares(self) -> tuple[float, ...]:
         return tuple(w.state_share for w in self.workers)
+
+    @property
+    def teams(self) -> tuple[tuple[Worker, ...], ...]:
+        """The workers that compute together; of one each without tensor parallelism."""
+        return tuple(
+            self.workers[n : n + self.tensor] for n in range(0, len(self.workers), self.tensor)
+        )
 
     def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
         """Those of the global batch, in the order of its samples: wave after wave, and of each
@@ -173,8 +210,8 @@ class Stage(Value):
         found: list[MicroBatchOf] = []
         begin = 0
         for wave in range(waves):
-            for number, worker in enumerate(self.workers):
-                sizes = worker.micro_batches
+            for number in range(0, len(self.workers), self.tensor):
+                sizes = self.workers[number].micro_batches
                 first, last = (len(sizes) * w // waves for w in (wave, wave + 1))
                 for size in sizes[first:last]:
                     found.append(MicroBatchOf(number, wave, range(begin, begin + size)))
@@ -266,7 +303,7 @@ class Plan(Document):
                 f"than a whole buffer over {len(self.workers)} workers"
             )
         for stage in self.stages:
-            samples = sum(w.samples for w in stage.workers)
+            samples = sum(w.samples for w in stage.workers[:: stage.tensor])
             if samples != self.global_batch:
                 raise ValueError(
                     f"the workers' samples add up to {samples}, not to the global batch of "
@@ -275,6 +312,8 @@ class Plan(Document):
             for where, total in self._sums_of_shares(stage):
                 if abs(total - 1.0) > 1e-6:
                     raise ValueError(f"the state shares of {where} add up to {total:.6f}, not to 1")
+        if self.sharding == "host" and any(stage.tensor > 1 for stage in self.stages):
+            raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
         if len(self.stages) > 1:
             self._check_stages()
         return self
@@ -301,7 +340,7 @@ class Plan(Document):
                 )
             calls += len(stage.units)
         if self.schedule == "interleaved":
-            rows = [tuple((w.device, w.samples) for w in s.workers) for s in self.stages]
+            rows = [(s.tensor, *((w.device, w.samples) for w in s.workers)) for s in self.stages]
             around = len(set(rows))
             if len(rows) % around or rows != rows[:around] * (len(rows) // around):
                 raise ValueError(
@@ -314,7 +353,7 @@ class Plan(Document):
     def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
         """The sum of the shares of those that divide the state between them."""
         if self.sharding == "all":
-            yield "a stage", sum(stage.shares)
+            yield "a stage", sum(stage.shares[:: stage.tensor])
             return
         sums: dict[str, float] = {}
         for worker in stage.workers:
@@ -336,12 +375,29 @@ class Plan(Document):
         that all of them go through waves of micro-batches together."""
         return self.zero_stage >= 2
 
-    def shares_among(self, stages: Sequence[int]) -> dict[int, float]:
-        """By rank, in their order: its share of what these stages divide between them."""
+    @property
+    def in_teams(self) -> bool:
+        """Whether ranks compute units together."""
+        return any(stage.tensor > 1 for stage in self.stages)
+
+    def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
+        """The ranks that compute a stage's units together with this one, in their order."""
+        ranks, size = self.ranks_of(stage), self.stages[stage].tensor
+        first = ranks.index(rank) // size * size
+        return ranks[first : first + size]
+
+    def shares_among(self, stages: Sequence[int], member: int = 0) -> dict[int, float]:
+        """By rank, in their order: its share of what these stages divide between them. Of one
+        stage alone those do who are number `member` of their teams; of several, all of them."""
+        if len(stages) == 1:
+            size, ranks = self.stages[stages[0]].tensor, self.ranks_of(stages[0])
+            workers = zip(ranks[member::size], self.stages[stages[0]].shares[member::size])
+            return dict(sorted(workers))
         shares: dict[int, float] = {}
         for stage in stages:
+            parts = len(stages) * self.stages[stage].tensor
             for rank, share in zip(self.ranks_of(stage), self.stages[stage].shares):
-                shares[rank] = shares.get(rank, 0.0) + share / len(stages)
+                shares[rank] = shares.get(rank, 0.0) + share / parts
         return dict(sorted(shares.items()))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -367,7 +423,7 @@ class Plan(Document):
 
     def numbers_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The numbers of the micro-batches that a rank computes in a stage."""
-        worker = self.ranks_of(stage).index(rank)
+        worker = self.ranks_of(stage).index(self.team_of(rank, stage)[0])
         parts = self.stages[stage].micro_batches(self.waves)
         return tuple(number for number, one in enumerate(parts) if one.worker == worker)
 
@@ -395,9 +451,11 @@ class Plan(Document):
             stage.model_copy(
                 update={"workers": tuple(sorted(stage.workers, key=lambda w: rank[w.device]))}
             )
+            if stage.tensor == 1
+            else stage
             for stage in self.stages
         ]
-        ranks = tuple(devices) if len(stages) > 1 else ()
+        ranks = tuple(devices) if len(stages) > 1 or self.in_teams else ()
         return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})
 
 

@@ -1,7 +1,7 @@
 """Which part of each global batch a rank reads: the only thing a plan decides about the data.
 
-Pure and numpy-free. Parts lie in a batch in rank order, or as the micro-batches of a plan of
-several stages do, each of which reads all of it; a part may be empty.
+Pure and numpy-free. Parts lie in a batch in rank order, or as the micro-batches of a plan do
+whose ranks read the same ones: those of several stages, or of a team. A part may be empty.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def share_of(shares: Shares, rank: int) -> Share:
     if isinstance(shares, Plan):
         if not 0 <= rank < len(shares.workers):
             raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
-        if len(shares.stages) > 1:
+        if len(shares.stages) > 1 or shares.in_teams:
             return _of_micro_batches(shares, rank)
         shares = [worker.samples for worker in shares.workers]
     sizes = _checked(shares)

@@ -71,7 +71,7 @@ def _stored(engine: Engine) -> Iterator[Piece]:
 def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
     if piece.shape.numel() == 0:
         return Boxed.whole(flat.view(piece.shape))
-    return Boxed.interval(piece.shape, piece.start, flat)
+    return Boxed.interval(piece.window, piece.start, flat)
 
 
 def _tensor(value: Whole | Scalar) -> torch.Tensor:
@@ -174,7 +174,7 @@ class OptimizerRoom:
 
     def boxed(self) -> dict[str, Boxed]:
         return {
-            f"{OPTIMIZER}.{parameter}.{name}": Boxed.interval(room.shape, room.start, room.local)
+            f"{OPTIMIZER}.{parameter}.{name}": Boxed.interval(room.window, room.start, room.local)
             if isinstance(room, Part)
             else Boxed.whole(room.tensor if isinstance(room, Whole) else room)
             for parameter, states in self.tensors.items()
@@ -198,7 +198,7 @@ class OptimizerRoom:
 def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Part | Whole | torch.Tensor:
     if kind == "elements":
         flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
-        return Part(piece.shape, piece.start, piece.end, flat.detach())
+        return Part(piece.window, piece.start, piece.end, flat.detach())
     if kind == "whole":
         device = piece.local.device
         return Whole(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gpumix.engine.boxes import boxes
 from gpumix.engine.comm import reported
+from gpumix.engine.window import Window
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.base import Value
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
@@ -49,12 +48,10 @@ class Boxed:
     views: dict[torch.Size, torch.Tensor]
 
     @classmethod
-    def interval(cls, shape: torch.Size, start: int, flat: torch.Tensor) -> Boxed:
-        """`flat` holds the elements from `start` on of a tensor of `shape`, flattened."""
-        found = boxes(shape, start, start + flat.numel())
-        parts = flat.detach().split([prod(size) for _, size in found]) if found else ()
-        views = zip(found, parts)
-        return cls(shape, {torch.Size(offset): part.view(size) for (offset, size), part in views})
+    def interval(cls, window: Window, start: int, flat: torch.Tensor) -> Boxed:
+        """`flat` holds the elements from `start` on of what a window shows, flattened."""
+        views = window.boxes(start, flat.detach())
+        return cls(window.shape, {torch.Size(offset): view for (offset, _), view in views})
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Boxed:

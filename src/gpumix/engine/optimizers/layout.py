@@ -12,6 +12,7 @@ from torch import nn
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.shards import Piece
+from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 
 Interval = tuple[int, int]
@@ -55,7 +56,7 @@ class Layout:
         parameters = list(parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         layout = cls(
-            [Piece(str(i), p.shape, 0, p.numel(), p) for i, p in enumerate(parameters)],
+            [Piece(str(i), Window(p.shape), 0, p.numel(), p) for i, p in enumerate(parameters)],
             Communicator(None, rank=0, world=1, device=device),
         )
         layout.of_engine = False

@@ -1,0 +1,95 @@
+"""Where ranks that compute a unit together begin and end to compute different parts of it.
+
+What enters such a region is alike on every rank, and so is the gradient that comes out of it: the
+sum of what came to each. What leaves it is alike again: the sum of all ranks' parts (Shoeybi et al.
+2019, Megatron-LM, f and g), or the parts side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpumix.engine.comm import Communicator
+
+
+def enter(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+    """The same value; each rank has a part of its gradient, which are summed."""
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return value
+    return _Enter.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+    """The sum of what all ranks have, in the memory of `value`."""
+    return _Leave.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part_of(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    """This rank's part of what all have, along `dim`."""
+    return _Part.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def side_by_side(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    """What all ranks have, along `dim`. All do the same with it: so each has the whole gradient."""
+    return _SideBySide.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, team: Communicator) -> torch.Tensor:
+        ctx.team = team
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Somebody else may hold what comes here: it is not ours to change.
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        return ctx.team.all_reduce(summed, "sum of gradients in a team"), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, team: Communicator) -> torch.Tensor:
+        if value.is_contiguous():
+            ctx.mark_dirty(value)
+        else:
+            value = value.contiguous()
+        return team.all_reduce(value, "sum of outputs in a team")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.team = dim, team
+        return _own(value, dim, team)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _all(gradient, ctx.dim, ctx.team), None, None
+
+
+class _SideBySide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.team = dim, team
+        return _all(value, dim, team)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own(gradient, ctx.dim, ctx.team), None, None
+
+
+def _own(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    return value.chunk(team.world, dim)[team.rank].contiguous()
+
+
+def _all(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    rows, gathered = team.exchange(value.reshape(-1), "gather of parts in a team")
+    gathered.wait()
+    return torch.cat([row.view(value.shape) for row in rows], dim)

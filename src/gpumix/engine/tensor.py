@@ -1,0 +1,430 @@
+"""Tensor parallelism: the ranks of a team compute each unit together.
+
+A linear layer is divided by its outputs (`colwise`) or by its inputs (`rowwise`). From the first to
+the second each rank computes its part of the heads, or of the inner width (`engine.regions`).
+Wherever else the model's code runs, values and gradients are the same on all ranks of the team: so
+nothing but the modules that a plan names knows of it, and no unit's inputs or outputs change.
+
+A parameter of a divided module is one of a smaller shape, a `Window` of the whole one. To all that
+comes after, shards and checkpoints and the optimizer, it is a parameter like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.regions import enter, leave, part_of, side_by_side
+from gpumix.engine.tensor_plans import style_of
+from gpumix.engine.units import Anatomy, Slot, Unit
+from gpumix.engine.window import Window
+from gpumix.spec.errors import InputError
+
+Forward = Callable[..., Any]
+
+
+class Entrances:
+    """What goes into the divided modules of one parent, which begin a region: where several take
+    the same tensor, it enters once, and its gradient is summed once."""
+
+    def __init__(self, team: Communicator) -> None:
+        self._team = team
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def enter(self, value: torch.Tensor) -> torch.Tensor:
+        if self._last is None or self._last[0] is not value:
+            self._last = value, enter(value, self._team)
+        return self._last[1]
+
+    def forget(self) -> None:
+        self._last = None
+
+
+class Style:
+    """How a module is divided."""
+
+    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+        """What this rank has of those of its parameters that are divided.
+
+        Raises:
+            ValueError: they cannot be divided so.
+        """
+        return {}
+
+    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        """What the module does, with what it has."""
+        return module.forward
+
+    def summed(self, module: nn.Module) -> tuple[str, ...]:
+        """Parameters that are not divided, of whose gradient each rank has a part."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Colwise(Style):
+    """A linear layer by its outputs.
+
+    Args:
+        gathers: whether they leave side by side.
+        packed: how many tensors in a row they are.
+    """
+
+    gathers: bool = False
+    packed: int = 1
+
+    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+        found = {"weight": _window(module, "weight", _outputs(module), team, self.packed)}
+        if module._parameters.get("bias") is not None:
+            found["bias"] = _window(module, "bias", 0, team, self.packed)
+        return found
+
+    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            bias = module._parameters.get("bias")
+            found = _product(module, entrances.enter(value), bias)
+            return side_by_side(found, -1, team) if self.gathers else found
+
+        return forward
+
+
+class Rowwise(Style):
+    """A linear layer by its inputs, of which each rank has its part."""
+
+    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+        return {"weight": _window(module, "weight", 1 - _outputs(module), team)}
+
+    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            found = leave(_product(module, value, None), team)
+            bias = module._parameters.get("bias")
+            return found if bias is None else found + bias
+
+        return forward
+
+
+class EmbeddingRowwise(Style):
+    """A table by its rows: each rank looks up what it has."""
+
+    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+        _require(module, nn.Embedding)
+        if module.max_norm is not None:
+            raise ValueError("a table with `max_norm` is changed by looking things up")
+        return {"weight": _window(module, "weight", 0, team)}
+
+    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        assert isinstance(module, nn.Embedding)
+        rows = module.num_embeddings // team.world
+        first, padding = team.rank * rows, module.padding_idx
+        own_padding = None if padding is None or padding // rows != team.rank else padding - first
+
+        def forward(numbers: torch.Tensor) -> torch.Tensor:
+            there = (numbers >= first) & (numbers < first + rows)
+            found = functional.embedding(
+                torch.where(there, numbers - first, 0),
+                module.weight,
+                own_padding,
+                scale_grad_by_freq=module.scale_grad_by_freq,
+            )
+            return leave(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
+
+        return forward
+
+
+class EmbeddingColwise(Style):
+    """A table by its columns, inside of a region."""
+
+    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+        _require(module, nn.Embedding)
+        return {"weight": _window(module, "weight", 1, team)}
+
+
+class Repeated(Style):
+    """Inside of a region: what it does on each rank is a part of the whole."""
+
+    def summed(self, module: nn.Module) -> tuple[str, ...]:
+        return tuple(name for name, p in module._parameters.items() if p is not None)
+
+
+class PositionBias(Style):
+    """T5's attention: takes and returns a bias of all heads, [1, heads, queries, keys]."""
+
+    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        inner = module.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
+            if position_bias is not None:
+                own = part_of(position_bias, 1, team)
+                output, _, *rest = inner(*args, position_bias=own, **kwargs)
+                return output, position_bias, *rest
+            output, own, *rest = inner(*args, **kwargs)
+            return output, side_by_side(own, 1, team), *rest
+
+        return forward
+
+
+STYLES: dict[str, Style | None] = {
+    "colwise": Colwise(),
+    "colwise_rep": Colwise(gathers=True),
+    "colwise_gather_output": Colwise(gathers=True),
+    "packed_colwise_2": Colwise(packed=2),
+    "packed_colwise_3": Colwise(packed=3),
+    "rowwise": Rowwise(),
+    "embedding_rowwise": EmbeddingRowwise(),
+    "embedding_colwise": EmbeddingColwise(),
+    "replicated_with_grad_allreduce": Repeated(),
+    "position_bias": PositionBias(),
+    "replicate": None,
+}
+"""By the names that `transformers` gives them, and some more. `divided` is for numbers that a
+module has as an attribute: how many heads there are, say."""
+
+
+@dataclass
+class Changes:
+    """What was changed of a model's modules so that a team computes it together."""
+
+    _changes: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
+
+    def make(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """Set an attribute, but inside of `undone`."""
+        self._changes.append((module, attribute, vars(module).get(attribute), value))
+        setattr(module, attribute, value)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, modules do what they do on one rank alone."""
+        for module, attribute, before, _ in reversed(self._changes):
+            if before is None:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, before)
+        try:
+            yield
+        finally:
+            for module, attribute, _, value in self._changes:
+                setattr(module, attribute, value)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a model: names of units, and of parameters of the root."""
+
+    units: frozenset[str]
+    root: frozenset[str]
+
+
+def divide(
+    anatomy: Anatomy,
+    team: Communicator,
+    plan: Mapping[str, str],
+    *,
+    part: Part,
+    whole: Collection[nn.Module] = (),
+) -> tuple[Anatomy, Changes]:
+    """Make a team's ranks compute parts of a model together, as a plan says.
+
+    Args:
+        plan: style by pattern of names of modules.
+        part: what this team computes, and nobody else does.
+        whole: modules of the root that are not divided.
+
+    Returns:
+        The anatomy with the windows of this rank, and what was changed.
+
+    Raises:
+        InputError: a style is unknown or not for its module, something cannot be divided by the
+            number of ranks, or nothing of the units is divided.
+    """
+    model = anatomy.root.module
+    check_heads(model, team.world)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
+    slots = [slot for unit in anatomy.all for slot in unit.slots]
+    ours = {
+        id(module)
+        for unit in anatomy.all
+        for slot in unit.slots
+        if unit.name in part.units or slot.name in part.root
+        for module, _ in slot.places
+    }
+    styles: dict[int, tuple[nn.Module, Style]] = {}
+    attributes: list[tuple[nn.Module, str]] = []
+    for name, module in model.named_modules():
+        of_root = id(module) not in inside
+        if any(module is one for one in whole):
+            continue
+        if not of_root and inside[id(module)] not in part.units:
+            continue
+        wanted = style_of(name, plan)
+        if wanted is not None and (not of_root or id(module) in ours):
+            style = _style(name, wanted)
+            if style is not None:
+                styles[id(module)] = (module, style)
+        attributes += [
+            (module, key)
+            for key, value in vars(module).items()
+            if type(value) is int and style_of(f"{name}.{key}", plan) == "divided"
+        ]
+    windows = _windows(styles, slots, team, names, inside)
+    if not any(id(m) in inside and s.windows(m, team) for m, s in styles.values()):
+        raise InputError(
+            f"the tensor plan divides nothing of the units of a {type(model).__name__}",
+            why=f"its patterns are {', '.join(plan) or 'none'}",
+            fix="give patterns of the names of linear layers inside of the units",
+        )
+    done = Changes()
+    for module, key in attributes:
+        done.make(module, key, _divided(module, key, team, names))
+    parents = {name.rpartition(".")[0] for name in names.values()}
+    entrances = {parent: Entrances(team) for parent in parents}
+    for module, style in styles.values():
+        parent = names[id(module)].rpartition(".")[0]
+        done.make(module, "forward", style.forward(module, entrances[parent], team))
+    for name, module in list(model.named_modules()):
+        begins = any(names[key].rpartition(".")[0] == name and key in inside for key in styles)
+        if begins:
+            done.make(module, "forward", _forgetting(module.forward, entrances[name]))
+    return _with_windows(anatomy, windows, styles), done
+
+
+def check_heads(model: nn.Module, degree: int) -> None:
+    """Raise an InputError where a model's heads cannot be divided by so many ranks."""
+    config = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", None)
+    config = of_text() if callable(of_text) else config
+    for what, said in (("num_attention_heads", "heads"), ("num_key_value_heads", "key heads")):
+        heads = getattr(config, what, None)
+        if isinstance(heads, int) and heads % degree:
+            raise InputError(
+                f"the model's {heads} {said} cannot be divided over {degree} ranks",
+                where="tensor parallel degree",
+                fix=f"take a degree that divides {heads}, or none",
+            )
+
+
+def _style(name: str, wanted: str) -> Style | None:
+    if wanted not in STYLES:
+        raise InputError(
+            f"the tensor plan says '{wanted}' of module '{name}', which is no known style",
+            fix=f"known ones are {', '.join(STYLES)} and divided; or leave it out: what is not "
+            "named is computed whole by every rank",
+        )
+    return STYLES[wanted]
+
+
+def _windows(
+    styles: dict[int, tuple[nn.Module, Style]],
+    slots: list[Slot],
+    team: Communicator,
+    names: Mapping[int, str],
+    inside: Mapping[int, str],
+) -> dict[str, Window]:
+    """Of each parameter that is divided, by its name. What cannot be divided outside of units, or
+    is used elsewhere in another way, stays whole: its modules lose their styles."""
+    while True:
+        found: dict[tuple[int, str], Window] = {}
+        undone: set[int] = set()
+        for key, (module, style) in styles.items():
+            try:
+                windows = style.windows(module, team)
+            except ValueError as error:
+                if key in inside:
+                    raise InputError(
+                        f"module '{names[key]}' cannot be divided over {team.world} ranks",
+                        why=str(error),
+                        fix="take another tensor parallel degree, or leave it out of the plan",
+                    ) from error
+                undone.add(key)
+                continue
+            found |= {(key, attribute): window for attribute, window in windows.items()}
+        of_slots: dict[str, Window] = {}
+        for slot in slots:
+            wanted = {found.get((id(module), attribute)) for module, attribute in slot.places}
+            if len(wanted) > 1:
+                undone |= {id(module) for module, _ in slot.places} & styles.keys()
+            elif (window := next(iter(wanted))) is not None:
+                of_slots[slot.name] = window
+        if not undone:
+            return of_slots
+        for key in undone:
+            del styles[key]
+
+
+def _with_windows(
+    anatomy: Anatomy,
+    windows: Mapping[str, Window],
+    styles: Mapping[int, tuple[nn.Module, Style]],
+) -> Anatomy:
+    parts = {(k, name) for k, (module, style) in styles.items() for name in style.summed(module)}
+
+    def changed(unit: Unit) -> Unit:
+        slots = tuple(
+            replace(
+                slot,
+                window=windows.get(slot.name, slot.window),
+                summed=any((id(module), name) in parts for module, name in slot.places),
+            )
+            for slot in unit.slots
+        )
+        return replace(unit, slots=slots)
+
+    return Anatomy(tuple(map(changed, anatomy.units)), changed(anatomy.root))
+
+
+def _divided(module: nn.Module, key: str, team: Communicator, names: Mapping[int, str]) -> int:
+    value = int(vars(module)[key])
+    if value % team.world:
+        raise InputError(
+            f"'{key}' of module '{names[id(module)]}' is {value}, which {team.world} ranks cannot "
+            "divide",
+            fix="take another tensor parallel degree",
+        )
+    return value // team.world
+
+
+def _forgetting(inner: Forward, entrances: Entrances) -> Forward:
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            entrances.forget()
+
+    return forward
+
+
+def _require(module: nn.Module, kind: type[nn.Module]) -> None:
+    if not isinstance(module, kind):
+        raise ValueError(f"it is a {type(module).__name__}, not a {kind.__name__}")
+
+
+def _transposed(module: nn.Module) -> bool:
+    """Whether the weight is [inputs, outputs]: GPT-2's layers."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _outputs(module: nn.Module) -> int:
+    """The dimension of the weight that is the layer's outputs."""
+    if not _transposed(module):
+        _require(module, nn.Linear)
+    return 1 if _transposed(module) else 0
+
+
+def _product(module: nn.Module, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return functional.linear(value, weight.T if _transposed(module) else weight, bias)
+
+
+def _window(module: nn.Module, name: str, dim: int, team: Communicator, packed: int = 1) -> Window:
+    whole = module._parameters[name]
+    assert whole is not None
+    return Window(whole.shape, dim, team.world, team.rank, packed)

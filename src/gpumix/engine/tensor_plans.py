@@ -1,0 +1,113 @@
+"""Which modules of a model are divided over a team, and how: `transformers`' own plans, or those
+for architectures that have none.
+
+A plan maps patterns of names to styles (`engine.tensor`). In a pattern `*` stands for one part of a
+name, `**` for any number of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from gpumix.spec.errors import InputError
+
+_BERT = {
+    "**.attention.self.query": "colwise",
+    "**.attention.self.key": "colwise",
+    "**.attention.self.value": "colwise",
+    "**.attention.output.dense": "rowwise",
+    "**.layer.*.intermediate.dense": "colwise",
+    "**.layer.*.output.dense": "rowwise",
+}
+_GPT2 = {
+    "**.attn.c_attn": "packed_colwise_3",
+    "**.attn.split_size": "divided",
+    "**.attn.c_proj": "rowwise",
+    "**.mlp.c_fc": "colwise",
+    "**.mlp.c_proj": "rowwise",
+}
+_T5 = {
+    f"**.{attention}.{name}": style
+    for attention in ("SelfAttention", "EncDecAttention")
+    for name, style in {
+        "q": "colwise",
+        "k": "colwise",
+        "v": "colwise",
+        "o": "rowwise",
+        "n_heads": "divided",
+        "relative_attention_bias": "embedding_colwise",
+    }.items()
+} | {
+    "**.SelfAttention": "position_bias",
+    "**.EncDecAttention": "position_bias",
+    "**.DenseReluDense.wi": "colwise",
+    "**.DenseReluDense.wi_0": "colwise",
+    "**.DenseReluDense.wi_1": "colwise",
+    "**.DenseReluDense.wo": "rowwise",
+}
+PLANS: dict[str, dict[str, str]] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "electra": _BERT,
+    "gpt2": _GPT2,
+    "t5": _T5,
+    "mt5": _T5,
+}
+"""By `model_type`, for models that say nothing themselves."""
+
+
+def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Style by pattern, of a model.
+
+    Args:
+        given: the user's, instead of the model's own: names of styles, or torch's `ColwiseParallel`
+            and `RowwiseParallel`.
+
+    Raises:
+        InputError: nobody says how this model is divided.
+    """
+    if given:
+        return {pattern: _named(pattern, style) for pattern, style in given.items()}
+    # `transformers`: with prefixes, and what the classes of heads add.
+    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if own:
+        return dict(own)
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if kind not in PLANS:
+        raise InputError(
+            f"nothing says how a {type(model).__name__} is divided over the ranks of a team",
+            fix="give a plan, such as `tensor_plan: {'blocks.*.up': colwise, 'blocks.*.down': "
+            "rowwise}`, or use no tensor parallelism",
+        )
+    return dict(PLANS[kind])
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """That of the first pattern which fits a name."""
+    return next((style for pattern, style in plan.items() if _fits(pattern, name)), None)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    parts = re.split(r"(\*\*\.|\*)", pattern)
+    stands_for = {"**.": r"(?:.*\.)?", "*": r"[^.]+"}
+    return re.fullmatch("".join(stands_for.get(p, re.escape(p)) for p in parts), name) is not None
+
+
+def _named(pattern: str, style: Any) -> str:
+    if isinstance(style, str):
+        return style
+    if type(style) is ColwiseParallel:
+        whole = tuple(style.output_layouts) == (Replicate(),)
+        return "colwise_gather_output" if whole else "colwise"
+    if type(style) is RowwiseParallel:
+        return "rowwise"
+    raise InputError(
+        f"the style of '{pattern}' in the tensor plan is a {type(style).__name__}",
+        fix="give the name of a style, or torch's ColwiseParallel or RowwiseParallel",
+    )
