@@ -41,11 +41,13 @@ def show(plan: gpumix.Plan) -> None:
         f"batch {plan.global_batch}, {plan.strategy}: {plan.prediction.step_s * 1e3:.0f} ms a step,"
         f" {plan.prediction.tokens_per_s:.0f} tokens/s"
     )
-    for worker, expected in zip(plan.workers, plan.prediction.workers):
+    for rank, (worker, expected) in enumerate(zip(plan.workers, plan.prediction.workers)):
         busy = (expected.forward_s + expected.backward_s) / plan.prediction.step_s
+        own = [f"stage {n + 1}" for n in plan.stages_of(rank)] if len(plan.stages) > 1 else []
         print(
-            f"    {worker.device}: {worker.samples:2} samples, {worker.state_share:4.0%} of the "
-            f"state, {expected.peak_bytes / 2**20:.0f} MiB at its peak, busy {busy:.0%}"
+            f"    {', '.join([worker.device, *own])}: {worker.samples:2} samples, "
+            f"{worker.state_share:4.0%} of the {'stage' if own else 'state'}, "
+            f"{expected.peak_bytes / 2**20:.0f} MiB at its peak, busy {busy:.0%}"
         )
 
 

@@ -103,10 +103,9 @@ def train(plan: gpumix.Plan, rank: int) -> None:
     model = gpumix.build(build, seed=0)  # no rank ever holds the whole model
     engine = gpumix.prepare(model, plan)  # shards it in place
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
-    shares = [worker.samples for worker in engine.plan.workers]
-    held_out = next(gpumix.Loader(Text(Path(__file__).parents[1] / "README.md"), shares, rank))
+    held_out = next(gpumix.Loader(Text(Path(__file__).parents[1] / "README.md"), engine.plan, rank))
 
-    with gpumix.Loader(Text(Path(torch.__file__)), shares, rank) as loader:
+    with gpumix.Loader(Text(Path(torch.__file__)), engine.plan, rank) as loader:
         for step, batch in zip(range(STEPS), loader):
             loss = engine.step(batch)
             engine.clip_grad_norm_(1.0)

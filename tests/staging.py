@@ -147,14 +147,27 @@ def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any
     return losses, pieces_of(engine)
 
 
-GROUPS = [(1, 1), (2, 2), (1, 3), (3, 1), (1, 2, 1), (2, 1), (1, 1, 2), (1, 1, 1)]
-"""Workers of each stage, on up to four ranks."""
+GROUPS = [
+    *(((n, 1), (m, 1)) for n, m in [(1, 1), (2, 2), (1, 3), (3, 1), (2, 1)]),
+    *(((n, 1), (m, 1), (k, 1)) for n, m, k in [(1, 2, 1), (1, 1, 2), (1, 1, 1)]),
+    ((1, 2),),
+    ((2, 2),),
+    ((1, 2), (1, 1)),
+    ((1, 1), (1, 2)),
+    ((1, 2), (1, 2)),
+    ((1, 2), (2, 1)),
+]
+"""Of each stage the workers, and the ranks of each; on up to four ranks."""
 
 
 @st.composite
 def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str, Any]]:
     """Stages of a model of so many unit calls: workers, cuts, and settings of the plan."""
     groups = draw(st.sampled_from([g for g in GROUPS if len(g) <= calls]))
+    goes_round = len(groups) == 2 and calls >= 4 and draw(st.booleans())
+    if goes_round:  # the same two groups twice
+        one = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
+        groups = (one, one, one, one)
     cuts = draw(
         st.lists(
             st.integers(1, calls - 1),
@@ -166,21 +179,29 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
     size, count = draw(st.integers(1, 2)), draw(st.integers(1, 6))
     zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
     schedules = ["1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
-    settings: dict[str, Any] = {
-        "zero_stage": zero_stage,
-        "schedule": draw(st.sampled_from(schedules)),
-    }
-    found, device = [], 0
-    for workers in groups:
+    schedule = "interleaved" if goes_round else draw(st.sampled_from(schedules))
+    settings: dict[str, Any] = {"zero_stage": zero_stage, "schedule": schedule}
+    if goes_round:
+        count *= 2  # each of two workers gets as many
+    found: list[Row] = []
+    device = 0
+    for workers, tensor in groups:
+        if goes_round and len(found) >= 2:
+            found.append(found[len(found) - 2])
+            continue
         ends = sorted(
             draw(st.lists(st.integers(0, count), min_size=workers - 1, max_size=workers - 1))
         )
         dealt = [b - a for a, b in pairwise([0, *ends, count])]
+        if goes_round:
+            dealt = [count // workers] * workers
         mode = draw(st.sampled_from([Mode(), Mode(recompute=False)]))
         shares = tuple(
             Share(n * size, min(size, n * size), draw(st.integers(0 if k else 1, 3)), mode)
             for k, n in enumerate(dealt)
         )
-        found.append(Row(shares, tuple(range(device, device + workers))))
-        device += workers
+        ranks = workers * tensor
+        members = tuple(share for share in shares for _ in range(tensor))
+        found.append(Row(members, tuple(range(device, device + ranks)), tensor))
+        device += ranks
     return found, sorted(cuts), settings

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpumix.spec.errors import GpumixError
     from gpumix.spec.plan import Plan
     from gpumix.spec.profile import Profile
+    from gpumix.spec.space import Space
     from gpumix.train.checkpoint import Checkpointer
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ _HOME = {
     "GpumixError": "gpumix.spec.errors",
     "Plan": "gpumix.spec.plan",
     "Profile": "gpumix.spec.profile",
+    "Space": "gpumix.spec.space",
     "Checkpointer": "gpumix.train.checkpoint",
 }
 
@@ -64,6 +66,7 @@ __all__ = [
     "Muon",
     "Plan",
     "Profile",
+    "Space",
     "build",
     "evaluation_batches",
     "open_device",
@@ -78,3 +81,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpumix' has no attribute '{name}'")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpumix.engine import pipelined
 from gpumix.engine.comm import CommunicationError
 from gpumix.spec.errors import GpumixError
+from gpumix.spec.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
+from staging import own_samples, rows, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 SHARES = [Share(2, 1, 1), Share(2, 1, 2), Share(1, 1, 1)]
@@ -49,6 +53,45 @@ def test_the_others_are_told(how, group_timeout_s):
     for rank in (0, 2):
         assert "failed" in results[rank]
         assert "why:" in results[rank]
+
+
+LAYOUTS = {
+    "in the middle of a pipeline": rows([4], [4], [4], micro_batch=1),
+    "beside a team": rows([4], [4], tensor=[2, 1], micro_batch=1),
+    "in a team": rows([4], [4], tensor=[1, 2], micro_batch=1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_others_are_told_in_the_middle_of_a_step(layout):
+    """Between two micro-batches of rank 1."""
+    plan = staged_plan("gpt2", LAYOUTS[layout], zero_stage=1).model_dump_json()
+    results = run_ranks(_step_until, 3, plan, 1, timeout_s=20, group_timeout_s=60, mortal=[1])
+    for rank in (0, 2):
+        assert "failed" in results[rank]
+        assert "why:" in results[rank]
+
+
+def _step_until(plan_json: str, dead: int) -> str | None:
+    """The dead rank is gone after its third action in the second step."""
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    own = own_samples(plan, engine.comm.rank, next(batches(GPT2, plan.global_batch, 1)))
+    engine.step(own)
+    if engine.comm.rank == dead:
+        done, do = itertools.count(), pipelined.Step._do
+
+        def until(*args: object) -> None:
+            if next(done) == 3:
+                os._exit(1)
+            do(*args)
+
+        pipelined.Step._do = until
+    try:
+        engine.step(own)
+    except CommunicationError as error:
+        return str(error)
+    return None
 
 
 def _steps_after_a_failure():

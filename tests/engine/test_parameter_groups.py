@@ -102,6 +102,11 @@ def test_no_group_is_left_over_where_patterns_match_all():
     assert len(by_patterns({"match": "*", "lr": 0.5})) == 1
 
 
+def test_a_group_without_a_pattern_is_refused():
+    with pytest.raises(InputError, match="does not say which parameters it is for"):
+        by_patterns({"mtch": "*"})
+
+
 def test_a_pattern_without_a_parameter_is_refused():
     with pytest.raises(InputError, match=r"left for the group '\*.biases'\n  why: no name matches"):
         by_patterns({"match": "*.biases"})

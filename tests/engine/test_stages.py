@@ -32,6 +32,14 @@ LAYOUTS = {
 }
 
 
+TEAMS = {
+    "two teams": rows([4, 2], tensor=[2]),
+    "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
+    "one, then a team": rows([6], [6], tensor=[1, 2]),
+}
+ALL = LAYOUTS | TEAMS
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("stage", [0, 1])
@@ -81,11 +89,31 @@ def assert_parity(name: str, layout: list[Row], **settings):
     assert all(seen == losses[0] for seen in losses)
 
 
+@pytest.mark.parametrize("layout", ["1 + 1", "two teams", "a team, then two"])
+def test_other_samples_for_the_same_part_are_refused(layout):
+    """As a loop gives them that takes ranks for parts of the batch."""
+    plan = staged_plan("gpt2", ALL[layout], zero_stage=1)
+    with pytest.raises(InputError, match="were given different ones"):
+        run_ranks(_other_samples, len(plan.workers), plan.model_dump_json())
+
+
+def _other_samples(plan_json: str) -> None:
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    samples = sum(worker.samples for worker in plan.workers)
+    (batch,) = batches(GPT2, samples, 1)
+    begin = sum(worker.samples for worker in plan.workers[: engine.comm.rank])
+    own = slice(begin, begin + plan.workers[engine.comm.rank].samples)
+    engine.step({key: value[own] for key, value in batch.items()})
+
+
 # -- beside steps ----------------------------------------------------------------------------------
 
 
-def test_all_ranks_get_all_of_the_state():
-    plan = staged_plan("gpt2", LAYOUTS["1 + 2"], zero_stage=1)
+@pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_get_all_of_the_state(layout, stage):
+    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
     found = run_ranks(_state_there_and_back, len(plan.workers), plan.model_dump_json())
     model = initialised(GPT2.factory)
     expected = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -121,14 +149,15 @@ def _norm_alone(samples: int) -> float:
 
 @pytest.mark.parametrize("samples", [6, 5, 4, 2])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_evaluation(samples, stage):
+@pytest.mark.parametrize("layout", ["2 + 2, crossing", "two teams", "a team, then two"])
+def test_evaluation(samples, stage, layout):
     """Also on a batch that is smaller than that of a step."""
-    plan = staged_plan("gpt2", LAYOUTS["2 + 2, crossing"], zero_stage=stage)
+    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
     found = run_ranks(_evaluate, len(plan.workers), plan.model_dump_json(), samples)
     (batch,) = batches(GPT2, samples, 1)
     model = initialised(GPT2.factory).eval()
     expected = mean_loss(model, batch).item()
-    assert found == pytest.approx([expected] * 4, rel=1e-5)
+    assert found == pytest.approx([expected] * len(plan.workers), rel=1e-5)
 
 
 def _evaluate(plan_json: str, samples: int) -> float:
@@ -143,15 +172,16 @@ def _evaluate(plan_json: str, samples: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_of_several_steps_add_up(stage):
+@pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
+def test_gradients_of_several_steps_add_up(stage, layout):
     """As autograd's do, and whatever the losses of each step are counted with."""
-    plan = staged_plan("gpt2", LAYOUTS["1 + 2"], zero_stage=stage)
+    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
     found = run_ranks(_two_steps, len(plan.workers), plan.model_dump_json())
     model = initialised(GPT2.factory)
     for batch in batches(GPT2, plan.global_batch, 2):
         mean_loss(model, batch).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    assert found == pytest.approx([expected] * 3, rel=1e-5)
+    assert found == pytest.approx([expected] * len(plan.workers), rel=1e-5)
 
 
 def _two_steps(plan_json: str) -> float:
@@ -162,10 +192,11 @@ def _two_steps(plan_json: str) -> float:
     return engine.gradient_norm().item()
 
 
-def test_optimizers_of_whole_matrices_are_refused():
-    plan = staged_plan("gpt2", rows([6], [6]))
+@pytest.mark.parametrize("layout", ["1 + 1", "two teams"])
+def test_optimizers_of_whole_matrices_are_refused(layout):
+    plan = staged_plan("gpt2", ALL[layout])
     with pytest.raises(InputError, match="do not run with several stages"):
-        run_ranks(_layout, 2, plan.model_dump_json())
+        run_ranks(_layout, len(plan.workers), plan.model_dump_json())
 
 
 def _layout(plan_json: str) -> None:

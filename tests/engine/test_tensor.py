@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from gpumix.spec.plan import Mode
-from models import ARCHITECTURES
-from reference import train_alone, worst_error
-from staging import rows, staged_plan, train_in_stages
+from gpumix.engine.deferred import build
+from gpumix.engine.prepare import prepare
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Mode, Plan, Stage
+from harness import run_ranks
+from models import ARCHITECTURES, causal_model
+from reference import SEED, batches, initialised, mean_loss, train_alone, worst_error
+from staging import own_samples, rows, staged_engine, staged_plan, train_in_stages
 
 STEPS = 3
 TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
+LLAMA = ARCHITECTURES["llama"]
+TEAM = rows([5], tensor=[2])
 LAYOUTS = {
-    "a team": rows([5], tensor=[2]),
+    "a team": TEAM,
     "two teams": rows([4, 3], tensor=[2]),
     "a team, then one": rows([6], [6], tensor=[2, 1]),
     "one, then a team": rows([6], [6], tensor=[1, 2]),
@@ -34,9 +51,194 @@ def test_architectures(name, layout):
     assert_parity(name, LAYOUTS[layout], zero_stage=1)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("tensor", [(2, 1), (1, 2), (2, 2)])
+def test_schedules(schedule, tensor):
+    layout = rows([6], [6], tensor=tensor, micro_batch=1, mode=KEPT)
+    assert_parity("qwen3", layout, schedule=schedule, zero_stage=1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_teams_go_round(stage):
+    one, other = rows([8], [8], tensor=[2, 2])
+    assert_parity("bert", [one, other, one, other], schedule="interleaved", zero_stage=stage)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        KEPT,
+        Mode(order="sequential"),
+        Mode(order="sequential", recompute=False),
+        Mode(head="chunked"),
+        Mode(boundary="host"),
+    ],
+    ids=Mode.describe,
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_modes(mode, name):
+    """GPT-2's head is its embedding."""
+    assert_parity(name, rows([5], tensor=[2], mode=mode), zero_stage=1)
+
+
+def test_more_ranks_in_a_team():
+    assert_parity("gpt2", rows([3], tensor=[4]), zero_stage=1)
+
+
 def assert_parity(name, layout, **settings):
     plan = staged_plan(name, layout, **settings)
     expected = train_alone(ARCHITECTURES[name], plan.global_batch, STEPS)
     losses, found = train_in_stages(name, plan, STEPS)
     assert worst_error(found, expected) < TOLERANCE
     assert all(of_rank == losses[0] for of_rank in losses)
+
+
+# -- against torch's own ---------------------------------------------------------------------------
+
+
+def test_a_step_is_that_of_torch_and_sends_no_more():
+    """`parallelize_module` with the same plan: loss, norm of the gradient, and what is sent."""
+    plan = staged_plan("llama", TEAM, zero_stage=0)
+    ours = run_ranks(_step_of_ours, 2, plan.model_dump_json())
+    theirs = run_ranks(_step_of_torch, 2, plan.global_batch)
+    assert ours[0][:2] == pytest.approx(theirs[0][:2], rel=1e-5)
+    assert 0 < ours[0][2] < theirs[0][2]
+
+
+def _step_of_ours(plan_json: str) -> tuple[float, float, int]:
+    plan = Plan.model_validate_json(plan_json)
+    plan = _in_one_micro_batch(plan)
+    engine = staged_engine("llama", plan)
+    (batch,) = batches(LLAMA, plan.global_batch, 1)
+    loss = engine.step(own_samples(plan, engine.comm.rank, batch)).item()
+    sums = engine.comm.counts["all_reduce"]
+    alone = 1 + 2 * len(plan.stages[0].units)  # the root's gradients, and those of units
+    return loss, engine.gradient_norm().item(), sums - alone
+
+
+def _in_one_micro_batch(plan: Plan) -> Plan:
+    """Without recompute."""
+    (stage,) = plan.stages
+    update = {"micro_batch": plan.global_batch, "mode": KEPT}
+    workers = tuple(worker.model_copy(update=update) for worker in stage.workers)
+    return plan.model_copy(update={"stages": (stage.model_copy(update={"workers": workers}),)})
+
+
+def _step_of_torch(samples: int) -> tuple[float, float, int]:
+    model = initialised(LLAMA.factory)
+    styles = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    for number in range(len(model.model.layers)):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            styles[f"model.layers.{number}.{name}"] = ColwiseParallel()
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            styles[f"model.layers.{number}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            styles[f"model.layers.{number}.{name}"] = RowwiseParallel()
+    parallelize_module(model, DeviceMesh("cpu", list(range(dist.get_world_size()))), styles)
+    (batch,) = batches(LLAMA, samples, 1)
+    with CommDebugMode() as watched:
+        loss = mean_loss(model, batch)
+        loss.backward()
+    squares = [p.grad.norm() ** 2 for p in model.parameters()]
+    full = [s.full_tensor() if hasattr(s, "full_tensor") else s for s in squares]
+    return loss.item(), sum(full).sqrt().item(), watched.get_total_counts()
+
+
+# -- what each rank has ----------------------------------------------------------------------------
+
+
+def test_each_rank_has_its_part_of_divided_parameters():
+    plan = staged_plan("gpt2", TEAM, zero_stage=0)
+    model = ARCHITECTURES["gpt2"].factory()
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    for held in run_ranks(_held, 2, plan.model_dump_json()):
+        for name, numel in held.items():
+            divided = any(part in name for part in ("c_attn", "c_fc", "c_proj.weight", "wte"))
+            assert numel == whole[name] // (2 if divided else 1), name
+
+
+def _held(plan_json: str) -> dict[str, int]:
+    engine = staged_engine("gpt2", Plan.model_validate_json(plan_json))
+    return {piece.name: piece.local.numel() for piece in engine.pieces()}
+
+
+# -- plans of one's own ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(), torch.tensor(float(x.shape[0]))
+
+
+STYLES = {
+    "names": {"blocks.*.up": "colwise", "**.down": "rowwise"},
+    "torch's": {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+    "some": {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"},
+}
+
+
+@pytest.mark.parametrize("styles", STYLES)
+def test_a_plan_of_ones_own(styles):
+    losses = run_ranks(_own, 2, styles)
+    model = initialised(Own)
+    loss, count = model(_vectors())
+    assert losses == pytest.approx([(loss / count).item()] * 2, rel=1e-6)
+
+
+def _own(styles: str) -> float:
+    return _prepared(Own, STYLES[styles]).step(_vectors()).item()
+
+
+def _vectors() -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def _prepared(factory, styles=None, degree: int = 2):
+    model = build(factory, SEED)
+    names = ["blocks.0", "blocks.1"] if factory is Own else ["model.layers.0", "model.layers.1"]
+    (row,) = rows([4], tensor=[degree])
+    plan = staged_plan("llama", [row])
+    from gpumix.engine.units import dissect
+
+    anatomy = dissect(model)
+    stage = Stage(units=names, workers=plan.stages[0].workers, tensor=degree)
+    update = {"stages": (stage,), "model": anatomy.fingerprint()}
+    return prepare(model, plan.model_copy(update=update), tensor=styles)
+
+
+BAD = {
+    "nothing says how": (Own, None),
+    "no known style": (Own, {"blocks.*.up": "sideways"}),
+    "is a LSTM": (Own, {"blocks.*.up": nn.LSTM(1, 1)}),
+    "divides nothing of the units": (Own, {"layers.*.up": "colwise"}),
+    "'blocks.0' cannot be divided over 2 ranks": (Own, {"blocks.*": "colwise"}),
+    "3 heads cannot be divided over 2": (
+        causal_model("LlamaConfig", num_hidden_layers=2, hidden_size=12, intermediate_size=16,
+                     num_attention_heads=3, num_key_value_heads=3), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_plans(message):
+    with pytest.raises(InputError, match=message):
+        run_ranks(_bad, 2, message)
+
+
+def _bad(message: str) -> None:
+    _prepared(*BAD[message])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
+from profiles import GIB, MIB, Card, Network, block, in_a_row, line, profile, steady
 
 from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.best_subset import best_subset
 from gpumix.planner.by_memory import by_memory
+from gpumix.planner.compare import compare
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
 from gpumix.planner.optimal import optimal
@@ -57,6 +59,42 @@ def test_a_stage_keeps_to_one_host_where_links_between_are_slow():
 def test_over_a_fast_link_one_stage_is_faster():
     plan = fastest(hosts(1e12), PlanRequest(global_batch=32))
     assert len(plan.stages) == 1
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_pinned_stage_leaves_schedules_out_that_it_does_not_go_with(zero_stage):
+    """A zero-bubble schedule keeps gradients whole."""
+    space = Space(zero_stages=zero_stage, orders="layered")
+    plan = staged(hosts(10e6), PlanRequest(global_batch=8, space=space))
+    assert plan.zero_stage == zero_stage and plan.schedule != "zero-bubble"
+    space = Space(zero_stages=zero_stage, schedules="zero-bubble")
+    with pytest.raises(NoFeasiblePlanError):
+        staged(hosts(10e6), PlanRequest(global_batch=8, space=space))
+
+
+def test_where_links_were_measured_a_slow_class_is_left_out():
+    """They are known of all devices: over them one class alone is no slower than over its own."""
+    cards = [
+        Card("new", 2, GIB, steady(1e-3)),
+        Card("old", 1, GIB, steady(9e-3), optimizer_s_per_element=1e-7),
+    ]
+    every = line(1e-9)
+    slow = Network(gather={"broadcast": every}, reduce={"all_to_all": every})
+    found = profile(cards, kinds=[block(trainable=1_000_000)], network=slow)
+    request = PlanRequest(global_batch=8, space=Space(zero_stages=0))
+    plan, alone = fastest(found, request), best_subset(found, request)
+    assert {worker.device_class for worker in plan.workers} == {"new"}
+    assert plan.strategy == "optimal"
+    mixed = optimal(found, request)
+    assert predicted(plan).step_s <= predicted(alone).step_s < predicted(mixed).step_s
+
+
+@pytest.mark.parametrize("link", [10e6, 1e9, 1e12])
+def test_a_plan_and_a_comparison_agree(link):
+    found = hosts(link)
+    rows = {row.strategy: row for row in compare(found, PlanRequest(global_batch=32)).rows}
+    plan, row = make_plan(found, 32), rows["optimal"]
+    assert (row.step_s, row.zero_stage) == (predicted(plan).step_s, plan.zero_stage)
 
 
 def test_who_wants_one_stage_gets_one():

@@ -65,6 +65,16 @@ def test_numbers_as_people_write_them(job_file):
     assert job.timeout == 90
 
 
+@pytest.mark.parametrize(
+    "written", ["zero_stages: 3", "zero_stages: [3]", "{zero_stages: [3], heads: [whole]}"]
+)
+def test_one_technique_or_a_list_of_them(job_file, written):
+    inside = written if written.startswith("{") else f"{{{written}}}"
+    assert read_job(job_file(JOB + f"techniques: {inside}\n")).techniques.zero_stages == (3,)
+    by_hand = read_job(job_file(JOB), ["techniques.recompute=[true, false]"])
+    assert by_hand.techniques.recompute == (True, False)
+
+
 def test_null_where_none_is_meant(job_file):
     assert read_job(job_file(JOB + "optimizer: {clip_norm: null}\n")).optimizer.clip_norm is None
 

@@ -200,7 +200,7 @@ class Asked:
         if self.job is None and self.overrides:
             raise InputError(
                 "--set replaces keys of a job, and there is none",
-                fix="give --model, --sequence-length and --global-batch",
+                fix="write a job file and give it, or leave --set out",
             )
         if self.network is not None and self.cluster is None:
             raise InputError(

@@ -18,7 +18,7 @@ from gpumix.cost.staged import StagedStep
 from gpumix.spec.plan import DTYPE_BYTES, Plan
 from gpumix.spec.profile import ROOT, Profile
 
-EXCHANGE_BYTES = 3 * 8  # loss, count and notice of a rank
+EXCHANGE_BYTES = 4 * 8  # loss, count, notice, digest of samples
 OVERFLOW_BYTES = 4
 
 

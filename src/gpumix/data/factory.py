@@ -67,6 +67,7 @@ def _attribute(module: ModuleType, name: str) -> Callable[..., Any]:
         f"module '{module.__name__}' has no function '{name}'",
         where=str(module.__file__ or module.__name__),
         why=_nearest(name, callables),
+        fix="name one that it has, as module:function",
     )
 
 

@@ -37,6 +37,7 @@ from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
+from gpumix.engine.same_samples import digest, unlike
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
@@ -89,7 +90,10 @@ class Engine:
         last = plan.stages_of(comm.rank)[-1]
         self._counts = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
-        self._stats = torch.zeros(comm.world, 3)
+        self._stats = torch.zeros(comm.world, 4)
+        # Ranks that are to have the same samples see in their first step that they do.
+        self._tells_samples = bool(places) or plan.in_teams
+        self._digest = 0
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
@@ -129,6 +133,8 @@ class Engine:
         updates = self._updates_of(optimizer)
         with self._in_step():
             cut = self._cut(batch, self._rows)
+            if self._tells_samples:
+                self._digest = digest(batch, self._rows)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
                 if self._places:
@@ -142,6 +148,8 @@ class Engine:
             if self._parts.division.on_host and self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
+            if self._tells_samples:
+                self._check_samples(table)
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
@@ -513,13 +521,24 @@ class Engine:
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
-        row = torch.zeros(3, dtype=torch.float64, device=self.device)
-        row[2] = self.notice
+        row = torch.zeros(4, dtype=torch.float64, device=self.device)
+        row[2], row[3] = self.notice, self._digest
         for loss, count in results if self._counts else ():
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")
         return table, functools.cache(lambda: _gradient_scale(table, exchanged, scale))
+
+    def _check_samples(self, table: torch.Tensor) -> None:
+        self._tells_samples = False
+        why = unlike(self.plan, [int(told) for told in table[:, 3].tolist()])
+        if why:
+            raise InputError(
+                "ranks that compute the same samples were given different ones",
+                why=why,
+                fix="feed each with gpumix.Loader(dataset, engine.plan, rank), or cut batches as "
+                "engine.plan.rows_of(rank) says",
+            )
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""

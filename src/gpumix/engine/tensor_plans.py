@@ -31,6 +31,8 @@ _GPT2 = {
     "**.attn.c_proj": "rowwise",
     "**.mlp.c_fc": "colwise",
     "**.mlp.c_proj": "rowwise",
+    "**.wte": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
 }
 _T5 = {
     f"**.{attention}.{name}": style

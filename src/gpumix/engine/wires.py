@@ -30,6 +30,16 @@ class Message:
     batch: int
     taken: Taken
 
+    def __str__(self) -> str:
+        """As error messages name it."""
+        what = f"output {self.taken.output} of unit call {self.taken.call + 1}"
+        way = "to" if self.direction == "forward" else "back from"
+        gradient = "" if self.direction == "forward" else "gradient of "
+        return (
+            f"message with the {gradient}{what} {way} stage {self.to + 1}, "
+            f"micro-batch {self.batch + 1}"
+        )
+
 
 @dataclass(frozen=True)
 class _Line:

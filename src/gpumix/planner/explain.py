@@ -12,8 +12,7 @@ from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
-from gpumix.planner.fastest import fastest, in_stages
-from gpumix.planner.finish import finished
+from gpumix.planner.fastest import fastest, fastest_beside
 from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
@@ -28,6 +27,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.units import LARGEST_BATCH
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": fastest,
@@ -76,21 +76,23 @@ def plan(
         NoFeasiblePlanError: no plan of this strategy fits the devices.
     """
     check_strategy(strategy)
+    if not 1 <= global_batch <= LARGEST_BATCH:
+        raise InputError(
+            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
+            fix="give the samples of a step over all devices",
+        )
     request = PlanRequest(global_batch=global_batch, space=space)
     paces = Paces(profile, global_batch)
     best: Plan | NoFeasiblePlanError
-    in_one: Plan | NoFeasiblePlanError
     try:
-        best = in_one = optimal(profile, request, paces)
-        if strategy == "optimal":
-            in_one = finished(profile, request, in_one, paces)
+        best = optimal(profile, request, paces)
     except NoFeasiblePlanError as error:
-        best = in_one = error
+        best = error
 
     @cache
     def planned(name: str) -> Plan:
         if name == "optimal":
-            return in_stages(profile, request, in_one)
+            return fastest_beside(profile, request, best, paces)
         return STRATEGIES[name](profile, request)
 
     chosen = planned(strategy)

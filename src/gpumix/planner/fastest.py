@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.best_subset import best_subset
+from gpumix.planner.finish import finished
 from gpumix.planner.optimal import optimal
+from gpumix.planner.options import Paces
 from gpumix.planner.staged import staged
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-WORTHWHILE = 0.01  # by less, stages are not worth their messages
+WORTHWHILE = 0.01  # by less, nothing is left out, and stages are not worth their messages
 
 
 def fastest(profile: Profile, request: PlanRequest) -> Plan:
@@ -19,29 +22,59 @@ def fastest(profile: Profile, request: PlanRequest) -> Plan:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
+    paces = Paces(profile, request.global_batch)
     try:
-        plan = optimal(profile, request)
+        plan = optimal(profile, request, paces)
     except NoFeasiblePlanError as error:
-        return in_stages(profile, request, error)
-    return in_stages(profile, request, plan)
+        return fastest_beside(profile, request, error, paces)
+    return fastest_beside(profile, request, plan, paces)
 
 
-def in_stages(profile: Profile, request: PlanRequest, other: Plan | NoFeasiblePlanError) -> Plan:
-    """A plan of several stages if it is faster than `other`, which has one; else that.
+def fastest_beside(
+    profile: Profile, request: PlanRequest, other: Plan | NoFeasiblePlanError, paces: Paces
+) -> Plan:
+    """The same, where the optimal plan of one stage is there, or is known not to be.
 
     Raises:
         NoFeasiblePlanError: `other`, and no plan of several stages fits.
     """
-    below_s = float("inf")
-    if isinstance(other, Plan):
-        below_s = predicted(other).step_s * (1.0 - WORTHWHILE)
-    found = _staged_below(profile, request, below_s) or other
+    found = other
+    if isinstance(found, Plan):
+        found = finished(profile, request, found, paces)
+        found = _of_one_class(profile, request, _worth_leaving(found), paces) or found
+    found = _staged(profile, request, _worth_leaving(found)) or found
     if isinstance(found, NoFeasiblePlanError):
         raise found
     return found
 
 
-def _staged_below(profile: Profile, request: PlanRequest, below_s: float) -> Plan | None:
+def _worth_leaving(found: Plan | NoFeasiblePlanError) -> float:
+    """Another plan is worth while if its step takes less."""
+    if isinstance(found, NoFeasiblePlanError):
+        return float("inf")
+    return predicted(found).step_s * (1.0 - WORTHWHILE)
+
+
+def _of_one_class(
+    profile: Profile, request: PlanRequest, below_s: float, paces: Paces
+) -> Plan | None:
+    """A plan on one class alone. Where links were measured the optimal plan leaves nobody out, for
+    they are known of all devices only: fewer devices take no longer over them."""
+    if not profile.network:
+        return None
+    try:
+        plan = best_subset(profile, request)
+    except NoFeasiblePlanError:
+        return None
+    if predicted(plan).step_s >= below_s:
+        return None
+    devices = tuple(worker.device for worker in plan.workers)
+    alone = request.model_copy(update={"devices": devices})
+    plan = finished(profile, alone, plan, paces)
+    return plan.model_copy(update={"strategy": "optimal"})
+
+
+def _staged(profile: Profile, request: PlanRequest, below_s: float) -> Plan | None:
     """A plan of several stages; None if one is all that there may be, or that fits in the time."""
     if request.space.most_stages == 1:
         return None

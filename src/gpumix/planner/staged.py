@@ -150,10 +150,13 @@ class _Search:
     def _zero_stages(self, way: Way) -> list[ZeroStage]:
         """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
         are."""
-        stages = sorted(set(self._space.zero_stages))
-        if way.schedule == "zero-bubble":
-            stages = [stage for stage in stages if stage <= 1]
+        stages = self._stages_of(way.schedule)
         return stages[:1] if max(map(len, way.row)) == 1 else stages
+
+    def _stages_of(self, schedule: Schedule) -> list[ZeroStage]:
+        """The ZeRO stages that a schedule may have."""
+        stages = sorted(set(self._space.zero_stages))
+        return [stage for stage in stages if stage <= 1 or schedule != "zero-bubble"]
 
     def _ways(self) -> Iterator[tuple[float, Way]]:
         """With seconds that no step of each is shorter than."""
@@ -199,7 +202,8 @@ class _Search:
                 yield modes, "1f1b"
             elif "gpipe" in schedules:
                 yield modes, "gpipe"
-            if "zero-bubble" in schedules and self._may_split(row, recompute):
+            may_split = self._stages_of("zero-bubble") and self._may_split(row, recompute)
+            if "zero-bubble" in schedules and may_split:
                 yield modes, "zero-bubble"
             if "interleaved" in schedules and ROUNDS * stages <= self._calls:
                 yield modes, "interleaved"

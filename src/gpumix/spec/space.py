@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def _one_is_some(value: Any) -> Any:
     """`zero_stages: 3` means `zero_stages: [3]`."""
-    return value if isinstance(value, list | tuple) else (value,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_one_is_some)]

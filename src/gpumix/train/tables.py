@@ -68,7 +68,8 @@ def profile_table(profile: Profile) -> RenderableType:
         )
     note = Text(
         f"{profile.model.parameters / 1e6:.2f} M parameters in {len(profile.model.calls)} units; "
-        f"first three times: one sample; measured in {show_seconds(profile.seconds_spent)} with "
+        "first three times: one sample, backward with recompute, which a plan may spare; "
+        f"measured in {show_seconds(profile.seconds_spent)} with "
         f"torch {profile.torch_version}",
         style="dim",
     )

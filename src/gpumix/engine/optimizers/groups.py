@@ -24,8 +24,14 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
             anything.
 
     Raises:
-        InputError: a group gets no parameter.
+        InputError: a group gets no parameter, or has no `match`.
     """
+    without = next((group for group in groups if "match" not in group), None)
+    if without is not None:
+        raise InputError(
+            f"the parameter group {without} does not say which parameters it is for",
+            fix="give it a pattern of names, such as `'match': '*.bias'`",
+        )
     named = dict(engine.named_parameters())
     numbers = matches([group["match"] for group in groups], named)
     made: list[dict[str, Any]] = [
