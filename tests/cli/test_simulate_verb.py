@@ -91,7 +91,7 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
     """As the command line page says: the run's folder has all that it takes."""
-    one = {"most_stages": 1}
+    one = {"most_stages": 1, "leave_out": False}
     train(write_job(tmp_path, cluster=PAIR, steps=2, trace_step=2, techniques=one))
     run_folder, beside = tmp_path / "run", tmp_path / "simulated.json"
     ran("simulate", run_folder / "plan.json", "--profile", run_folder / "profile.json",

@@ -85,6 +85,17 @@ def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     assert seen == pytest.approx(alone[0], rel=1e-5)
 
 
+def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
+    job = write_job(tmp_path, steps=3, schedule={"kind": "constant"})
+    alone = train(job, f"output={tmp_path / 'alone'}")
+    found = train(job, f"output={tmp_path / 'subset'}", "strategy=best-subset")
+    plan = Plan.load(tmp_path / "subset" / "plan.json")
+    assert len({worker.device_class for worker in plan.workers}) == 1
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    (again,) = train(job, f"output={tmp_path / 'subset'}", "steps=4", resume=True).losses
+    assert again == pytest.approx(train(job, f"output={tmp_path / 'four'}", "steps=4").losses[-1])
+
+
 @pytest.mark.parametrize("strategy", ["staged", "model"])
 def test_the_planner_makes_such_plans(tmp_path, strategy):
     job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})

@@ -60,7 +60,7 @@ def _of_one_class(
 ) -> Plan | None:
     """A plan on one class alone. Where links were measured the optimal plan leaves nobody out, for
     they are known of all devices only: fewer devices take no longer over them."""
-    if not profile.network:
+    if not (profile.network and request.space.leave_out):
         return None
     try:
         plan = best_subset(profile, request)

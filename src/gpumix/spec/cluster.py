@@ -6,6 +6,7 @@ named by their UUID, never by a rank number, so that a plan survives a changed o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -100,6 +101,12 @@ class Cluster(Value):
     def in_rank_order(self) -> tuple[Device, ...]:
         """The devices by host, ordinal and id: rank r of a run has the r-th."""
         return tuple(sorted(self.devices, key=lambda d: (d.host, d.ordinal, d.id)))
+
+    def only(self, devices: Iterable[str]) -> Cluster:
+        """The same with these of its devices, by id."""
+        wanted = set(devices)
+        left = tuple(device for device in self.devices if device.id in wanted)
+        return self.model_copy(update={"devices": left})
 
     def members(self, class_name: str) -> tuple[Device, ...]:
         """The devices of one class, by id, so that the order they were listed in is forgotten."""

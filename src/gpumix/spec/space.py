@@ -62,6 +62,10 @@ class Space(Value):
         default=("1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
     )
+    leave_out: bool = Field(
+        default=True,
+        description="whether devices may be left out of the run where the others are faster alone",
+    )
     padded: bool = Field(
         default=True, description="whether nearly equal shares may be moved as equal ones"
     )

@@ -77,10 +77,10 @@ class Pipeline:
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        job = self.job
-        return make_plan(
-            profile, job.global_batch, strategy=strategy or job.strategy, space=job.techniques
-        )
+        job, space = self.job, self.job.techniques
+        if not self._runs.decides_alone:  # who starts processes by hand means them to work
+            space = space.model_copy(update={"leave_out": False})
+        return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:
         """Train by `plan`, or by one that is made first."""
@@ -101,20 +101,26 @@ class Pipeline:
         self.show(plan_table(plan))
         from gpumix.train import work
 
-        devices = self._runs.devices(self.cluster)
+        used = self._used(plan)
+        devices = self._runs.devices(used)
         summary: Summary = self._runs.run(
-            work.train, self.cluster, self._task(), plan, profile, devices, resume, saves=True
+            work.train, used, self._task(), plan, profile, devices, resume, saves=True
         )
         return summary
+
+    def _used(self, plan: Plan) -> Cluster:
+        """The devices that a plan uses. Under torchrun all are, for each has its process."""
+        if not self._runs.decides_alone:
+            return self.cluster
+        return self.cluster.only(worker.device for worker in plan.workers)
 
     def try_out(self, plan: Plan, steps: int) -> Trial:
         """Train a few steps by `plan`, for its speed; nothing is written."""
         from gpumix.train import work
 
-        devices = self._runs.devices(self.cluster)
-        trial: Trial = self._runs.run(
-            work.try_out, self.cluster, self._task(), plan, devices, steps
-        )
+        used = self._used(plan)
+        devices = self._runs.devices(used)
+        trial: Trial = self._runs.run(work.try_out, used, self._task(), plan, devices, steps)
         return trial
 
     def show_summary(self, summary: Summary) -> None:
@@ -193,7 +199,7 @@ class Pipeline:
             )
 
     def _check_plan(self, plan: Plan) -> None:
-        plan.for_devices([device.id for device in self._runs.devices(self.cluster)])
+        plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         dtypes = compute_dtypes(self.job.precision, self.cluster)
         for what, planned, wanted in (
             ("global_batch", plan.global_batch, self.job.global_batch),
