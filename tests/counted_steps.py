@@ -41,10 +41,9 @@ class Counted(NamedTuple):
     peak_bytes: int
 
 
-def profiled() -> Profile:
-    """Measured in a process of its own."""
-    (found,) = run_ranks(_profile, 1)
-    return Profile.model_validate_json(found)
+def profiled(ranks: int = 1) -> Profile:
+    """Measured in processes of its own, on so many devices."""
+    return Profile.model_validate_json(run_ranks(_profile, ranks)[0])
 
 
 def counted(plans: Mapping[str, Plan]) -> dict[str, list[Counted]]:
@@ -59,12 +58,16 @@ def counted(plans: Mapping[str, Plan]) -> dict[str, list[Counted]]:
 
 def _profile() -> str:
     generator = torch.Generator().manual_seed(1)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     profile = gpumix.profile(
         llama,
         lambda n: packed_lm(n, generator),
         sequence_length=1,
         global_batch=6,
-        cluster=Cluster(classes=(CLASS,), devices=(Device(id="d0", device_class="cpu"),)),
+        cluster=Cluster(
+            classes=(CLASS,),
+            devices=tuple(Device(id=f"d{n}", device_class="cpu", ordinal=n) for n in range(ranks)),
+        ),
         budget_s=20,
         progress=lambda line: None,
     )

@@ -1,4 +1,5 @@
-"""What a plan of stages says beforehand of collectives, messages and peaks is what ranks do."""
+"""What a plan of stages, or of teams, says beforehand of collectives, messages and peaks is what
+ranks do."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from gpumix.spec.profile import Profile
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
-# Of each stage its layers, and the samples, micro-batch, share and mode of each worker.
+# Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
+# many ranks each worker is a team.
 PLANS = {
     "1f1b": ([(3, [Share(6, 2, 1)]), (3, [Share(6, 2, 1)])], {"zero_stage": 0}),
     "kept": ([(4, [Share(6, 2, 1, KEEP)]), (2, [Share(6, 2, 1, KEEP)])], {"zero_stage": 0}),
@@ -28,20 +30,27 @@ PLANS = {
                 {"zero_stage": 3, "waves": 2}),
     "zero-bubble": ([(3, [Share(6, 1, 1, KEEP)]), (3, [Share(6, 1, 1, KEEP)])],
                     {"zero_stage": 0, "schedule": "zero-bubble"}),
+    "a team": ([(6, [Share(6, 2, 1)], 2)], {"zero_stage": 0}),
+    "a team, kept": ([(6, [Share(6, 2, 1, KEEP)], 2)], {"zero_stage": 1}),
+    "teams, stage 1": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2)], {"zero_stage": 1}),
+    "teams, stage 3": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2)], {"zero_stage": 3}),
+    "a team, then one": ([(3, [Share(6, 2, 1)], 2), (3, [Share(6, 2, 1)], 1)],
+                         {"zero_stage": 1}),
+    "a team each": ([(2, [Share(6, 1, 1, KEEP)], 2), (4, [Share(6, 1, 1, KEEP)], 2)],
+                    {"zero_stage": 0}),
 }  # fmt: skip
 
 
 def _plan(profile: Profile, name: str) -> Plan:
     stages, settings = PLANS[name]
     model = gpumix.build(llama, SEED)
-    ends = [0, *accumulate(layers for layers, _ in stages)]
+    ends = [0, *accumulate(layers for layers, *_ in stages)]
     found, device = [], 0
-    for (begin, end), (_, shares) in zip(pairwise(ends), stages):
-        one = plan_for(model, shares)
+    for (begin, end), (_, shares, *degree) in zip(pairwise(ends), stages):
+        one, (tensor, *_) = plan_for(model, shares), (*degree, 1)
         needs = profile.model.needs_of(begin, end)
-        workers = [
-            w.model_copy(update={"device": f"d{device + n}"}) for n, w in enumerate(one.workers)
-        ]
+        members = [worker for worker in one.workers for _ in range(tensor)]
+        workers = [w.model_copy(update={"device": f"d{device + n}"}) for n, w in enumerate(members)]
         device += len(workers)
         found.append(
             Stage(
@@ -49,6 +58,7 @@ def _plan(profile: Profile, name: str) -> Plan:
                 workers=tuple(workers),
                 root=needs.root,
                 takes=needs.outputs,
+                tensor=tensor,
             )
         )
     whole = plan_for(model, [Share(6, 2, 1)])
@@ -58,7 +68,7 @@ def _plan(profile: Profile, name: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return profiled()
+    return profiled(ranks=2)  # of which two may be a team
 
 
 @pytest.fixture(scope="module")

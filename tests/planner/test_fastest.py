@@ -81,7 +81,7 @@ def test_where_links_were_measured_a_slow_class_is_left_out():
     every = line(1e-9)
     slow = Network(gather={"broadcast": every}, reduce={"all_to_all": every})
     found = profile(cards, kinds=[block(trainable=1_000_000)], network=slow)
-    request = PlanRequest(global_batch=8, space=Space(zero_stages=0))
+    request = PlanRequest(global_batch=8, space=Space(zero_stages=0, leave_out=True))
     plan, alone = fastest(found, request), best_subset(found, request)
     assert {worker.device_class for worker in plan.workers} == {"new"}
     assert plan.strategy == "optimal"

@@ -99,7 +99,9 @@ class Asked:
 
         job = read_job(self.job, self.overrides)
         profile, note = self._of_job(job, self.job)
-        return Source(profile, _request(job.global_batch, job.techniques), job.strategy, note)
+        return Source(
+            profile, _request(job.global_batch, job.techniques.leaving_out()), job.strategy, note
+        )
 
     def _of_job(self, job: Job, path: Path) -> tuple[Profile, str]:
         from gpumix.spec.profile import Profile

@@ -88,10 +88,6 @@ class StagedModel:
             for stages, names in together.items()
         )
 
-    def elements(self, name: str) -> int:
-        """Trained ones of a parameter of the root."""
-        return self._parameters[name].trainable
-
     @cached_property
     def _parameters(self) -> dict[str, RootParameter]:
         return {p.name: p for p in self.model.root.parameters}

@@ -23,6 +23,7 @@ from gpumix.cost.memory import (
 )
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.staged import StagedStep, predict_stages
+from gpumix.cost.teams import in_team, of_members
 from gpumix.cost.time import (
     can,
     can_keep_state_on_host,
@@ -47,9 +48,12 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
             class, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
+    leaders = plan.of_leaders
     if len(plan.stages) > 1:
-        return predict_stages(profile, plan)
-    return _Step(profile, plan).prediction()
+        found = predict_stages(profile, plan)
+    else:
+        found = _Step(in_team(profile, plan.stages[0].tensor), leaders).prediction()
+    return of_members(profile, plan, found) if plan.in_teams else found
 
 
 def plan_seconds(profile: Profile, plan: Plan) -> float:
@@ -61,7 +65,7 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
     check_match(profile, plan)
     if len(plan.stages) > 1:
         return StagedStep(profile, plan).seconds
-    return _Step(profile, plan).seconds
+    return _Step(in_team(profile, plan.stages[0].tensor), plan.of_leaders).seconds
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class StageCost:
         self._free = free
         self.memory = MemoryModel(self.profile, links, len(stage.workers), plan.zero_stage)
         # Found before it is added: the gradient of what the code before the first unit looks up.
-        self._looked_up = max(map(cut.elements, whole.model.needs[0].root), default=0)
+        sizes = {p.name: p.trainable for p in whole.model.root.parameters}
+        self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
         self._looked_up *= number == 0
         self._passes: dict[tuple[int, int, int], Passes] = {}
         self._held: dict[tuple[int, int, int], Held] = {}

@@ -32,6 +32,7 @@ from gpumix.cost.of_stage import Shared, staged_model
 from gpumix.cost.pipeline import NOTHING_SENT, Action, Kind, Pipeline, Times, Transfer, replay
 from gpumix.cost.slots import aligned
 from gpumix.cost.stage_cost import StageCost, larger
+from gpumix.cost.teams import in_team
 from gpumix.cost.wire import Messages, wire_among
 from gpumix.spec.plan import (
     DTYPE_BYTES,
@@ -76,19 +77,21 @@ class Reductions:
 
 
 class StagedStep:
-    """One step of a plan of several stages.
+    """One step of a plan of several stages; of a team the first rank stands for all.
 
     Args:
         moved: whether communication takes time.
     """
 
     def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
+        degrees = [stage.tensor for stage in plan.stages]
+        self._whole, plan = plan, plan.of_leaders
         self.profile, self.plan = profile, plan
         self.pipeline = Pipeline.of(plan)
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
-            StageCost(profile, self.cut, plan, number, moved=moved)
-            for number in range(len(plan.stages))
+            StageCost(in_team(profile, degree), self.cut, plan, number, moved=moved)
+            for number, degree in enumerate(degrees)
         ]
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
@@ -139,7 +142,8 @@ class StagedStep:
 
     def _shared_s(self, shared: Shared) -> float:
         """To reduce what several stages have of the root, and to gather it."""
-        workers = [self.plan.workers[rank] for rank in self.plan.shares_among(shared.stages)]
+        ranks = self._whole.shares_among(shared.stages)
+        workers = [self._whole.workers[rank] for rank in ranks]
         if not self._moved or len(workers) == 1:
             return 0.0
         wire = wire_among(self.profile, [(w.host, w.device_class) for w in workers])
@@ -321,8 +325,9 @@ class StagedStep:
         """What a rank holds of the root's parameters that several stages have."""
         worker, found = self.plan.workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
+        rank = [other.device for other in self._whole.workers].index(worker.device)
         for shared in self.cut.shared:
-            shares = self.plan.shares_among(shared.stages)
+            shares = self._whole.shares_among(shared.stages)
             if rank not in shares:
                 continue
             ranks = tuple(shares)

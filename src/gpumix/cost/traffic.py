@@ -7,15 +7,18 @@ the first one, which also gathers what is frozen below ZeRO stage 3.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
+from gpumix.cost.curves import bytes_at
 from gpumix.cost.memory import owned_by_rank
 from gpumix.cost.pipeline import Action
 from gpumix.cost.predict import by_host, check_match, links_of_plan
 from gpumix.cost.staged import StagedStep
-from gpumix.spec.plan import DTYPE_BYTES, Plan
+from gpumix.cost.teams import in_team, told_in
+from gpumix.spec.plan import DTYPE_BYTES, Plan, Worker
 from gpumix.spec.profile import ROOT, Profile
 
 EXCHANGE_BYTES = 4 * 8  # loss, count, notice, digest of samples
@@ -38,17 +41,62 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         InputError: the profile is of another model, sequence length or precision.
     """
     check_match(profile, plan)
-    if len(plan.stages) > 1:
-        return tuple(_InStages(profile, plan).of_ranks())
+    if len(plan.stages) == 1:
+        alone = _in_one(in_team(profile, plan.stages[0].tensor), plan.of_leaders)
+        return _with_members(profile, plan, list(alone))
+    in_stages = _InStages(profile, plan)
+    found = _with_members(profile, plan, list(in_stages.of_leaders()))
+    for giver, taker, size in in_stages.messages():
+        _add(found[giver], "send", size)
+        _add(found[taker], "receive", size)
+    return found
+
+
+def _in_one(profile: Profile, plan: Plan) -> Iterator[Traffic]:
+    """Of each rank of a plan of one stage."""
     buckets = links_of_plan(profile, plan).buckets
-    alike = Counter[str](), Counter[str]()
+    counts, sizes = Counter[str](), Counter[str]()
     for operation, size in _of_all(profile, plan, buckets):
-        alike[0][operation] += 1
-        alike[1][operation] += size
-    return tuple(
-        Traffic(alike[0] + Counter(counts), alike[1] + Counter(sizes))
-        for counts, sizes in _over_hosts(plan, buckets)
-    )
+        counts[operation] += 1
+        sizes[operation] += size
+    for of_rank, bytes_of_rank in _over_hosts(plan, buckets):
+        yield Traffic(counts + Counter(of_rank), sizes + Counter(bytes_of_rank))
+
+
+def _with_members(
+    profile: Profile, plan: Plan, of_leaders: Sequence[Traffic]
+) -> tuple[Traffic, ...]:
+    """Of all ranks: those of a team do the same, and tell each other what units need of it."""
+    if not plan.in_teams:
+        return tuple(of_leaders)
+    leaders = {w.device: t for w, t in zip(plan.of_leaders.workers, of_leaders)}
+    found: dict[str, Traffic] = {}
+    for number, stage in enumerate(plan.stages):
+        for team in stage.teams:
+            one = leaders[team[0].device]
+            for operation, times, size in _told(profile, plan, number, team[0]):
+                one.counts[operation] += times
+                one.bytes[operation] += size
+            found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in team}
+    return tuple(found[worker.device] for worker in plan.workers)
+
+
+def _told(
+    profile: Profile, plan: Plan, number: int, worker: Worker
+) -> Iterator[tuple[str, int, int]]:
+    """The operation, how often, and the bytes of what a team tells each other in a step."""
+    if plan.stages[number].tensor == 1:
+        return
+    *of_units, root = told_in(profile, plan, number, worker.device_class)
+    passes = [*root.forward, *root.backward]
+    for told in of_units:
+        passes += told.forward
+        passes += told.backward if worker.mode.recompute else told.gradient
+        if told.summed:
+            times = plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
+            yield "all_reduce", times, times * told.summed * GRADIENT_BYTES
+    for one, size in product(passes, worker.micro_batches):
+        yield one.operation, one.times, int(float(bytes_at(one.bytes, size)))
 
 
 def _of_all(profile: Profile, plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
@@ -98,34 +146,32 @@ class _InStages:
     """The same of a plan of several stages: collectives of each, and messages between them."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
-        self._plan, self._step = plan, StagedStep(profile, plan)
+        self._step = StagedStep(profile, plan)
+        self._plan, self._whole = self._step.plan, plan
 
-    def of_ranks(self) -> Iterator[Traffic]:
-        found = [Traffic(Counter(), Counter()) for _ in self._plan.workers]
-        for giver, taker, size in self._messages():
-            _add(found[giver], "send", size)
-            _add(found[taker], "receive", size)
-        for rank, of_rank in enumerate(found):
+    def of_leaders(self) -> Iterator[Traffic]:
+        """Collectives alone."""
+        for rank in range(len(self._plan.workers)):
+            of_rank = Traffic(Counter(), Counter())
             for operation, size in self._collectives(rank):
                 _add(of_rank, operation, size)
             yield of_rank
 
-    def _messages(self) -> Iterator[tuple[int, int, int]]:
+    def messages(self) -> Iterator[tuple[int, int, int]]:
         """Giver, taker and bytes of each."""
-        plan, step = self._plan, self._step
+        plan, step = self._whole, self._step
         cuts = [stage.micro_batches(plan.waves) for stage in plan.stages]
         stage_of = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
         for to, stage in enumerate(plan.stages):
             for taken in stage.takes:
                 made = stage_of[taken.call]
                 for here, there in zip(cuts[made], cuts[to]):
-                    giver = plan.ranks_of(made)[here.worker]
-                    taker = plan.ranks_of(to)[there.worker]
-                    if giver != taker:
-                        size = step.taken_bytes(taken, len(here.rows))
-                        yield giver, taker, size
-                        if taken.differentiable:
-                            yield taker, giver, size
+                    size = step.taken_bytes(taken, len(here.rows))
+                    givers = plan.ranks_of(made)[here.worker :][: plan.stages[made].tensor]
+                    takers = plan.ranks_of(to)[there.worker :][: stage.tensor]
+                    yield from _between(givers, takers, size)
+                    if taken.differentiable:
+                        yield from _between(takers, givers, size)
 
     def _collectives(self, rank: int) -> Iterator[tuple[str, int]]:
         plan, step = self._plan, self._step
@@ -171,6 +217,15 @@ class _InStages:
                 for part in (size.trainable * width, size.frozen_bytes):
                     if part:
                         yield "gather", part
+
+
+def _between(
+    givers: Sequence[int], takers: Sequence[int], size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Each member of a team gets it from one of the other."""
+    for number, taker in enumerate(takers):
+        if (giver := givers[number % len(givers)]) != taker:
+            yield giver, taker, size
 
 
 def _add(traffic: Traffic, operation: str, size: int) -> None:

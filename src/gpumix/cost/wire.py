@@ -258,6 +258,28 @@ def wire_among(profile: Profile, places: Sequence[tuple[str, str]]) -> Wire:
     return Fewer(measured, "all", len(every), len(places))
 
 
+def team_seconds(
+    profile: Profile,
+    operation: Literal["all_reduce", "exchange"],
+    name: str,
+    degree: int,
+    size: float,
+) -> float:
+    """Of one collective between so many devices of a class on one host, to which each gives `size`
+    bytes: an all-reduce as it was timed, or a reduction and a gather; an exchange of what each has
+    is a gather."""
+    if operation == "exchange":
+        return team_seconds(profile, "all_reduce", name, degree, size * degree) / 2
+    for times in profile.network:
+        if (times.operation, times.form) == ("sum", str(degree)):
+            return seconds_of(times.times, size)
+    wire, forms = wire_among(profile, [("", name)] * degree), forms_for(profile)
+    if not wire.knows("reduce", forms.reduce, "all"):
+        return 0.0
+    reduced = wire.seconds("reduce", forms.reduce, "all", size)
+    return reduced + wire.seconds("gather", forms.gather, "all", size)
+
+
 class Place(Protocol):
     """Where a device is."""
 

@@ -382,11 +382,13 @@ class Communicator:
             of=self,
         )
 
-    def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
+    def exchange(
+        self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
         """Every rank's `row` (1-D, same length everywhere): a [world, len(row)] tensor once waited
-        for. For the few numbers that ranks tell each other once a step."""
+        for, in memory of its own or in that of `into`."""
         self._count("exchange", row)
-        table = row.new_empty(self.world, row.numel())
+        table = row.new_empty(self.world, row.numel()) if into is None else into
         if self.world == 1:
             table[0] = row
             return table, Pending((), label, self)

@@ -66,18 +66,21 @@ class HeadInChunks:
 
     Args:
         units: the model's blocks, inside of which no output layer is looked for.
+        whole_because: why its logits are always made whole, if they are.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[nn.Module] = ()) -> None:
-        self.whole_because = ""
+    def __init__(
+        self, model: nn.Module, units: Iterable[nn.Module] = (), *, whole_because: str = ""
+    ) -> None:
+        self.whole_because = whole_because
         self.chunked_losses = 0
         self._scale: Tensor | None = None
         self._families: list[Family] | None = None
-        layer = output_layer(model, units)
+        layer = None if whole_because else output_layer(model, units)
         # The layer holds its forward, and so this: not the other way round too.
         self._layer = None if layer is None else weakref.ref(layer)
         if layer is None:
-            self.whole_because = "the model has no linear output layer"
+            self.whole_because = whole_because or "the model has no linear output layer"
         else:
             layer.forward = self._forward  # type: ignore[assignment, method-assign]
 

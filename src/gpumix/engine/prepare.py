@@ -197,7 +197,8 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
-    if missing := EVERYTHING.missing(plan):
+    degrees = tuple(stage.tensor for stage in plan.stages)
+    if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

@@ -46,7 +46,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Somebody else may hold what comes here: it is not ours to change.
         summed = gradient.clone(memory_format=torch.contiguous_format)
-        return ctx.team.all_reduce(summed, "sum of gradients in a team"), None
+        return _summed(summed, ctx.team, "sum of gradients in a team"), None
 
 
 class _Leave(torch.autograd.Function):
@@ -56,7 +56,7 @@ class _Leave(torch.autograd.Function):
             ctx.mark_dirty(value)
         else:
             value = value.contiguous()
-        return team.all_reduce(value, "sum of outputs in a team")
+        return _summed(value, team, "sum of outputs in a team")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -89,7 +89,28 @@ def _own(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
     return value.chunk(team.world, dim)[team.rank].contiguous()
 
 
+def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
+    """In place."""
+    if not team.on_gloo:
+        return team.all_reduce(value, label)
+    # A thread of gloo's may hold what it was given for longer than it takes: memory of a pool.
+    room = team.borrow("team sum", value, 1, value.numel())
+    flat = value.view(-1)
+    flat.copy_(team.all_reduce(room.tensor[0].copy_(flat), label))
+    room.give_back()
+    return value
+
+
 def _all(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    rows, gathered = team.exchange(value.reshape(-1), "gather of parts in a team")
+    label = "gather of parts in a team"
+    if not team.on_gloo:
+        rows, gathered = team.exchange(value.reshape(-1), label)
+        gathered.wait()
+        return torch.cat([row.view(value.shape) for row in rows], dim)
+    room = team.borrow("team gather", value, team.world + 1, value.numel())
+    rows, own = room.tensor[:-1], room.tensor[-1]
+    _, gathered = team.exchange(own.copy_(value.reshape(-1)), label, into=rows)
     gathered.wait()
-    return torch.cat([row.view(value.shape) for row in rows], dim)
+    whole = torch.cat([row.view(value.shape) for row in rows], dim)
+    room.give_back()
+    return whole

@@ -59,8 +59,10 @@ class StagedCommunicator(Communicator):
         pending = self._host.start_all_reduce(staged, label)
         return pending.then(lambda: _set(value, staged))
 
-    def exchange(self, row: torch.Tensor, label: str) -> tuple[torch.Tensor, Pending]:
-        table = row.new_empty(self.world, row.numel())
+    def exchange(
+        self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
+        table = row.new_empty(self.world, row.numel()) if into is None else into
         staged, pending = self._host.exchange(row.cpu(), label)
         return table, pending.then(lambda: _set(table, staged))
 

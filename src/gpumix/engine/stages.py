@@ -9,7 +9,7 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere
 from gpumix.engine.parts import Storage
-from gpumix.engine.tensor import Changes, Part
+from gpumix.engine.tensor import Changes, Part, all_of
 from gpumix.engine.units import Anatomy, Unit
 from gpumix.spec.plan import Plan, Stage, of_several
 
@@ -76,8 +76,7 @@ def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
 def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
     """What a rank's stages have of a model."""
     if len(plan.stages) == 1:
-        every = (slot.name for slot in anatomy.root.slots)
-        return Part(frozenset(unit.name for unit in anatomy.units), frozenset(every))
+        return all_of(anatomy)
     own = [plan.stages[number] for number in plan.stages_of(rank)]
     together = of_several([stage.root or () for stage in plan.stages]).values()
     shared = {name for names in together for name in names}

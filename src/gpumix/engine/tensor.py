@@ -11,7 +11,7 @@ comes after, shards and checkpoints and the optimizer, it is a parameter like an
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,13 +33,20 @@ Forward = Callable[..., Any]
 
 class Entrances:
     """What goes into the divided modules of one parent, which begin a region: where several take
-    the same tensor, it enters once, and its gradient is summed once."""
+    the same tensor, it enters once, and its gradient is summed once.
 
-    def __init__(self, team: Communicator) -> None:
+    Args:
+        shared: whether it is remembered, until `forget`.
+    """
+
+    def __init__(self, team: Communicator, *, shared: bool) -> None:
         self._team = team
+        self._shared = shared
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
+        if not self._shared:
+            return enter(value, self._team)
         if self._last is None or self._last[0] is not value:
             self._last = value, enter(value, self._team)
         return self._last[1]
@@ -60,8 +67,8 @@ class Style:
         return {}
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        """What the module does, with what it has."""
-        return module.forward
+        """What the module does, with what it has. It must not hold the module, which holds it."""
+        return plain_forward(module)
 
     def summed(self, module: nn.Module) -> tuple[str, ...]:
         """Parameters that are not divided, of whose gradient each rank has a part."""
@@ -87,9 +94,11 @@ class Colwise(Style):
         return found
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        parameters, transposed = module._parameters, _transposed(module)
+
         def forward(value: torch.Tensor) -> torch.Tensor:
-            bias = module._parameters.get("bias")
-            found = _product(module, entrances.enter(value), bias)
+            bias = parameters.get("bias")
+            found = _product(entrances.enter(value), parameters["weight"], bias, transposed)
             return side_by_side(found, -1, team) if self.gathers else found
 
         return forward
@@ -102,9 +111,11 @@ class Rowwise(Style):
         return {"weight": _window(module, "weight", 1 - _outputs(module), team)}
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+        parameters, transposed = module._parameters, _transposed(module)
+
         def forward(value: torch.Tensor) -> torch.Tensor:
-            found = leave(_product(module, value, None), team)
-            bias = module._parameters.get("bias")
+            found = leave(_product(value, parameters["weight"], None, transposed), team)
+            bias = parameters.get("bias")
             return found if bias is None else found + bias
 
         return forward
@@ -121,17 +132,20 @@ class EmbeddingRowwise(Style):
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
         assert isinstance(module, nn.Embedding)
+        parameters, by_count = module._parameters, module.scale_grad_by_freq
         rows = module.num_embeddings // team.world
         first, padding = team.rank * rows, module.padding_idx
         own_padding = None if padding is None or padding // rows != team.rank else padding - first
 
         def forward(numbers: torch.Tensor) -> torch.Tensor:
             there = (numbers >= first) & (numbers < first + rows)
+            table = parameters["weight"]
+            assert table is not None
             found = functional.embedding(
                 torch.where(there, numbers - first, 0),
-                module.weight,
+                table,
                 own_padding,
-                scale_grad_by_freq=module.scale_grad_by_freq,
+                scale_grad_by_freq=by_count,
             )
             return leave(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
 
@@ -157,9 +171,8 @@ class PositionBias(Style):
     """T5's attention: takes and returns a bias of all heads, [1, heads, queries, keys]."""
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        inner = module.forward
+        inner = plain_forward(module)
 
-        @functools.wraps(inner)
         def forward(*args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
             if position_bias is not None:
                 own = part_of(position_bias, 1, team)
@@ -220,6 +233,12 @@ class Part:
 
     units: frozenset[str]
     root: frozenset[str]
+
+
+def all_of(anatomy: Anatomy) -> Part:
+    """All of a model."""
+    root = frozenset(slot.name for slot in anatomy.root.slots)
+    return Part(frozenset(unit.name for unit in anatomy.units), root)
 
 
 def divide(
@@ -284,15 +303,16 @@ def divide(
     done = Changes()
     for module, key in attributes:
         done.make(module, key, _divided(module, key, team, names))
-    parents = {name.rpartition(".")[0] for name in names.values()}
-    entrances = {parent: Entrances(team) for parent in parents}
-    for module, style in styles.values():
-        parent = names[id(module)].rpartition(".")[0]
+    entrances: dict[str, Entrances] = {}
+    for number, (module, style) in styles.items():
+        parent = names[number].rpartition(".")[0]
+        if parent not in entrances:
+            entrances[parent] = Entrances(team, shared=number in inside)
         done.make(module, "forward", style.forward(module, entrances[parent], team))
     for name, module in list(model.named_modules()):
         begins = any(names[key].rpartition(".")[0] == name and key in inside for key in styles)
         if begins:
-            done.make(module, "forward", _forgetting(module.forward, entrances[name]))
+            done.make(module, "forward", _forgetting(plain_forward(module), entrances[name]))
     return _with_windows(anatomy, windows, styles), done
 
 
@@ -392,7 +412,6 @@ def _divided(module: nn.Module, key: str, team: Communicator, names: Mapping[int
 
 
 def _forgetting(inner: Forward, entrances: Entrances) -> Forward:
-    @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return inner(*args, **kwargs)
@@ -400,6 +419,15 @@ def _forgetting(inner: Forward, entrances: Entrances) -> Forward:
             entrances.forget()
 
     return forward
+
+
+def plain_forward(module: nn.Module) -> Forward:
+    """The forward that a module has now, as a function that does not hold it."""
+    replaced: Forward | None = vars(module).get("forward")
+    if replaced is not None:
+        return replaced
+    there, forward = weakref.ref(module), type(module).forward
+    return lambda *args, **kwargs: forward(there(), *args, **kwargs)
 
 
 def _require(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -419,9 +447,14 @@ def _outputs(module: nn.Module) -> int:
     return 1 if _transposed(module) else 0
 
 
-def _product(module: nn.Module, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return functional.linear(value, weight.T if _transposed(module) else weight, bias)
+def _product(
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    transposed: bool,
+) -> torch.Tensor:
+    assert weight is not None, "a linear layer has one"
+    return functional.linear(value, weight.T if transposed else weight, bias)
 
 
 def _window(module: nn.Module, name: str, dim: int, team: Communicator, packed: int = 1) -> Window:

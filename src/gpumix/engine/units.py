@@ -46,8 +46,8 @@ class Unit:
 
     @property
     def trainable(self) -> int:
-        """Elements that get a gradient."""
-        return sum(s.parameter.numel() for s in self.slots if s.parameter.requires_grad)
+        """Elements that get a gradient here."""
+        return sum(s.window.numel for s in self.slots if s.parameter.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -218,10 +218,10 @@ def _structure(module: nn.Module) -> str:
 def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:
     """Bytes of parameters that are not trained: stored as they are gathered, floats in the compute
     dtype."""
-    frozen = [s.parameter for s in slots if not s.parameter.requires_grad]
+    frozen = [(s.window.numel, s.parameter) for s in slots if not s.parameter.requires_grad]
     return sum(
-        p.numel() * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
-        for p in frozen
+        numel * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
+        for numel, p in frozen
     )
 
 

@@ -134,7 +134,7 @@ class _Best:
         """Try all settings of all devices; then of fewer ones, of which those that are faster are
         where to go on from."""
         self._try(everything, space)
-        base, complete = everything, not space.leave_out
+        base, complete = everything, space.leave_out is False
         while not complete:
             before = self.solution
             some, complete = fewer(base)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,8 +31,10 @@ from gpumix.spec.profile import (
     ModelProfile,
     Profile,
     RootUnit,
+    TeamProfile,
     UnitKind,
 )
+from gpumix.spec.teams import degrees_of
 
 U = TypeVar("U", UnitKind, RootUnit)
 D = TypeVar("D", ClassMeasurement, LinkMeasurement)
@@ -51,7 +53,7 @@ class MeasurementCache:
         folder: where relative names in the job start from.
 
     `dtypes` is what each class computes in, `compiled` are the names of the classes that are
-    measured with compiled units.
+    measured with compiled units, `degrees` tells how many devices of a class may compute together.
 
     Raises:
         InputError: the job wants of a class what it cannot do.
@@ -64,6 +66,7 @@ class MeasurementCache:
         self._where = job.profile.cache or cache_folder() / "profiles"
         self._work = work_key(job, folder)
         self.dtypes = compute_dtypes(job.precision, cluster)
+        self.degrees = degrees_of(cluster, job.techniques)
         self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
 
     def class_file(self, device_class: DeviceClass) -> Path:
@@ -74,6 +77,7 @@ class MeasurementCache:
             "class": device_class.model_dump(exclude={"name"}),
             "compiled": name in self.compiled,
             "compute_dtype": self.dtypes[name],
+            "degrees": self.degrees.get(name, ()),
         }
         return self._where / f"class-{_hash(work)}.json"
 
@@ -81,7 +85,9 @@ class MeasurementCache:
         """The file of the links' measurement: of these devices on these hosts."""
         classes = {c.name: c.model_dump(exclude={"name"}) for c in self._cluster.classes}
         devices = sorted((d.host, _hash(classes[d.device_class])) for d in self._cluster.devices)
-        return self._where / f"links-{_hash({**self._work, 'devices': devices})}.json"
+        degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
+        work = {**self._work, "devices": devices, "degrees": degrees}
+        return self._where / f"links-{_hash(work)}.json"
 
     def missing(self) -> list[str]:
         """Names of the classes that were not measured yet."""
@@ -120,8 +126,13 @@ class MeasurementCache:
         found = _load(ClassMeasurement, self.class_file(device_class))
         if found is None or _more_time(found, self._job.profile.budget):
             return None
-        renamed = found.device_class.model_copy(update={"device_class": device_class.name})
-        return found.model_copy(update={"device_class": renamed})
+        name = {"device_class": device_class.name}
+        renamed = found.device_class.model_copy(update=name)
+        teams = tuple(
+            t.model_copy(update={"device_class": t.device_class.model_copy(update=name)})
+            for t in found.teams
+        )
+        return found.model_copy(update={"device_class": renamed, "teams": teams})
 
 
 def assemble(
@@ -141,11 +152,8 @@ def assemble(
             "the device classes were measured with different models",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
-    by_dtype: dict[ComputeDtype, list[ModelProfile]] = {}
-    for name in (c.name for c in cluster.classes):
-        measured = classes[name].model
-        by_dtype.setdefault(measured.compute_dtype, []).append(measured)
-    model, *others = (_most(models) for models in by_dtype.values())
+    ordered = [classes[c.name] for c in cluster.classes]
+    model, *others = _by_dtype(measured.model for measured in ordered)
     return Profile(
         sequence_length=sequence_length,
         optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
@@ -153,7 +161,8 @@ def assemble(
         cluster=cluster,
         model=model,
         other_models=tuple(others),
-        classes=tuple(_with_host_bytes(classes[c.name], cluster) for c in cluster.classes),
+        classes=tuple(_with_host_bytes(one, one.device_class, cluster) for one in ordered),
+        teams=tuple(_teams(ordered, cluster)),
         collectives=links.collectives,
         network=links.network,
         step_overhead_s=links.step_overhead_s,
@@ -162,10 +171,33 @@ def assemble(
     )
 
 
-def _with_host_bytes(measured: ClassMeasurement, cluster: Cluster) -> ClassProfile:
+def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
+    """One of each dtype."""
+    found: dict[ComputeDtype, list[ModelProfile]] = {}
+    for model in models:
+        found.setdefault(model.compute_dtype, []).append(model)
+    return [_most(of_dtype) for of_dtype in found.values()]
+
+
+def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
+    """By degree, of the classes that were measured so."""
+    for degree in sorted({team.degree for one in measured for team in one.teams}):
+        teams = [(one, team) for one in measured for team in one.teams if team.degree == degree]
+        model, *others = _by_dtype(team.model for _, team in teams)
+        yield TeamProfile(
+            degree=degree,
+            model=model,
+            other_models=tuple(others),
+            classes=tuple(_with_host_bytes(o, t.device_class, cluster) for o, t in teams),
+            told={team.device_class.device_class: team.told for _, team in teams},
+        )
+
+
+def _with_host_bytes(
+    measured: ClassMeasurement, found: ClassProfile, cluster: Cluster
+) -> ClassProfile:
     """What of a host's memory each of its devices may keep something in, on the fullest host of a
     class; devices that are CPUs have theirs from it too."""
-    found = measured.device_class
     if measured.host_memory_bytes is None:
         return found
     memory = {c.name: c.memory_bytes if c.accelerator == "cpu" else 0 for c in cluster.classes}

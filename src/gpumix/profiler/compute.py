@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,6 +42,7 @@ HOST_NUMEL = 2**22  # beyond what caches hold
 COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
 
 Batch = Any
+Pass = Literal["forward", "backward", "gradient"]
 MakeBatch = Callable[[int], Batch]
 Progress = Callable[[str], None]
 
@@ -71,6 +72,8 @@ class Point:
     backward_bytes: dict[str, int] = field(default_factory=dict)
     saved_forward_bytes: dict[str, int] = field(default_factory=dict)
     saved_backward_bytes: dict[str, int] = field(default_factory=dict)
+    # What a team tells each other: by unit kind and pass, by operation the times and the bytes.
+    told: dict[tuple[str, Pass], dict[str, tuple[int, int]]] = field(default_factory=dict)
     chunked_head_s: float | None = None  # as `backward_s` of the root; None: it cannot run so
     chunked_head_bytes: int | None = None
 
@@ -222,7 +225,7 @@ class _Measurement:
             specimens.start(self._on_device_counted(batch)) as walk,
             specimens.head_in_chunks() if in_chunks else nullcontext(),
         ):
-            with FlopCount() as flops:
+            with FlopCount() as flops, self._listening(ROOT, "forward"):
                 point.kept[ROOT] += self._memory.added(walk.go_on)
             outputs: Any = None
             while walk.call is not None:
@@ -233,11 +236,12 @@ class _Measurement:
                 before = self._memory.current()
                 self._memory.reset_peak()
                 before_stretch = flops.total
-                with flops:
+                with flops, self._listening(ROOT, "backward"):  # of the last one: the head's
                     walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
                     point.kept[ROOT] += max(0, self._memory.current() - before)
-            walk.loss_backward()
+            with self._listening(ROOT, "backward", more=True):
+                walk.loss_backward()
             found = self._head_bytes(before, outputs)
             if in_chunks and specimens.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
@@ -246,6 +250,22 @@ class _Measurement:
                 point.backward_bytes[ROOT] = found
             point.flops[ROOT] = flops.total / point.size
             return tuple(walk.calls)
+
+    @contextmanager
+    def _listening(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
+        """Count what a team tells each other inside; `more` is added to what was counted before."""
+        team = self._specimens.team
+        if team is None:
+            yield
+            return
+        counts, sizes = team.counts.copy(), team.bytes.copy()
+        yield
+        found = self._point.told.get((name, way), {}) if more else {}
+        for operation, times in (team.counts - counts).items():
+            before = found.get(operation, (0, 0))
+            size = team.bytes[operation] - sizes[operation]
+            found[operation] = before[0] + times, before[1] + size
+        self._point.told[name, way] = found
 
     def _count_chunked_head(self, batch: Batch, calls: int) -> None:
         specimens = self._specimens
@@ -289,7 +309,8 @@ class _Measurement:
         before = self._memory.current()
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
-        outputs = Outputs(cut.forward())
+        with self._listening(kind, "forward"):
+            outputs = Outputs(cut.forward())
         kept = self._memory.current() - before  # what the cut keeps for its backward too
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
@@ -299,7 +320,8 @@ class _Measurement:
         point, memory = self._point, self._memory
         cut = self._specimens.cut(call)
         cut.forward()
-        point.backward_bytes[kind], point.gradient[kind] = self._backward_counted(cut)
+        with self._listening(kind, "backward"):
+            point.backward_bytes[kind], point.gradient[kind] = self._backward_counted(cut)
         kept = self._specimens.cut(call, recompute=False)
         before = memory.current()
         memory.reset_peak()
@@ -308,7 +330,8 @@ class _Measurement:
         point.saved[kind] = max(0, saved)
         point.saved_forward_bytes[kind] = max(0, memory.peak() - before - saved)
         del outputs
-        point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
+        with self._listening(kind, "gradient"):
+            point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
         del kept
         self._count_split(kind, call)
 

@@ -186,7 +186,7 @@ def _needs(specimens: Specimens, sources: set[Source]) -> Needs:
 
 def _end(specimens: Specimens, names: Collection[str]) -> End:
     chosen = [slot for slot in specimens.root_slots if slot.name in names]
-    trained = [s.parameter.numel() for s in chosen if s.parameter.requires_grad]
+    trained = [s.window.numel for s in chosen if s.parameter.requires_grad]
     return End(
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),

@@ -28,6 +28,8 @@ from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.teams import degrees_of
 
 
 # More parameters than elsewhere: a program has no job file to say these things in.
@@ -42,6 +44,8 @@ def profile(
     optimizer: OptimizerOf | None = None,
     loss: Objective | None = None,
     units: Sequence[str] = (),
+    tensor: Mapping[str, Any] | None = None,
+    space: Space = EVERYTHING,
     compile: bool | Mapping[str, bool] = False,
     budget_s: float = 120.0,
     timeout_s: float = 300.0,
@@ -58,7 +62,8 @@ def profile(
             AdamW.
         precision: what is computed in: `auto` by what each device class does best, one for all, or
             by class.
-        loss, units: as for `gpumix.prepare`.
+        loss, units, tensor: as for `gpumix.prepare`.
+        space: what plans may use; of it the tensor parallel degrees are measured.
         compile: whether units run in compiled code, on all classes that can, or by class.
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that.
@@ -82,6 +87,9 @@ def profile(
             loss=loss,
             units=tuple(units),
             compiled=compiled_classes(compile, found, cpp_compiler=has_cpp_compiler()),
+            tensor=tensor,
+            degrees=degrees_of(found, space),
+            must_divide=1 not in space.tensor,
         )
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +15,15 @@ from gpumix.cost.curves import undisturbed
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
+from gpumix.engine.tensor import all_of, divide
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
 from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import (
     MakeBatch,
+    Pass,
     Progress,
     Sweep,
     sweep,
@@ -27,9 +31,9 @@ from gpumix.profiler.compute import (
     time_host_optimizer,
     time_optimizer,
 )
-from gpumix.profiler.specimen import Specimens
+from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
-from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
@@ -38,6 +42,9 @@ from gpumix.spec.profile import (
     ModelProfile,
     RootParameter,
     RootUnit,
+    TeamCollective,
+    TeamMeasurement,
+    TeamTraffic,
     UnitKind,
     UnitTimes,
 )
@@ -63,9 +70,11 @@ class Subject:
         make_batch: a batch of so many samples, on the host.
         optimizer_of: makes the optimizer for given parameters.
         budget_s: how long one device may measure.
-        loss, units: as for `engine.prepare`.
+        loss, units, tensor: as for `engine.prepare`.
         dtypes: what each class computes in.
         compiled: the classes whose units are compiled.
+        degrees: of each class, how many of its devices may compute units together.
+        must_divide: whether a model that cannot be divided so is an error.
     """
 
     build: Callable[[], nn.Module]
@@ -77,6 +86,9 @@ class Subject:
     loss: Objective | None = None
     units: tuple[str, ...] = ()
     compiled: frozenset[str] = frozenset()
+    tensor: Mapping[str, Any] | None = None
+    degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    must_divide: bool = False
 
 
 def measure_class(
@@ -123,25 +135,107 @@ def _measured(
     )
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
     measured = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
+    of_class = ClassProfile(
+        device_class=device_class,
+        units=_times(found),
+        chunked_head=_if_known(found, [p.chunked_head_s for p in found.points], undisturbed),
+        optimizer_s_per_element=optimizer.s_per_element,
+        framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
+        largest_micro_batch=found.points[-1].size,
+        host_copy=time_host_copies(runtime),
+        host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
+        compiled=compiled,
+        compute_dtype=dtype,
+    )
+    del specimens, model, anatomy
     return ClassMeasurement(
-        device_class=ClassProfile(
-            device_class=device_class,
-            units=_times(found),
-            chunked_head=_if_known(found, [p.chunked_head_s for p in found.points], undisturbed),
-            optimizer_s_per_element=optimizer.s_per_element,
-            framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
-            largest_micro_batch=found.points[-1].size,
-            host_copy=time_host_copies(runtime),
-            host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
-            compiled=compiled,
-            compute_dtype=dtype,
-        ),
+        device_class=of_class,
         model=measured,
+        teams=tuple(_teams(subject, runtime, of_class, progress)),
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
         overruns=sum(p.overruns for p in found.points),
+    )
+
+
+def _teams(
+    subject: Subject, runtime: DeviceRuntime, alone: ClassProfile, progress: Progress
+) -> Iterator[TeamMeasurement]:
+    """The device as one of so many that compute the units together: those degrees by which the
+    model can be divided."""
+    for degree in subject.degrees.get(alone.device_class, ()):
+        try:
+            yield _team(subject, runtime, alone, degree, progress)
+        except InputError:
+            if subject.must_divide:
+                raise
+
+
+def _team(
+    subject: Subject,
+    runtime: DeviceRuntime,
+    alone: ClassProfile,
+    degree: int,
+    progress: Progress,
+) -> TeamMeasurement:
+    model = subject.build()
+    switch_off_caches(model)
+    whole = dissect(model, subject.units)
+    team = MadeUpTeam(degree, runtime.torch_device)
+    anatomy, _ = divide(whole, team, tensor_plan(model, subject.tensor), part=all_of(whole))
+    specimens = Specimens(
+        model,
+        anatomy,
+        device=runtime.torch_device,
+        compute_dtype=TORCH_DTYPE[alone.compute_dtype],
+        objective=subject.loss or objective_of(model),
+        team=team,
+    )
+    found = sweep(
+        specimens,
+        runtime,
+        subject.make_batch,
+        largest=subject.shape.global_batch,
+        budget_s=subject.budget_s / 2,
+        progress=lambda line: progress(f"{alone.device_class}, one of {degree}: {line}"),
+    )
+    summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
+    return TeamMeasurement(
+        degree=degree,
+        device_class=alone.model_copy(
+            update={
+                "units": _times(found),
+                "chunked_head": None,
+                "largest_micro_batch": found.points[-1].size,
+                "compiled": False,
+            }
+        ),
+        model=_model_profile(
+            anatomy, found, model, alone.compute_dtype, runtime.memory_limit_bytes
+        ),
+        told={
+            name: TeamTraffic(
+                forward=_told(found, name, "forward"),
+                backward=_told(found, name, "backward"),
+                gradient=_told(found, name, "gradient"),
+                summed=summed.get(name, 0),
+            )
+            for name in found.points[0].forward_s
+        },
+    )
+
+
+def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
+    counted = [point.told.get((name, way), {}) for point in found.points]
+    return tuple(
+        TeamCollective(
+            operation="all_reduce" if operation == "all_reduce" else "exchange",
+            times=times,
+            bytes=_curve(found, [of_point[operation][1] for of_point in counted]),
+        )
+        for operation, (times, _) in counted[0].items()
     )
 
 
@@ -252,15 +346,15 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
         trained = slot.parameter.requires_grad
         yield RootParameter(
             name=slot.name,
-            trainable=slot.parameter.numel() if trained else 0,
+            trainable=slot.window.numel if trained else 0,
             frozen_bytes=frozen_bytes([slot], compute_dtype),
         )
 
 
 def _in_matrices(unit: Unit) -> int:
     """Trained elements of parameters of two dimensions."""
-    trained = [s.parameter for s in unit.slots if s.parameter.requires_grad]
-    return sum(p.numel() for p in trained if p.dim() == 2)
+    trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
+    return sum(slot.window.numel for slot in trained if slot.parameter.dim() == 2)
 
 
 def _curve(found: Sweep, values: Sequence[float]) -> Curve:

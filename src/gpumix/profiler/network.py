@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ def measure_links(
     progress: Callable[[str], None],
     hosts: Sequence[str] = (),
     synchronize: Callable[[], None] | None = None,
+    teams: Mapping[int, Sequence[int]] | None = None,
 ) -> LinkMeasurement:
     """Time every form of gather and reduction that the backend has, at growing sizes.
 
@@ -39,6 +40,7 @@ def measure_links(
         hosts: the host of each rank. Where there are several, the links inside them and those
             between them are timed apart too.
         synchronize: waits for what the device computes; without it contention is not measured.
+        teams: by how many ranks compute units together, some that may.
     """
     begun = time.perf_counter()
     if comm.world == 1:
@@ -72,6 +74,7 @@ def measure_links(
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
             *_between_groups(comm, hosts, best, sizes),
             *_messages(comm, hosts, sizes),
+            *_sums(comm, teams or {}, sizes),
         ),
         step_overhead_s=SMALL_PER_STEP * _small_s(comm),
         contention=contention,
@@ -190,6 +193,16 @@ def _messages(
         yield _times("send", "native", sizes, seconds, group=group)
 
 
+def _sums(
+    comm: Communicator, teams: Mapping[int, Sequence[int]], sizes: list[int]
+) -> Iterator[CollectiveTimes]:
+    """An all-reduce in one team, all other ranks being at rest."""
+    for degree, ranks in sorted(teams.items()):
+        team = comm.among(ranks)
+        seconds = [_sum_s(team or comm.alone(), size, agree=comm) for size in sizes]
+        yield _times("sum", str(degree), sizes, seconds, group="inside")
+
+
 def _message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
     """There and back, halved, so that it is known at the sender when it has arrived."""
     value = torch.zeros(size, dtype=torch.uint8, device=agree.device)
@@ -253,7 +266,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Operation | Literal["send"],
+    operation: Operation | Literal["send", "sum"],
     form: str,
     sizes: list[int],
     seconds: list[float],

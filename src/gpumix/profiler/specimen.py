@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.boundary import Cut, cast
-from gpumix.engine.comm import Communicator
+from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
@@ -41,6 +41,7 @@ class Specimens:
         model: on the meta device or not; its parameters are replaced by random ones.
         device: where it runs.
         objective: the loss of a batch, as for the engine.
+        team: the ranks that this one computes with, if the anatomy is divided between them.
 
     `scale` is what summed losses are multiplied with before backward.
     """
@@ -53,14 +54,20 @@ class Specimens:
         device: torch.device,
         compute_dtype: torch.dtype,
         objective: Objective,
+        team: Communicator | None = None,
     ) -> None:
         self.model = model
+        self.team = team
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
         self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
-        self.head = HeadInChunks(model, (unit.module for unit in anatomy.units))
+        self.head = HeadInChunks(
+            model,
+            (unit.module for unit in anatomy.units),
+            whole_because="" if team is None else "a team computes it together",
+        )
         self.root = self._alive(anatomy.root)
         self.head.add_to_gradients_of(self.root.bucket.trainable)
         self.root_slots = anatomy.root.slots
@@ -177,6 +184,24 @@ class Outputs:
             ),
             self.value,
         )
+
+
+class MadeUpTeam(Communicator):
+    """Rank 0 of so many, all of which have what it has; what they tell each other is counted."""
+
+    def __init__(self, degree: int, device: torch.device) -> None:
+        super().__init__(None, rank=0, world=1, device=device)
+        self.world = degree
+
+    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
+        self._count("all_reduce", value)
+        return Pending((), label, self)
+
+    def exchange(
+        self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
+        self._count("exchange", row)
+        return row.repeat(self.world, 1), Pending((), label, self)
 
 
 class _Bystander(Communicator):

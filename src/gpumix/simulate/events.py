@@ -14,12 +14,13 @@ path.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpumix.cost.predict import predict
+from gpumix.cost.teams import in_team
 from gpumix.simulate.in_stages import simulate_stages
 from gpumix.simulate.program import Collective, Program, Task, program_of
-from gpumix.simulate.replay import OUTSIDE, Event, Kind, Replay
+from gpumix.simulate.replay import OUTSIDE, Alike, Event, Kind, Replay
 from gpumix.simulate.waits import waits_of
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -41,12 +42,13 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
             device, a mode or a collective form of the plan.
     """
     if len(plan.stages) > 1:
-        return simulate_stages(profile, plan)
-    program = program_of(profile, plan)
+        return _with_members(plan, simulate_stages(profile, plan))
+    leaders = plan.of_leaders
+    program = program_of(in_team(profile, plan.stages[0].tensor), leaders)
     running = _Running(program)
     running.run()
     events, moved = tuple(running.events), tuple(running.moved)
-    return Played(
+    played = Played(
         lanes=program.lanes,
         units=program.calls,
         events=events,
@@ -55,6 +57,24 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
         program=program,
         moved=moved,
     )
+    return _with_members(plan, played)
+
+
+def _with_members(plan: Plan, found: Replay) -> Replay:
+    """The replay of a plan's leaders for all ranks: those of a team do the same."""
+    if not plan.in_teams:
+        return found
+    numbers = {worker.device: rank for rank, worker in enumerate(plan.workers)}
+    teams = {team[0].device: team for stage in plan.stages for team in stage.teams}
+    leaders = plan.of_leaders.workers
+    lanes = [
+        Alike(
+            tuple(numbers[w.device] for r in lane.ranks for w in teams[leaders[r].device]),
+            lane.worker,
+        )
+        for lane in found.lanes
+    ]
+    return replace(found, lanes=tuple(lanes))
 
 
 @dataclass

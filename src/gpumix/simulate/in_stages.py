@@ -28,7 +28,7 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
     found = _Events(step)
     events = found.all()
     return Replay(
-        lanes=tuple(Alike((rank,), worker) for rank, worker in enumerate(plan.workers)),
+        lanes=tuple(Alike((rank,), worker) for rank, worker in enumerate(step.plan.workers)),
         units=tuple(f"stage {number + 1}" for number in range(len(plan.stages))),
         events=events,
         idle=tuple(found.idle(events)),

@@ -62,6 +62,11 @@ class ModelSpec(Value):
         default=(),
         description="names of the blocks' class or modules, if they are not found by themselves",
     )
+    tensor_plan: dict[str, str] | None = Field(
+        default=None,
+        description="how modules are divided where devices compute together: styles by patterns "
+        "of names, as `tp_plan` of transformers has them; null: the model's own",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -135,6 +135,20 @@ class Network(Value):
         kept = tuple(e for e in self.exceptions if set(e.classes) <= set(classes))
         return self.model_copy(update={"exceptions": kept})
 
+    def between_slower(self, times: int) -> Self:
+        """The same where so many messages at once share each link between hosts."""
+
+        def shared(link: Link) -> Link:
+            sizes = tuple(size / times for size in link.times.sizes)
+            return link.model_copy(update={"times": link.times.model_copy(update={"sizes": sizes})})
+
+        exceptions = tuple(
+            e.model_copy(update={"link": shared(e.link)}) if e.where == "between" else e
+            for e in self.exceptions
+        )
+        between = None if self.between is None else shared(self.between)
+        return self.model_copy(update={"between": between, "exceptions": exceptions})
+
     def of(self, where: Literal["inside", "between"], one: str, other: str) -> Link | None:
         """The link inside a host between devices of two classes, or between hosts with them."""
         for exception in self.exceptions:

@@ -380,6 +380,19 @@ class Plan(Document):
         """Whether ranks compute units together."""
         return any(stage.tensor > 1 for stage in self.stages)
 
+    @property
+    def of_leaders(self) -> Plan:
+        """The same with the first worker of each team alone, which stands for it."""
+        if not self.in_teams:
+            return self
+        stages = tuple(
+            stage.model_copy(update={"workers": stage.workers[:: stage.tensor], "tensor": 1})
+            for stage in self.stages
+        )
+        left = {worker.device for stage in stages for worker in stage.workers}
+        ranks = tuple(worker.device for worker in self.workers if worker.device in left)
+        return self.model_copy(update={"stages": stages, "ranks": ranks})
+
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""
         ranks, size = self.ranks_of(stage), self.stages[stage].tensor

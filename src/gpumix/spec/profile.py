@@ -260,6 +260,44 @@ def _points(curve: Curve | None) -> Iterable[tuple[float, float]]:
     return () if curve is None else zip(curve.sizes, curve.values)
 
 
+class TeamCollective(Value):
+    """What the ranks of a team tell each other for one call: so many collectives of one kind, and
+    the bytes that each rank gives to all of them, by samples of one micro-batch."""
+
+    operation: Literal["all_reduce", "exchange"]
+    times: Count
+    bytes: Curve
+
+
+class TeamTraffic(Value):
+    """The same by pass; `backward` is with recompute, `gradient` of a graph that was kept. Under
+    `ROOT` forward is that of the code before the first unit, backward that of head and loss in both
+    passes.
+    """
+
+    forward: tuple[TeamCollective, ...] = ()
+    backward: tuple[TeamCollective, ...] = ()
+    gradient: tuple[TeamCollective, ...] = ()
+    summed: Count = Field(
+        default=0, description="elements of whose gradients each rank has a part, summed in a step"
+    )
+
+
+class TeamProfile(Value):
+    """The model as each rank of a team computes it: its part of every divided module.
+
+    Attributes:
+        classes: with the times of computing alone; of those classes that were measured.
+        told: by class, and by unit kind or `ROOT`.
+    """
+
+    degree: int = Field(ge=2, description="ranks of a team")
+    model: ModelProfile
+    other_models: tuple[ModelProfile, ...] = ()
+    classes: tuple[ClassProfile, ...] = Field(min_length=1)
+    told: dict[str, dict[str, TeamTraffic]]
+
+
 RankGroup = Literal["all", "inside", "across"]
 
 
@@ -268,10 +306,11 @@ class CollectiveTimes(Value):
 
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all. A `send` is one message between two ranks, of one host or of two.
+    one host holds in all. A `send` is one message between two ranks, of one host or of two; a `sum`
+    one all-reduce of a team inside a host, whose form is the number of its ranks.
     """
 
-    operation: Literal["gather", "reduce", "send"]
+    operation: Literal["gather", "reduce", "send", "sum"]
     form: str
     group: RankGroup = "all"
     times: Curve
@@ -294,6 +333,9 @@ class Profile(Document):
         default=(), description="the same model in the other dtypes that classes compute in"
     )
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
+    teams: tuple[TeamProfile, ...] = Field(
+        default=(), description="the same where several ranks compute each unit together"
+    )
     collectives: Collectives = Field(description="the fastest forms on these links")
     network: tuple[CollectiveTimes, ...] = ()
     step_overhead_s: float = Field(
@@ -332,6 +374,9 @@ class Profile(Document):
                 raise ValueError(
                     f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
                 )
+        refuse_twins("tensor parallel degree", (str(team.degree) for team in self.teams))
+        if any(team.model.fingerprint != self.model.fingerprint for team in self.teams):
+            raise ValueError("what teams compute is another model")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
         if unknown:
             raise ValueError(f"a class computes in {min(unknown)}, whose memory was not measured")
@@ -375,6 +420,15 @@ class Profile(Document):
         raise KeyError(name)
 
 
+class TeamMeasurement(Value):
+    """The same as one rank of a team of so many."""
+
+    degree: int = Field(ge=2)
+    device_class: ClassProfile
+    model: ModelProfile
+    told: dict[str, TeamTraffic]
+
+
 class ClassMeasurement(Document):
     """What one device of a class told about a model; kept in the cache by what it depends on."""
 
@@ -390,6 +444,7 @@ class ClassMeasurement(Document):
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"
     )
     overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
+    teams: tuple[TeamMeasurement, ...] = ()
 
 
 class LinkMeasurement(Document):

@@ -53,6 +53,11 @@ class Space(Value):
         default=("device", "host"),
         description="where fp32 parameters and the optimizer's state are kept and updated",
     )
+    tensor: Some[Annotated[int, Field(ge=1)]] = Field(
+        default=(1, 2, 4, 8),
+        description="tensor parallel degrees: how many devices of one class and host compute each "
+        "block together",
+    )
     most_stages: int | None = Field(
         default=None,
         ge=1,
@@ -62,13 +67,22 @@ class Space(Value):
         default=("1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
     )
-    leave_out: bool = Field(
-        default=True,
-        description="whether devices may be left out of the run where the others are faster alone",
+    leave_out: bool | None = Field(
+        default=None,
+        description="whether devices may be left out where the others are faster alone; null: if "
+        "no processes are started yet, as with `gpumix train` on one host",
     )
     padded: bool = Field(
         default=True, description="whether nearly equal shares may be moved as equal ones"
     )
+
+    def leaving_out(self) -> Space:
+        """The same where no processes are started yet."""
+        return self if self.leave_out is not None else self.model_copy(update={"leave_out": True})
+
+    def with_all_devices(self) -> Space:
+        """The same where none may be left out."""
+        return self.model_copy(update={"leave_out": False})
 
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
         """What a worker may do at this stage, the plainest first.
@@ -88,6 +102,8 @@ class Space(Value):
         """What `plan` uses that is not in this space, in words; empty if nothing."""
         if plan.zero_stage not in self.zero_stages:
             return f"ZeRO stage {plan.zero_stage}"
+        if other := {stage.tensor for stage in plan.stages} - set(self.tensor):
+            return f"tensor parallel degree {min(other)}"
         if len(plan.stages) > (self.most_stages or len(plan.stages)):
             return f"{len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:

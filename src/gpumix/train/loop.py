@@ -84,6 +84,7 @@ class Trainer:
             comm=ranks.communicator(plan),
             weights=job.model.weights,
             units=job.model.units,
+            tensor=job.model.tensor_plan,
             seed=job.seed,
         )
         self.optimizer = optimizer_for(job.optimizer, self.engine.pieces(), self.engine.layout)

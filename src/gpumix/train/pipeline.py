@@ -77,9 +77,10 @@ class Pipeline:
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        job, space = self.job, self.job.techniques
-        if not self._runs.decides_alone:  # who starts processes by hand means them to work
-            space = space.model_copy(update={"leave_out": False})
+        job = self.job
+        # Who starts processes by hand means all of them to work.
+        alone = self._runs.decides_alone
+        space = job.techniques.leaving_out() if alone else job.techniques.with_all_devices()
         return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
     def train(self, plan: Plan | None, *, resume: bool) -> Summary:

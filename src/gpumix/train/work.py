@@ -37,6 +37,9 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             dtypes=cache.dtypes,
             units=job.model.units,
             compiled=cache.compiled,
+            tensor=job.model.tensor_plan,
+            degrees=cache.degrees,
+            must_divide=1 not in job.techniques.tensor,
         )
         profiler = ClusterProfiler(
             subject,
