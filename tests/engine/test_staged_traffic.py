@@ -11,8 +11,10 @@ import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, counted, llama, profiled
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
+from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.plan import Mode, Plan, Stage
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
@@ -73,7 +75,9 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def plans(profile) -> dict[str, Plan]:
-    return {name: _plan(profile, name) for name in PLANS}
+    made = {name: _plan(profile, name) for name in PLANS}
+    one = {"most_stages": 1, "tensor": 2, "leave_out": False}
+    return made | {"planned": make_plan(profile, 6, space=Space(**one))}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def done(plans):
     return counted(plans)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, "planned"])
 def test_collectives_and_messages_are_those_that_were_counted(profile, plans, done, name):
     expected = traffic(profile, plans[name])
     for rank, (counts, sizes, _) in zip(expected, done[name], strict=True):
@@ -89,7 +93,7 @@ def test_collectives_and_messages_are_those_that_were_counted(profile, plans, do
         assert dict(rank.bytes) == sizes
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, "planned"])
 def test_the_peak_is_that_which_was_predicted(profile, plans, done, name):
     predicted = predict(profile, plans[name]).workers
     for worker, (_, _, peak) in zip(predicted, done[name], strict=True):

@@ -19,6 +19,9 @@ from gpumix.spec.profile import (
     Profile,
     RootParameter,
     RootUnit,
+    TeamCollective,
+    TeamProfile,
+    TeamTraffic,
     UnitKind,
     UnitTimes,
 )
@@ -291,3 +294,47 @@ def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile
     kinds = tuple(kind.model_copy(update={"outputs": {0: message}}) for kind in model.kinds)
     update = {"needs": tuple(needs), "kinds": kinds, "root": root_unit}
     return found.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def with_teams(found: Profile, degree: int, *, faster: float, waits: float = 0.0) -> Profile:
+    """Where so many devices compute a unit together, `faster` than one alone, and with so many
+    seconds for each of the four times that they tell each other something of a call."""
+    model = found.model
+
+    def smaller(kind: UnitKind) -> UnitKind:
+        return kind.model_copy(update={"trainable": kind.trainable // degree})
+
+    classes = tuple(
+        c.model_copy(
+            update={
+                "units": {
+                    name: UnitTimes(
+                        forward=times.forward.scaled(1 / faster),
+                        backward=times.backward.scaled(1 / faster),
+                    )
+                    for name, times in c.units.items()
+                }
+            }
+        )
+        for c in found.classes
+    )
+    told = TeamCollective(operation="all_reduce", times=2, bytes=line(1.0))
+    team = TeamProfile(
+        degree=degree,
+        model=model.model_copy(update={"kinds": tuple(map(smaller, model.kinds))}),
+        classes=classes,
+        told={
+            c.device_class: {
+                kind.name: TeamTraffic(forward=(told,), backward=(told,)) for kind in model.kinds
+            }
+            for c in classes
+        },
+    )
+    sums = CollectiveTimes(
+        operation="sum",
+        form=str(degree),
+        group="inside",
+        times=Curve(sizes=(1.0, 1e9), values=(waits, waits)),
+    )
+    network = (*found.network, sums)
+    return found.model_copy(update={"teams": (team,), "network": network})

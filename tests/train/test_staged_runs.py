@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs import BATCH, metrics, toy, train, write_job
 
+from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.train.pipeline import Pipeline
 
@@ -83,6 +84,44 @@ def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     train(job, there, resume=True)
     seen = [record["loss"] for record in metrics(job.parent / "there")]
     assert seen == pytest.approx(alone[0], rel=1e-5)
+
+
+TENSOR_PLAN = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
+PAIR = [{"class": "pair", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
+
+
+def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
+    model = toy() | {"tensor_plan": TENSOR_PLAN}
+    settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}
+    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
+    alone = train(job, f"output={tmp_path / 'alone'}")
+    team = f"output={tmp_path / 'team'}"
+    train(job, team, "steps=3", "techniques.tensor=2")
+    plan = Plan.load(tmp_path / "team" / "plan.json")
+    assert [stage.tensor for stage in plan.stages] == [2]
+    train(job, team, "steps=4", resume=True)
+    train(job, team, "techniques.tensor=2", resume=True)
+    seen = [record["loss"] for record in metrics(tmp_path / "team")]
+    assert seen == pytest.approx(alone.losses, rel=1e-5)
+    assert evaluations(tmp_path / "team") == pytest.approx(
+        evaluations(tmp_path / "alone"), rel=1e-5
+    )
+
+
+def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
+    job = write_job(tmp_path, cluster=PAIR)
+    with pytest.raises(InputError, match="nothing says how a Toy is divided"):
+        train(job, "techniques.tensor=2")
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_rank_that_is_killed_in_mid_pipeline_is_named(tmp_path, zero_stage):
+    model = toy(fault="kill", rank=1, at=3)
+    job = write_job(tmp_path, model=model)
+    with pytest.raises(TrainingError) as caught:
+        train(job, plan=staged(job, zero_stage=zero_stage))
+    assert "rank 1 (device 'small-0'" in caught.value.what
+    assert "SIGKILL" in caught.value.what
 
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):

@@ -18,6 +18,7 @@ from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
+from gpumix.planner.teams import of_any_degree, over_degrees
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
@@ -30,9 +31,9 @@ from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH
 
 STRATEGIES: dict[str, Strategy] = {
-    "optimal": fastest,
-    "staged": staged,
-    "model": by_memory,
+    "optimal": over_degrees(fastest),
+    "staged": over_degrees(staged),
+    "model": over_degrees(by_memory),
     "even": even,
     "proportional": proportional,
     "poplar": poplar,
@@ -92,7 +93,9 @@ def plan(
     @cache
     def planned(name: str) -> Plan:
         if name == "optimal":
-            return fastest_beside(profile, request, best, paces)
+            return of_any_degree(
+                profile, request, fastest, lambda: fastest_beside(profile, request, best, paces)
+            )
         return STRATEGIES[name](profile, request)
 
     chosen = planned(strategy)
@@ -107,7 +110,7 @@ def plan(
         dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
         worth=Worths(profile, request, best, paces).all()
-        if isinstance(best, Plan) and len(chosen.stages) == 1
+        if isinstance(best, Plan) and len(chosen.stages) == 1 and not chosen.in_teams
         else (),
         alternatives=(*others, *single),
     )

@@ -220,11 +220,13 @@ def _how(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """How micro-batches go through stages."""
+    """How micro-batches go through teams and stages."""
+    degrees = dict.fromkeys(str(stage.tensor) for stage in plan.stages)
+    teams = f"; blocks computed by teams of {', '.join(degrees)}" if plan.in_teams else ""
     if len(plan.stages) == 1:
-        return ""
+        return teams
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
-    return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}"
+    return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}{teams}"
 
 
 def _worth(worth: Worth) -> list[str]:

@@ -1,0 +1,121 @@
+"""Plans in which devices compute units together: made of teams as of single devices.
+
+A team is devices of one class on one host. To the planner it is one device of another, faster kind
+(`cost.teams`): so every way to plan for devices plans for teams too, one degree at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpumix.cost.predict import predict
+from gpumix.cost.teams import in_team
+from gpumix.planner.base import PlanRequest, Strategy, fit, predicted, ranked_devices
+from gpumix.spec.cluster import Device
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.profile import Profile
+
+WORTHWHILE = 0.01  # a higher degree is taken if it is faster by this part
+
+Teams = dict[str, tuple[Device, ...]]
+"""The devices of each team by the id of its first one."""
+
+
+def over_degrees(strategy: Strategy) -> Strategy:
+    """The same strategy, for teams of all degrees that the request's space has too."""
+    return lambda profile, request: of_any_degree(
+        profile, request, strategy, lambda: strategy(profile, request)
+    )
+
+
+def of_any_degree(
+    profile: Profile, request: PlanRequest, strategy: Strategy, alone: Callable[[], Plan]
+) -> Plan:
+    """The fastest plan of a strategy, of those that the request's degrees make.
+
+    Args:
+        alone: makes that of degree 1.
+
+    Raises:
+        InputError, NoFeasiblePlanError: there is none; what the lowest degree says of it.
+    """
+    best: Plan | None = None
+    failures: list[InputError | NoFeasiblePlanError] = []
+    wanted, measured = sorted(set(request.space.tensor)), {t.degree for t in profile.teams}
+    for degree in wanted:
+        if degree > 1 and degree not in measured and wanted[0] == 1:
+            continue  # the model, or the cluster, has no such teams
+        try:
+            found = alone() if degree == 1 else _in_teams(profile, request, strategy, degree)
+        except (InputError, NoFeasiblePlanError) as error:
+            failures.append(error)
+            continue
+        limit_s = float("inf") if best is None else predicted(best).step_s * (1 - WORTHWHILE)
+        if predicted(found).step_s < limit_s:
+            best = found
+    if best is None:
+        raise failures[0]
+    return best
+
+
+def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree: int) -> Plan:
+    """The strategy's plan for teams of so many."""
+    of_team, teams = in_team(profile, degree), _teams(profile, request, degree)
+    measured = {c.device_class for c in of_team.classes}
+    leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
+    devices = ranked_devices(profile, request)
+    if not leaders or (len(leaders) * degree < len(devices) and request.space.leave_out is False):
+        raise NoFeasiblePlanError(
+            f"the devices cannot all be divided into teams of {degree}",
+            why="a team is devices of one class on one host",
+            fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
+        )
+    cluster = of_team.cluster.only(leaders)
+    found = strategy(
+        of_team.model_copy(update={"cluster": cluster}),
+        request.model_copy(
+            update={
+                "devices": tuple(leaders),
+                "space": request.space.model_copy(update={"tensor": (1,)}),
+            }
+        ),
+    )
+    plan = _expanded(found, teams, degree, devices)
+    expected = predict(profile, plan)
+    if not fit(expected.workers):
+        raise NoFeasiblePlanError(
+            f"teams of {degree} have no room for what their ranks tell each other in",
+            fix="take a smaller batch, or another tensor parallel degree",
+        )
+    bound_s = predicted(found).bound_s
+    bound_s = None if bound_s is None else min(bound_s, expected.step_s)
+    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
+    alike: dict[tuple[str, str], list[Device]] = {}
+    for device in ranked_devices(profile, request):
+        alike.setdefault((device.host, device.device_class), []).append(device)
+    return {
+        devices[begin].id: tuple(devices[begin : begin + degree])
+        for devices in alike.values()
+        for begin in range(0, len(devices) - degree + 1, degree)
+    }
+
+
+def _expanded(plan: Plan, teams: Teams, degree: int, devices: tuple[Device, ...]) -> Plan:
+    """A plan for the first devices of teams, for all of them."""
+
+    def with_members(stage: Stage) -> Stage:
+        workers = tuple(
+            worker.model_copy(update={"device": device.id})
+            for worker in stage.workers
+            for device in teams[worker.device]
+        )
+        return stage.model_copy(update={"workers": workers, "tensor": degree})
+
+    stages = tuple(map(with_members, plan.stages))
+    used = {worker.device for stage in stages for worker in stage.workers}
+    ranks = tuple(device.id for device in devices if device.id in used)
+    return plan.model_copy(update={"stages": stages, "ranks": ranks, "prediction": None})

@@ -1,0 +1,116 @@
+"""Devices compute units together where that is faster, or where alone they have no room."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
+
+from gpumix.cost.predict import plan_seconds, predict
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.fastest import fastest
+from gpumix.simulate.events import simulate
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
+
+
+def cards(*, memory: int = GIB, faster: float = 1.9, waits: float = 0.0) -> Profile:
+    """Four of one class on two hosts, and one of another."""
+    found = profile(
+        [
+            Card("new", 4, memory, steady(1e-3), per_host=2),
+            Card("old", 1, memory, steady(3e-3), per_host=1),
+        ],
+        calls=("block",) * 4,
+        kinds=[block(trainable=1_000_000, kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+    )
+    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, waits=waits)
+
+
+def request(batch: int, **space) -> PlanRequest:
+    return PlanRequest(global_batch=batch, space=Space(**space))
+
+
+def teams(plan: Plan) -> list[tuple[str, ...]]:
+    return [tuple(w.device for w in team) for stage in plan.stages for team in stage.teams]
+
+
+def test_one_sample_is_computed_by_several():
+    """A batch that cannot be divided over the devices."""
+    found = cards()
+    plan = optimal(found, request(1, most_stages=1, leave_out=True))
+    assert [stage.tensor for stage in plan.stages] == [2]
+    alone = fastest(found, request(1, most_stages=1))
+    assert predicted(plan).step_s < 0.6 * predicted(alone).step_s
+
+
+def test_waiting_for_each_other_may_cost_more_than_it_gives():
+    plan = optimal(cards(waits=10e-3), request(1, most_stages=1, leave_out=True))
+    assert not plan.in_teams
+
+
+def test_a_team_is_of_one_class_and_host():
+    plan = optimal(cards(), request(8, tensor=2, leave_out=True))
+    assert plan.in_teams
+    for team in teams(plan):
+        assert len(team) == 2
+    workers = {worker.device: worker for worker in plan.workers}
+    for one, other in (team for team in teams(plan)):
+        assert workers[one].host == workers[other].host
+        assert workers[one].device_class == workers[other].device_class == "new"
+    assert all(a < b for a, b in pairwise(plan.ranks))
+
+
+def test_where_a_model_has_no_room_teams_may():
+    """Kept whole it is too large for each, and divided over all of them too slow is no matter."""
+    found = cards(memory=48 * MIB)
+    space = {"zero_stages": 0, "most_stages": 1, "recompute": True, "state_on": "device"}
+    with pytest.raises(NoFeasiblePlanError):
+        optimal(found, request(4, tensor=1, **space))
+    plan = optimal(found, request(4, leave_out=True, **space))
+    assert plan.in_teams
+    for worker in predicted(plan).workers:
+        assert worker.peak_bytes <= worker.memory_limit_bytes
+
+
+def test_stages_of_teams():
+    plan = staged(cards(), request(8, tensor=2, leave_out=True))
+    assert len(plan.stages) > 1 and {stage.tensor for stage in plan.stages} == {2}
+    assert predicted(plan).step_s == pytest.approx(plan_seconds(cards(), plan))
+
+
+@pytest.mark.parametrize("most_stages", [1, 2])
+def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
+    found = cards(waits=1e-4)
+    strategy = optimal if most_stages == 1 else staged
+    plan = strategy(found, request(4, tensor=2, leave_out=True, most_stages=most_stages))
+    expected = predict(found, plan)
+    assert len(expected.workers) == len(plan.workers)
+    assert expected.step_s == pytest.approx(predicted(plan).step_s)
+    replayed = simulate(found, plan)
+    assert replayed.step_s == pytest.approx(expected.step_s, rel=0.02)
+    ranks = sorted(rank for lane in replayed.lanes for rank in lane.ranks)
+    assert ranks == list(range(len(plan.workers)))
+
+
+def test_all_devices_are_wanted_and_not_all_make_teams():
+    with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
+        optimal(cards(), request(8, tensor=2, leave_out=False))
+
+
+def test_a_degree_that_was_not_measured_is_told():
+    with pytest.raises(InputError, match="does not say how 4 ranks compute units together"):
+        optimal(cards(), request(8, tensor=4, leave_out=True))
+
+
+def test_the_plan_says_why():
+    plan = make_plan(cards(), 1, space=Space(most_stages=1, leave_out=True))
+    assert plan.in_teams and plan.reasons is not None
+    assert plan.reasons.alternatives
