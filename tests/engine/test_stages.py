@@ -29,6 +29,7 @@ LAYOUTS = {
     "1 + 2": rows([6], [2, 4]),
     "1 + 2 + 1": rows([6], [4, 2], [6]),
     "2 + 2, crossing": rows([4, 2], [2, 4]),
+    "2 of which one stores only": rows([6, 0], [2, 4]),
 }
 
 

@@ -231,11 +231,16 @@ class Step:
             for place in self._places.values():
                 for bucket in place.parts.throughout:
                     bucket.start_gather()
+            for place in self._idle:
+                layered.forward(place.parts, Turns([]), keep=False)
             for number, action in enumerate(self._actions):
                 # Messages come in order: what follows an unknown one cannot be expected yet.
                 all(self._expect(coming) for coming in self._actions[number : number + 2])
                 self._do(action, number)
             if self._scale is not None:
+                for place in self._idle:
+                    reductions = self._reductions if self._beside else None
+                    layered.backward(place.parts, Turns([]), reductions, self._begun)
                 for place in reversed(self._places.values()):
                     layered.finish(place.parts, self._reductions, self._begun)
             wires.finish()
@@ -246,6 +251,12 @@ class Step:
             for running in self._running.values():
                 running.batch.close()
         return self._results
+
+    @property
+    def _idle(self) -> list[Place]:
+        """Stages of which this rank computes nothing: what it stores, the others gather."""
+        busy = {action.stage for action in self._actions}
+        return [place for number, place in self._places.items() if number not in busy]
 
     def _do(self, action: Action, number: int) -> None:
         place = self._places[action.stage]
