@@ -51,6 +51,13 @@ def test_architectures(name, layout):
     assert_parity(name, LAYOUTS[layout], zero_stage=1)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_a_team_sums(layout, stage):
+    """Of norms inside of heads. Units take turns in the memory of gradients."""
+    assert_parity("qwen3", LAYOUTS[layout], zero_stage=stage)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("tensor", [(2, 1), (1, 2), (2, 2)])
 def test_schedules(schedule, tensor):

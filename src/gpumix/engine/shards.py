@@ -332,8 +332,9 @@ class FlatGroup:
         theirs before it is `settle`d."""
         division, label = self._division, f"reduction of unit '{self.label}'"
         if division.team is not None and self._summed_from < self.numel:
+            # At once, for the buffer is another bucket's soon; and it is little.
             parts = self.gradient[self._summed_from :]
-            yield division.team.start_all_reduce(parts, f"{label} in its team")
+            division.team.all_reduce(parts, f"{label} in its team")
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
         if division.replicated:
