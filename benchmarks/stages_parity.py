@@ -5,7 +5,7 @@ degree of each, where the layers are cut, micro-batches and who gets which, shar
 ZeRO stage, schedule, with and without recompute. A single process, without gpumix, trains on the
 whole batch with the model's own mean loss.
 
-    python benchmarks/stages_parity.py [--json] [--only gpt2 ...] [--steps 3] [--plans 16]
+    python benchmarks/stages_parity.py [--json] [--only gpt2 ...] [--steps 3] [--plans 40]
 
 Figures: `plans`, `architectures`, and `worst_relative_error` of a step's loss or of a parameter
 tensor, ||w - w'|| / ||w'||, over all plans.
@@ -87,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print nothing but the figures")
     parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(NAMES))
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--plans", type=int, default=16, help="of each architecture")
+    parser.add_argument("--plans", type=int, default=40, help="of each architecture")
     return parser.parse_args()
 
 
