@@ -93,6 +93,7 @@ def _write_job(folder: Path, steps: int) -> Path:
         "optimizer": {"lr": 2e-3},
         "schedule": {"warmup_steps": 3},
         "cluster": CLUSTER,
+        "techniques": {"leave_out": False},  # it is to show all of them
         "output": str(folder.absolute()),
         "log_every_steps": 2,
         "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},

@@ -41,11 +41,11 @@ class Entrances:
 
     def __init__(self, team: Communicator, *, shared: bool) -> None:
         self._team = team
-        self._shared = shared
+        self.shared = shared
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
-        if not self._shared:
+        if not self.shared:
             return enter(value, self._team)
         if self._last is None or self._last[0] is not value:
             self._last = value, enter(value, self._team)
@@ -267,53 +267,46 @@ def divide(
     check_heads(model, team.world)
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
+    own = _own_modules(anatomy, part, inside, whole)
+    styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
-    ours = {
-        id(module)
-        for unit in anatomy.all
-        for slot in unit.slots
-        if unit.name in part.units or slot.name in part.root
-        for module, _ in slot.places
-    }
-    styles: dict[int, tuple[nn.Module, Style]] = {}
-    attributes: list[tuple[nn.Module, str]] = []
-    for name, module in model.named_modules():
-        of_root = id(module) not in inside
-        if any(module is one for one in whole):
-            continue
-        if not of_root and inside[id(module)] not in part.units:
-            continue
-        wanted = style_of(name, plan)
-        if wanted is not None and (not of_root or id(module) in ours):
-            style = _style(name, wanted)
-            if style is not None:
-                styles[id(module)] = (module, style)
-        attributes += [
-            (module, key)
-            for key, value in vars(module).items()
-            if type(value) is int and style_of(f"{name}.{key}", plan) == "divided"
-        ]
     windows = _windows(styles, slots, team, names, inside)
-    if not any(id(m) in inside and s.windows(m, team) for m, s in styles.values()):
+    if not any(number in inside and s.windows(m, team) for number, (m, s) in styles.items()):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
             why=f"its patterns are {', '.join(plan) or 'none'}",
             fix="give patterns of the names of linear layers inside of the units",
         )
-    done = Changes()
-    for module, key in attributes:
-        done.make(module, key, _divided(module, key, team, names))
+    changes = Changes()
+    for name, module in own if "divided" in plan.values() else ():
+        for key in [key for key, value in vars(module).items() if type(value) is int]:
+            if style_of(f"{name}.{key}", plan) == "divided":
+                changes.make(module, key, _divided(module, key, team, name))
     entrances: dict[str, Entrances] = {}
     for number, (module, style) in styles.items():
         parent = names[number].rpartition(".")[0]
         if parent not in entrances:
             entrances[parent] = Entrances(team, shared=number in inside)
-        done.make(module, "forward", style.forward(module, entrances[parent], team))
-    for name, module in list(model.named_modules()):
-        begins = any(names[key].rpartition(".")[0] == name and key in inside for key in styles)
-        if begins:
-            done.make(module, "forward", _forgetting(plain_forward(module), entrances[name]))
-    return _with_windows(anatomy, windows, styles), done
+        changes.make(module, "forward", style.forward(module, entrances[parent], team))
+    for parent, of_parent in entrances.items():
+        if of_parent.shared:
+            module = model.get_submodule(parent)
+            changes.make(module, "forward", _forgetting(plain_forward(module), of_parent))
+    return _with_windows(anatomy, windows, styles), changes
+
+
+def _own_modules(
+    anatomy: Anatomy, part: Part, inside: Mapping[int, str], whole: Collection[nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """Those of the units of a part, and of the root those that have parameters of it."""
+    left = {id(module) for module in whole}
+    root = {id(m) for s in anatomy.root.slots if s.name in part.root for m, _ in s.places}
+    return [
+        (name, module)
+        for name, module in anatomy.root.module.named_modules()
+        if id(module) not in left
+        and (inside[id(module)] in part.units if id(module) in inside else id(module) in root)
+    ]
 
 
 def check_heads(model: nn.Module, degree: int) -> None:
@@ -331,7 +324,9 @@ def check_heads(model: nn.Module, degree: int) -> None:
             )
 
 
-def _style(name: str, wanted: str) -> Style | None:
+def _style(name: str, wanted: str | None) -> Style | None:
+    if wanted is None:
+        return None
     if wanted not in STYLES:
         raise InputError(
             f"the tensor plan says '{wanted}' of module '{name}', which is no known style",
@@ -400,12 +395,11 @@ def _with_windows(
     return Anatomy(tuple(map(changed, anatomy.units)), changed(anatomy.root))
 
 
-def _divided(module: nn.Module, key: str, team: Communicator, names: Mapping[int, str]) -> int:
+def _divided(module: nn.Module, key: str, team: Communicator, name: str) -> int:
     value = int(vars(module)[key])
     if value % team.world:
         raise InputError(
-            f"'{key}' of module '{names[id(module)]}' is {value}, which {team.world} ranks cannot "
-            "divide",
+            f"'{key}' of module '{name}' is {value}, which {team.world} ranks cannot divide",
             fix="take another tensor parallel degree",
         )
     return value // team.world
