@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
+from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Stage
 from harness import run_ranks
@@ -221,8 +222,6 @@ def _prepared(factory, styles=None, degree: int = 2):
     names = ["blocks.0", "blocks.1"] if factory is Own else ["model.layers.0", "model.layers.1"]
     (row,) = rows([4], tensor=[degree])
     plan = staged_plan("llama", [row])
-    from gpumix.engine.units import dissect
-
     anatomy = dissect(model)
     stage = Stage(units=names, workers=plan.stages[0].workers, tensor=degree)
     update = {"stages": (stage,), "model": anatomy.fingerprint()}

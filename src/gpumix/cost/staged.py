@@ -325,7 +325,7 @@ class StagedStep:
         """What a rank holds of the root's parameters that several stages have."""
         worker, found = self.plan.workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
-        rank = [other.device for other in self._whole.workers].index(worker.device)
+        rank = self._whole_rank[worker.device]
         for shared in self.cut.shared:
             shares = self._whole.shares_among(shared.stages)
             if rank not in shares:
@@ -349,6 +349,11 @@ class StagedStep:
             if zero_stage and len(ranks) > 1:  # what arrives, to be summed
                 found["replicas"] += len(ranks) * own * MASTER_BYTES
         return found
+
+    @cached_property
+    def _whole_rank(self) -> dict[str, int]:
+        """By device the rank in a plan of which not only leaders are counted."""
+        return {worker.device: rank for rank, worker in enumerate(self._whole.workers)}
 
     def _most_held(self, rank: int) -> dict[str, int]:
         """What samples hold at the peak."""

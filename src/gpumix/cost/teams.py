@@ -17,7 +17,6 @@ from gpumix.spec.plan import Plan, Prediction, Worker
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
-    CollectiveTimes,
     Profile,
     TeamCollective,
     TeamProfile,
@@ -39,7 +38,10 @@ def in_team(profile: Profile, degree: int) -> Profile:
     if len({device.host for device in cluster.devices}) > 1:
         # All members of teams divide state with their likes at once, over the same links.
         network = tuple(
-            times if times.group == "inside" else _crowded(times, degree) for times in network
+            one
+            if one.group == "inside"
+            else one.model_copy(update={"times": one.times.shared_by(degree)})
+            for one in network
         )
         if cluster.network is not None:
             beside = cluster.network.between_slower(degree)
@@ -67,13 +69,6 @@ def team_of(profile: Profile, degree: int) -> TeamProfile:
         why=f"tensor parallel degrees that were measured: {known}",
         fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree",
     )
-
-
-def _crowded(times: CollectiveTimes, degree: int) -> CollectiveTimes:
-    """Where so many of them run at once over the same links."""
-    curve = times.times
-    sizes = tuple(size / degree for size in curve.sizes)
-    return times.model_copy(update={"times": curve.model_copy(update={"sizes": sizes})})
 
 
 def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:

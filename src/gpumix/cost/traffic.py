@@ -18,7 +18,7 @@ from gpumix.cost.pipeline import Action
 from gpumix.cost.predict import by_host, check_match, links_of_plan
 from gpumix.cost.staged import StagedStep
 from gpumix.cost.teams import in_team, told_in
-from gpumix.spec.plan import DTYPE_BYTES, Plan, Worker
+from gpumix.spec.plan import DTYPE_BYTES, Plan, Worker, between_teams
 from gpumix.spec.profile import ROOT, Profile
 
 EXCHANGE_BYTES = 4 * 8  # loss, count, notice, digest of samples
@@ -169,9 +169,10 @@ class _InStages:
                     size = step.taken_bytes(taken, len(here.rows))
                     givers = plan.ranks_of(made)[here.worker :][: plan.stages[made].tensor]
                     takers = plan.ranks_of(to)[there.worker :][: stage.tensor]
-                    yield from _between(givers, takers, size)
+                    pairs = [*between_teams(givers, takers)]
                     if taken.differentiable:
-                        yield from _between(takers, givers, size)
+                        pairs += between_teams(takers, givers)
+                    yield from ((one, other, size) for one, other in pairs if one != other)
 
     def _collectives(self, rank: int) -> Iterator[tuple[str, int]]:
         plan, step = self._plan, self._step
@@ -217,15 +218,6 @@ class _InStages:
                 for part in (size.trainable * width, size.frozen_bytes):
                     if part:
                         yield "gather", part
-
-
-def _between(
-    givers: Sequence[int], takers: Sequence[int], size: int
-) -> Iterator[tuple[int, int, int]]:
-    """Each member of a team gets it from one of the other."""
-    for number, taker in enumerate(takers):
-        if (giver := givers[number % len(givers)]) != taker:
-            yield giver, taker, size
 
 
 def _add(traffic: Traffic, operation: str, size: int) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -37,7 +36,7 @@ from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
-from gpumix.engine.same_samples import digest, unlike
+from gpumix.engine.samples import digest, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
@@ -88,7 +87,7 @@ class Engine:
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         # Of a team, whose members all come to the same losses, the first one tells them.
         last = plan.stages_of(comm.rank)[-1]
-        self._counts = plan.team_of(comm.rank, last)[0] == comm.rank
+        self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
         self._stats = torch.zeros(comm.world, 4)
         # Ranks that are to have the same samples see in their first step that they do.
@@ -149,7 +148,8 @@ class Engine:
                 torch.cuda.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
             if self._tells_samples:
-                self._check_samples(table)
+                refuse_unlike(self.plan, [int(told) for told in table[:, 3].tolist()])
+                self._tells_samples = False
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
@@ -317,7 +317,7 @@ class Engine:
         return table[:, 0].sum() / table[:, 1].sum()
 
     def _evaluate_in_layers(self, batch: Any) -> list[Loss]:
-        sizes = split_micro_batches(_samples(batch), max(1, self._worker.micro_batch))
+        sizes = split_micro_batches(samples_in(batch), max(1, self._worker.micro_batch))
         begins = accumulate(sizes, initial=0)
         cut = self._cut(batch, [range(b, b + size) for b, size in zip(begins, sizes)])
         batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
@@ -491,9 +491,9 @@ class Engine:
     def _cut(self, batch: Any, rows: Sequence[range]) -> list[_Samples]:
         """The micro-batches of a batch, whose samples are these rows of the global one."""
         wanted = sum(map(len, rows))
-        if _samples(batch) != wanted:
+        if (given := samples_in(batch)) != wanted:
             raise InputError(
-                f"rank {self.comm.rank} was given {_samples(batch)} samples, its part of the plan "
+                f"rank {self.comm.rank} was given {given} samples, its part of the plan "
                 f"is {wanted}",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
                 "plan.rows_of(rank) says",
@@ -523,22 +523,11 @@ class Engine:
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
         row = torch.zeros(4, dtype=torch.float64, device=self.device)
         row[2], row[3] = self.notice, self._digest
-        for loss, count in results if self._counts else ():
+        for loss, count in results if self._tells_losses else ():
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")
         return table, functools.cache(lambda: _gradient_scale(table, exchanged, scale))
-
-    def _check_samples(self, table: torch.Tensor) -> None:
-        self._tells_samples = False
-        why = unlike(self.plan, [int(told) for told in table[:, 3].tolist()])
-        if why:
-            raise InputError(
-                "ranks that compute the same samples were given different ones",
-                why=why,
-                fix="feed each with gpumix.Loader(dataset, engine.plan, rank), or cut batches as "
-                "engine.plan.rows_of(rank) says",
-            )
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
@@ -572,34 +561,3 @@ def _closing(batches: list[MicroBatch]) -> Iterator[None]:
     finally:
         for micro_batch in batches:
             micro_batch.close()
-
-
-def _samples(batch: Any) -> int:
-    """The first dimension of a batch's tensors.
-
-    Raises:
-        InputError: tensors differ in it, there is one without dimensions, or values that should be
-            tensors.
-    """
-    leaves = tree_leaves(batch, is_leaf=_uncut)
-    uncut = next(filter(_uncut, leaves), None)
-    if uncut is not None:
-        raise InputError(
-            f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
-            "micro-batches",
-            fix="make it a tensor whose first dimension is the samples",
-        )
-    shapes = [tuple(t.shape) for t in leaves if isinstance(t, torch.Tensor)]
-    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-        raise InputError(
-            f"the tensors of a batch must agree in their first dimension, these have {shapes}",
-            fix="make the first dimension of every tensor the samples",
-        )
-    return shapes[0][0] if shapes else 0
-
-
-def _uncut(value: Any) -> bool:
-    """Whether it holds one value per sample, but is no tensor."""
-    if isinstance(value, list):
-        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
-    return isinstance(value, np.ndarray)

@@ -252,7 +252,7 @@ class Step:
                 running.batch.close()
         return self._results
 
-    @property
+    @cached_property
     def _idle(self) -> list[Place]:
         """Stages of which this rank computes nothing: what it stores, the others gather."""
         busy = {action.stage for action in self._actions}

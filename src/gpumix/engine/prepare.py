@@ -82,28 +82,18 @@ def prepare(
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
-    compute_dtype = TORCH_DTYPE[worker.compute_dtype]
     inventory = Inventory.of(model, anatomy, plan)
     in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in plan.stages_of(comm.rank)
     head = HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None
     # Tensor.
     teams = teams_of(plan, comm)
-    team = next(iter(teams.values()), None)
-    changes = Changes()
-    if team is not None:
-        anatomy, changes = divide(
-            anatomy,
-            team,
-            tensor_plan(model, tensor),
-            part=own_parts(anatomy, plan, comm.rank),
-            whole=[head.layer] if head is not None and head.layer is not None else [],
-        )
+    anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)
     # Stages and shards.
-    dtypes = Dtypes(compute_dtype, TORCH_DTYPE[plan.communication_dtype])
+    dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
     storage = Storage(comm.device, dtypes, source_of(model, weights), head)
     if len(plan.stages) == 1:
         places: list[Place] = []
-        division = Division.of(plan, comm, team)
+        division = Division.of(plan, comm, teams.get(0))
         parts = [shard(anatomy, plan.stages[0], division, storage)]
     else:
         parts, places = _stages(plan, anatomy, changes, comm, storage, teams)
@@ -127,6 +117,27 @@ def prepare(
         seed=seed,
         inventory=inventory,
         places=places,
+    )
+
+
+def _divided(
+    plan: Plan,
+    anatomy: Anatomy,
+    rank: int,
+    teams: Mapping[int, Communicator],
+    styles: Mapping[str, Any] | None,
+    head: HeadInChunks | None,
+) -> tuple[Anatomy, Changes]:
+    """The model with this rank's part of what its team computes together; all of it without one."""
+    team = next(iter(teams.values()), None)
+    if team is None:
+        return anatomy, Changes()
+    return divide(
+        anatomy,
+        team,
+        tensor_plan(anatomy.root.module, styles),
+        part=own_parts(anatomy, plan, rank),
+        whole=[head.layer] if head is not None and head.layer is not None else [],
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.elsewhere import Look
-from gpumix.spec.plan import Plan, Taken
+from gpumix.spec.plan import Plan, Taken, between_teams
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -87,14 +87,14 @@ class Wires:
         return found
 
     def _all_lines(self, message: Message) -> list[_Line]:
-        """All members of a team have what it sends: those of the other get it each from one."""
+        """Those of a message, to all members of a team."""
         givers = self._team_of[self._stage_of_call[message.taken.call], message.batch]
         takers = self._team_of[message.to, message.batch]
         if message.direction == "backward":
             givers, takers = takers, givers
         return [
-            _Line(message.direction, message.to, givers[number % len(givers)], taker)
-            for number, taker in enumerate(takers)
+            _Line(message.direction, message.to, giver, taker)
+            for giver, taker in between_teams(givers, takers)
         ]
 
     def _line(self, message: Message) -> _Line:

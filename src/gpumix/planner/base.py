@@ -33,6 +33,8 @@ class PlanRequest(Value):
     space: Space = EVERYTHING
 
 
+WORTHWHILE = 0.01  # a plan that asks for more (stages, teams) must be faster by this part
+
 Strategy = Callable[[Profile, PlanRequest], Plan]
 
 

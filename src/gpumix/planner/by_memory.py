@@ -13,11 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from gpumix.cost.curves import FloatArray, bytes_at
+from gpumix.cost.curves import FloatArray, IntArray, bytes_at
 from gpumix.cost.memory import MASTER_BYTES, SHARD_GRADIENT_BYTES, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.time import can
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
+from gpumix.planner.cuts import least_most
 from gpumix.planner.misfit import Misses
 from gpumix.planner.staged import refuse_one_stage
 from gpumix.planner.way import Cut, Way, assemble_stages
@@ -79,23 +80,14 @@ def _plan(profile: Profile, batch: int, way: Way) -> Plan:
 def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
     """The cut at which the fullest device is least full."""
     calls, stages = len(profile.model.calls), len(way.row)
-    begin, end = np.triu_indices(calls + 1, k=1)
-    best = np.full(calls + 1, np.inf)
-    best[0] = 0.0
-    chosen = []
-    for stage, (device,) in enumerate(way.row):
+
+    def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
+        (device,) = way.row[stage]
         held = _bytes_before(profile, way, device, min(count, stages - stage))
-        filled = np.full((calls + 1, calls + 1), np.inf)
         part = (held[end] - held[begin]) + _ends(profile, device, begin == 0, end == calls)
-        filled[begin, end] = part / max(1, free_bytes(profile, device.device_class))
-        fullest = np.maximum(best[:, None], filled)
-        chosen.append(fullest.argmin(axis=0))
-        best = fullest.min(axis=0)
-    cut, at = [calls], calls
-    for places in reversed(chosen[1:]):
-        at = int(places[at])
-        cut.append(at)
-    return tuple(cut[::-1])
+        return np.asarray(part / max(1, free_bytes(profile, device.device_class)))
+
+    return (*least_most(calls, stages, filled), calls)
 
 
 def _bytes_before(profile: Profile, way: Way, device: Device, in_flight: int) -> FloatArray:

@@ -7,7 +7,7 @@ dynamic programme finds, and whose busiest stage bounds that of all others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -145,26 +145,15 @@ class Cutter:
 
     def _best(self, way: Way) -> list[int]:
         """The cut with the shortest busiest stage."""
-        calls = self._calls
-        begin, end = np.triu_indices(calls + 1, k=1)
-        best = np.full(calls + 1, np.inf)
-        best[0] = 0.0
-        chosen = []
-        for stage in range(len(way.stages)):
+
+        def busy_s(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
             speed = np.zeros(len(begin))
             for name, count in way.classes[stage % len(way.row)]:
                 seconds = self._pace(way, stage, name).stage_s(begin, end)
                 speed += count / np.maximum(seconds, TINY_S)
-            busy = np.full((calls + 1, calls + 1), np.inf)
-            busy[begin, end] = 1.0 / speed
-            longest = np.maximum(best[:, None], busy)
-            chosen.append(longest.argmin(axis=0))
-            best = longest.min(axis=0)
-        cut, at = [], calls
-        for places in reversed(chosen[1:]):
-            at = int(places[at])
-            cut.append(at)
-        return cut[::-1]
+            return np.asarray(1.0 / speed)
+
+        return least_most(self._calls, len(way.stages), busy_s)
 
     def _pace(self, way: Way, stage: int, name: str) -> Pace:
         return self._pace_of(name, min(way.micro_batch, self._batch), way.modes[stage])
@@ -252,6 +241,31 @@ class Cutter:
         sizes = {kind.name: kind.trainable for kind in model.kinds}
         each = [sizes[kind] for kind in model.kind_of_call]
         return np.concatenate([[0.0], np.cumsum(each)])
+
+
+def least_most(
+    calls: int, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
+) -> list[int]:
+    """The ends of all stages but the last, where the costliest costs least: by dynamic programme.
+
+    Args:
+        cost: of a stage that has calls [begin, end), for many of these at once.
+    """
+    begin, end = np.triu_indices(calls + 1, k=1)
+    best = np.full(calls + 1, np.inf)
+    best[0] = 0.0
+    chosen = []
+    for stage in range(stages):
+        of_stage = np.full((calls + 1, calls + 1), np.inf)
+        of_stage[begin, end] = cost(stage, begin, end)
+        most = np.maximum(best[:, None], of_stage)
+        chosen.append(most.argmin(axis=0))
+        best = most.min(axis=0)
+    cut, at = [], calls
+    for places in reversed(chosen[1:]):
+        at = int(places[at])
+        cut.append(at)
+    return cut[::-1]
 
 
 def _least_busy(count: int, seconds: Sequence[FloatArray], devices: Sequence[int]) -> FloatArray:

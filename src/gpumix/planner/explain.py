@@ -12,7 +12,7 @@ from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
-from gpumix.planner.fastest import fastest, fastest_beside
+from gpumix.planner.fastest import fastest, fastest_beside, optimal_or_why
 from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
@@ -84,11 +84,7 @@ def plan(
         )
     request = PlanRequest(global_batch=global_batch, space=space)
     paces = Paces(profile, global_batch)
-    best: Plan | NoFeasiblePlanError
-    try:
-        best = optimal(profile, request, paces)
-    except NoFeasiblePlanError as error:
-        best = error
+    best = optimal_or_why(profile, request, paces)
 
     @cache
     def planned(name: str) -> Plan:

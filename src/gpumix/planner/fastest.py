@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.base import WORTHWHILE, PlanRequest, predicted
 from gpumix.planner.best_subset import best_subset
 from gpumix.planner.finish import finished
 from gpumix.planner.optimal import optimal
@@ -11,8 +11,6 @@ from gpumix.planner.staged import staged
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-
-WORTHWHILE = 0.01  # by less, nothing is left out, and stages are not worth their messages
 
 
 def fastest(profile: Profile, request: PlanRequest) -> Plan:
@@ -23,11 +21,17 @@ def fastest(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     paces = Paces(profile, request.global_batch)
+    return fastest_beside(profile, request, optimal_or_why(profile, request, paces), paces)
+
+
+def optimal_or_why(
+    profile: Profile, request: PlanRequest, paces: Paces
+) -> Plan | NoFeasiblePlanError:
+    """The optimal plan of one stage, or why there is none."""
     try:
-        plan = optimal(profile, request, paces)
+        return optimal(profile, request, paces)
     except NoFeasiblePlanError as error:
-        return fastest_beside(profile, request, error, paces)
-    return fastest_beside(profile, request, plan, paces)
+        return error
 
 
 def fastest_beside(

@@ -10,13 +10,11 @@ from collections.abc import Callable
 
 from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_team
-from gpumix.planner.base import PlanRequest, Strategy, fit, predicted, ranked_devices
+from gpumix.planner.base import WORTHWHILE, PlanRequest, Strategy, fit, predicted, ranked_devices
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Stage
 from gpumix.spec.profile import Profile
-
-WORTHWHILE = 0.01  # a higher degree is taken if it is faster by this part
 
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""

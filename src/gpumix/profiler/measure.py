@@ -111,30 +111,9 @@ def _measured(
     subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
 ) -> ClassMeasurement:
     begun = time.perf_counter()
-    model = subject.build()
-    anatomy = dissect(model, subject.units)
-    switch_off_caches(model)
-    dtype = subject.dtypes[device_class]
     compiled = device_class in subject.compiled
-    specimens = Specimens(
-        model,
-        anatomy,
-        device=runtime.torch_device,
-        compute_dtype=TORCH_DTYPE[dtype],
-        objective=subject.loss or objective_of(model),
-    )
-    if compiled:
-        specimens.compile(range(1, subject.shape.global_batch + 1))
-    found = sweep(
-        specimens,
-        runtime,
-        subject.make_batch,
-        largest=subject.shape.global_batch,
-        budget_s=subject.budget_s,
-        progress=lambda line: progress(f"{device_class}: {line}"),
-    )
+    found, anatomy, measured = _swept(subject, runtime, device_class, progress)
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
-    measured = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
     of_class = ClassProfile(
         device_class=device_class,
         units=_times(found),
@@ -145,9 +124,9 @@ def _measured(
         host_copy=time_host_copies(runtime),
         host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
         compiled=compiled,
-        compute_dtype=dtype,
+        compute_dtype=subject.dtypes[device_class],
     )
-    del specimens, model, anatomy
+    del anatomy
     return ClassMeasurement(
         device_class=of_class,
         model=measured,
@@ -158,6 +137,45 @@ def _measured(
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
         overruns=sum(p.overruns for p in found.points),
     )
+
+
+def _swept(
+    subject: Subject,
+    runtime: DeviceRuntime,
+    device_class: str,
+    progress: Progress,
+    degree: int = 1,
+) -> tuple[Sweep, Anatomy, ModelProfile]:
+    """All points of the device, as one of `degree` that compute together."""
+    model = subject.build()
+    anatomy = dissect(model, subject.units)
+    switch_off_caches(model)
+    dtype, team = subject.dtypes[device_class], None
+    if degree > 1:
+        team = MadeUpTeam(degree, runtime.torch_device)
+        styles = tensor_plan(model, subject.tensor)
+        anatomy, _ = divide(anatomy, team, styles, part=all_of(anatomy))
+    specimens = Specimens(
+        model,
+        anatomy,
+        device=runtime.torch_device,
+        compute_dtype=TORCH_DTYPE[dtype],
+        objective=subject.loss or objective_of(model),
+        team=team,
+    )
+    if device_class in subject.compiled and team is None:
+        specimens.compile(range(1, subject.shape.global_batch + 1))
+    name = device_class if team is None else f"{device_class}, one of {degree}"
+    found = sweep(
+        specimens,
+        runtime,
+        subject.make_batch,
+        largest=subject.shape.global_batch,
+        budget_s=subject.budget_s if team is None else subject.budget_s / 2,
+        progress=lambda line: progress(f"{name}: {line}"),
+    )
+    profile = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
+    return found, anatomy, profile
 
 
 def _teams(
@@ -180,27 +198,7 @@ def _team(
     degree: int,
     progress: Progress,
 ) -> TeamMeasurement:
-    model = subject.build()
-    switch_off_caches(model)
-    whole = dissect(model, subject.units)
-    team = MadeUpTeam(degree, runtime.torch_device)
-    anatomy, _ = divide(whole, team, tensor_plan(model, subject.tensor), part=all_of(whole))
-    specimens = Specimens(
-        model,
-        anatomy,
-        device=runtime.torch_device,
-        compute_dtype=TORCH_DTYPE[alone.compute_dtype],
-        objective=subject.loss or objective_of(model),
-        team=team,
-    )
-    found = sweep(
-        specimens,
-        runtime,
-        subject.make_batch,
-        largest=subject.shape.global_batch,
-        budget_s=subject.budget_s / 2,
-        progress=lambda line: progress(f"{alone.device_class}, one of {degree}: {line}"),
-    )
+    found, anatomy, model = _swept(subject, runtime, alone.device_class, progress, degree)
     summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
     return TeamMeasurement(
         degree=degree,
@@ -212,9 +210,7 @@ def _team(
                 "compiled": False,
             }
         ),
-        model=_model_profile(
-            anatomy, found, model, alone.compute_dtype, runtime.memory_limit_bytes
-        ),
+        model=model,
         told={
             name: TeamTraffic(
                 forward=_told(found, name, "forward"),

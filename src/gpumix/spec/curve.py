@@ -21,6 +21,10 @@ class Curve(Value):
         """All values `factor` times as large."""
         return self.model_copy(update={"values": tuple(v * factor for v in self.values)})
 
+    def shared_by(self, times: int) -> Self:
+        """Where so many do the same at once, and each gets its part of the speed."""
+        return self.model_copy(update={"sizes": tuple(size / times for size in self.sizes)})
+
     def less(self, other: Curve) -> Self:
         """What is left at each size where `other`, of the same sizes, is taken off; not below 0."""
         values = (max(0.0, a - b) for a, b in zip(self.values, other.values, strict=True))

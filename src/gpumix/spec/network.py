@@ -139,8 +139,7 @@ class Network(Value):
         """The same where so many messages at once share each link between hosts."""
 
         def shared(link: Link) -> Link:
-            sizes = tuple(size / times for size in link.times.sizes)
-            return link.model_copy(update={"times": link.times.model_copy(update={"sizes": sizes})})
+            return link.model_copy(update={"times": link.times.shared_by(times)})
 
         exceptions = tuple(
             e.model_copy(update={"link": shared(e.link)}) if e.where == "between" else e

@@ -472,6 +472,12 @@ class Plan(Document):
         return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})
 
 
+def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Who gives to whom where all members of a team have what those of another need: giver and
+    taker, each taker once."""
+    return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
+
+
 def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
     """Of the names that each stage has of the root, those that several have, by these stages."""
     users: dict[str, list[int]] = {}

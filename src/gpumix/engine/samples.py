@@ -1,4 +1,4 @@
-"""Whether ranks that are to compute the same samples were given the same ones.
+"""The samples that a rank is given: how many, and whether the others are given the same ones.
 
 Ranks of several stages, and of a team, read the same part of a batch. A loop that feeds each of
 them with something else would train, without an error, on nonsense; so once they tell each other
@@ -10,12 +10,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 
 MASK = 2**40 - 1  # sums over thousands of ranks are exact in float64
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch has: the first dimension of its tensors.
+
+    Raises:
+        InputError: tensors differ in it, there is one without dimensions, or values that should be
+            tensors.
+    """
+    leaves = tree_leaves(batch, is_leaf=_uncut)
+    uncut = next(filter(_uncut, leaves), None)
+    if uncut is not None:
+        raise InputError(
+            f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
+            "micro-batches",
+            fix="make it a tensor whose first dimension is the samples",
+        )
+    shapes = [tuple(t.shape) for t in leaves if isinstance(t, torch.Tensor)]
+    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise InputError(
+            f"the tensors of a batch must agree in their first dimension, these have {shapes}",
+            fix="make the first dimension of every tensor the samples",
+        )
+    return shapes[0][0] if shapes else 0
+
+
+def _uncut(value: Any) -> bool:
+    """Whether it holds one value per sample, but is no tensor."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
+    return isinstance(value, np.ndarray)
 
 
 def digest(batch: Any, rows: Sequence[range]) -> int:
@@ -39,9 +72,21 @@ def _number(tensor: torch.Tensor) -> int:
     return int((flat * places).sum().item()) & MASK
 
 
-def unlike(plan: Plan, digests: Sequence[int]) -> str:
-    """Which ranks were given other samples than they should, in words; empty if none. By rank the
-    digest of each."""
+def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
+    """Raise an InputError if ranks that compute the same samples were given different ones; by rank
+    the digest of each."""
+    why = _unlike(plan, digests)
+    if why:
+        raise InputError(
+            "ranks that compute the same samples were given different ones",
+            why=why,
+            fix="feed each with gpumix.Loader(dataset, engine.plan, rank), or cut batches as "
+            "engine.plan.rows_of(rank) says",
+        )
+
+
+def _unlike(plan: Plan, digests: Sequence[int]) -> str:
+    """Which ranks were given other samples than they should, in words; empty if none."""
     sums = []
     for number, stage in enumerate(plan.stages):
         ranks = plan.ranks_of(number)
