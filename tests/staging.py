@@ -178,7 +178,7 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
     )
     size, count = draw(st.integers(1, 2)), draw(st.integers(1, 6))
     zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
-    schedules = ["1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
+    schedules = ["1f1b", "eager-1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
     schedule = "interleaved" if goes_round else draw(st.sampled_from(schedules))
     settings: dict[str, Any] = {"zero_stage": zero_stage, "schedule": schedule}
     if goes_round:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumix.cost.pipeline import NOTHING_SENT, Action, Pipeline, Seat, replay
 
-SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
+SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 
 
 def pipeline(schedule: str, counts: list[list[int]]) -> Pipeline:
@@ -81,6 +81,23 @@ def test_no_more_waits_than_there_are_stages_to_come(stages):
 def most_in_flight(found: Pipeline, rank: int) -> int:
     kinds = {"forward": 1, "backward": -1, "weights": 0}
     return max(accumulate((kinds[a.kind] for a in found.orders[rank]), initial=0))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("counts", [[[4, 4, 4], [12]], [[12], [4, 4, 4]], [[12], [4, 4, 4], [12]]])
+def test_all_workers_of_a_stage_are_busy_at_once(schedule, counts):
+    """Not one after the other, as they would be if others took micro-batches by their numbers."""
+    found = pipeline(schedule, counts)
+    splits = found.schedule == "zero-bubble"
+    seconds = {"forward": 1.0, "backward": 2.0 / (1 + splits), "weights": 1.0}
+    share = {len(seats): 1.0 / len(seats) for seats in found.seats}
+
+    def takes(action: Action) -> float:
+        return seconds[action.kind] / share[len(found.seats[action.stage])]
+
+    times = replay(found.orders, found.needs, takes, lambda a, b: NOTHING_SENT)
+    busy = 12 * 3.0
+    assert times.step_s < 1.5 * busy
 
 
 @st.composite

@@ -42,7 +42,7 @@ ALL = LAYOUTS | TEAMS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_layouts(layout, schedule, stage):
     assert_parity("gpt2", LAYOUTS[layout], schedule=schedule, zero_stage=stage)

@@ -59,7 +59,7 @@ def test_gradients_that_a_team_sums(layout, stage):
     assert_parity("qwen3", LAYOUTS[layout], zero_stage=stage)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
 @pytest.mark.parametrize("tensor", [(2, 1), (1, 2), (2, 2)])
 def test_schedules(schedule, tensor):
     layout = rows([6], [6], tensor=tensor, micro_batch=1, mode=KEPT)

@@ -13,7 +13,8 @@ from profiles import GIB, Card, block, in_a_row, line, profile, steady
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.by_memory import by_memory
-from gpumix.planner.staged import spread, staged
+from gpumix.planner.counted import spread
+from gpumix.planner.staged import staged
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork

@@ -498,6 +498,19 @@ class _KeptGraphs:
         return np.asarray(self.of_call(call) == self._micro.count)
 
 
+def element_bytes(
+    profile: Profile, device_class: str, zero_stage: ZeroStage
+) -> tuple[float, float]:
+    """What one parameter element takes on each device of a class, and where it is owned, beside
+    what collectives fill; at stage 0 every device owns it."""
+    dtype = profile.of_class(device_class).compute_dtype
+    whole = (DTYPE_BYTES[dtype] if zero_stage < 3 else 0) + (4 if zero_stage < 2 else 0)
+    owned = profile.optimizer_bytes_per_element
+    owned += MASTER_BYTES if zero_stage == 3 or dtype != "fp32" else 0
+    owned += SHARD_GRADIENT_BYTES if zero_stage >= 2 else 0
+    return (whole + owned, 0.0) if zero_stage == 0 else (whole, owned)
+
+
 def free_bytes(profile: Profile, device_class: str) -> int:
     """What a device of this class has for tensors."""
     usable = usable_bytes(profile.cluster.class_named(device_class))

@@ -9,7 +9,9 @@ the same. A rank that has several stages (interleaved) takes turns between them.
 * `1f1b`: a backward pass as soon as there is one to run. No more micro-batches wait for their
   backward than come through the later stages meanwhile (Narayanan et al., PipeDream-Flush): for
   equal stages as many as there are stages from this one on.
-* `interleaved`: the same where a rank has several stages; micro-batches go through them in groups
+* `eager-1f1b`: the same with nearly twice as many, so that messages have time to arrive (Zhuang et
+  al. 2022, AlpaComm).
+* `interleaved`: as `1f1b` where a rank has several stages; micro-batches go through them in groups
   of as many as there are ranks in a row (Narayanan et al. 2021, Megatron-LM).
 * `zero-bubble`: the backward pass of weights, which nobody waits for, is put off to when a rank
   would wait otherwise; no more are put off than `1f1b` keeps (Qi et al., ZB-H1).
@@ -84,22 +86,24 @@ class Pipeline:
     def turns(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """By (stage, rank): its micro-batches in the order in which it takes them.
 
-        A worker takes first what is wanted first by those that come after it; so what two workers
-        send each other is in the same order for both. Where a rank has several stages, all take
-        them by their numbers, or they might wait for each other.
+        All take them as the workers of the stage with the most of these come to them, each by its
+        numbers: so none of those waits until others are through, and what two workers send each
+        other is in the same order for both. Where a rank has several stages, all take them by their
+        numbers, or they might wait for each other.
         """
-        if self._goes_round:
-            return {(s.stage, s.rank): tuple(s.batches) for seats in self.seats for s in seats}
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
-        wanted: dict[int, float] = {}
-        for seats in reversed(self.seats):
-            progress: dict[int, float] = {}
-            for seat in seats:
-                order = sorted(seat.batches, key=lambda batch: (wanted.get(batch, 0.0), batch))
-                found[seat.stage, seat.rank] = tuple(order)
-                progress |= {b: (n + 0.5) / len(order) for n, b in enumerate(order)}
-            wanted = progress
-        return found
+        key: dict[int, float] = {}
+        if not self._goes_round:
+            widest = max(reversed(self.seats), key=len)
+            for seat in widest:
+                count = len(seat.batches)
+                key |= {batch: (n + 0.5) / count for n, batch in enumerate(seat.batches)}
+        return {
+            (seat.stage, seat.rank): tuple(
+                sorted(seat.batches, key=lambda batch: (key.get(batch, 0.0), batch))
+            )
+            for seats in self.seats
+            for seat in seats
+        }
 
     @cached_property
     def seat_of(self) -> dict[tuple[int, int], Seat]:
@@ -134,6 +138,8 @@ class Pipeline:
                 limits[seat.rank] = min(count, ceil(max(longest, feeding) - 1e-9))
                 shares |= dict.fromkeys(seat.batches, (limits[seat.rank] + 1) / count)
             turnaround, following = here, shares
+        if self.schedule == "eager-1f1b":
+            return {rank: 2 * most - 1 for rank, most in limits.items()}
         return limits
 
     def _interleaved_in_flight(self, rank: int) -> int:
@@ -257,6 +263,7 @@ def replay(
     needs: Callable[[Action], Iterable[Action]],
     seconds: Seconds,
     transfer: Callable[[Action, Action], Transfer],
+    earliest_s: Seconds = lambda action: 0.0,
 ) -> Times:
     """When ranks that each keep to their order are done.
 
@@ -264,11 +271,12 @@ def replay(
         needs: what must be done before an action, beside what comes earlier on the same rank.
         seconds: that an action takes.
         transfer: from the end of an action until what it sends is there for another one.
+        earliest_s: no action ends before.
 
     Raises:
         ValueError: two ranks wait for each other.
     """
-    return _Replay(orders, needs, seconds, transfer).run()
+    return _Replay(orders, needs, seconds, transfer, earliest_s).run()
 
 
 class _Replay:
@@ -280,9 +288,11 @@ class _Replay:
         needs: Callable[[Action], Iterable[Action]],
         seconds: Seconds,
         transfer: Callable[[Action, Action], Transfer],
+        earliest_s: Seconds,
     ) -> None:
         self._orders = orders
         self._seconds = seconds
+        self._earliest_s = earliest_s
         self._transfer = transfer
         self._rank_of = {action: rank for rank, order in orders.items() for action in order}
         self._needs = {action: set(needs(action)) for action in self._rank_of}
@@ -321,8 +331,9 @@ class _Replay:
         if rank in self._running or at == len(order) or self._needs[order[at]]:
             return
         self._running.add(rank)
-        self._begin[order[at]] = now
-        self._push(now + self._seconds(order[at]), order[at], None)
+        action = order[at]
+        self._begin[action] = now
+        self._push(max(now + self._seconds(action), self._earliest_s(action)), action, None)
 
     def _ended(self, action: Action, now: float) -> None:
         rank = self._rank_of[action]

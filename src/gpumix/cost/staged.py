@@ -97,19 +97,31 @@ class StagedStep:
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._moved = moved
         self.in_waves = plan.in_waves
+        self._workers = plan.workers
+        rank_of = {worker.device: rank for rank, worker in enumerate(self._workers)}
+        self._ranks = [tuple(rank_of[w.device] for w in stage.workers) for stage in plan.stages]
         # By (stage, rank): which of the stage's workers the rank is.
         self.place_of = {
             (number, rank): place
-            for number in range(len(plan.stages))
-            for place, rank in enumerate(plan.ranks_of(number))
+            for number, ranks in enumerate(self._ranks)
+            for place, rank in enumerate(ranks)
         }
+        self._stages_of: list[list[int]] = [[] for _ in self._workers]
+        for number, rank in self.place_of:
+            self._stages_of[rank].append(number)
 
     # -- time ----------------------------------------------------------------------------------
 
     @cached_property
     def times(self) -> Times:
         """When each action is done; of waves that of a stage's first rank, which is all ranks'."""
-        return replay(self.pipeline.orders, self.pipeline.needs, self.action_s, self._transfer)
+        return replay(
+            self.pipeline.orders,
+            self.pipeline.needs,
+            self.action_s,
+            self._transfer,
+            self._earliest_s,
+        )
 
     @cached_property
     def seconds(self) -> float:
@@ -127,11 +139,13 @@ class StagedStep:
         share. Each has the ends of those before it that it does not change."""
         own: dict[int, tuple[float, float]] = {}
         for number, cost in enumerate(self.stages):
-            computed = max(end for a, end in self.times.end_s.items() if a.stage == number)
-            ranks = self.plan.ranks_of(number)
-            alone = all(len(self.plan.stages_of(rank)) == 1 for rank in ranks)
-            beside = self.in_waves or (self.plan.zero_stage == 0 and alone)
-            own[number] = computed, computed + cost.after_s(beside=beside)
+            of_stage = {a: end for a, end in self.times.end_s.items() if a.stage == number}
+            computed = max(of_stage.values())
+            begun = max(end + self._beside_s(a) for a, end in of_stage.items())
+            alone = all(len(self._stages_of[rank]) == 1 for rank in self._ranks[number])
+            splits = self.plan.schedule == "zero-bubble"  # and sums after all its actions
+            beside = self.in_waves or (self.plan.zero_stage == 0 and alone and not splits)
+            own[number] = computed, begun + cost.after_s(beside=beside)
         found = [Reductions(own)]
         for shared in self.cut.shared:
             before = found[-1].of_stages
@@ -156,38 +170,65 @@ class StagedStep:
     def action_s(self, action: Action) -> float:
         """Seconds of an action, on the slowest of those that do it together."""
         cost = self.stages[action.stage]
+        return max(
+            cost.passes(worker, action.batch).forward_s
+            if self._gathered_before(action, worker)
+            else self._pass_s(action, worker)
+            for worker in self._together(action)
+        )
+
+    def _earliest_s(self, action: Action) -> float:
+        """An action cannot end before what is gathered once, from the step's beginning, is here."""
+        waits = (
+            self._pass_s(action, worker)
+            for worker in self._together(action)
+            if self._gathered_before(action, worker)
+        )
+        return max(waits, default=0.0)
+
+    def _together(self, action: Action) -> Iterable[int]:
+        """Those of a stage's workers that do an action together."""
         if self.in_waves:
-            every = range(len(cost.workers))
-            return max(self._pass_s(action, worker) for worker in every)
+            return range(len(self.stages[action.stage].workers))
         seat = self.pipeline.seat_of[action.stage, action.batch]
-        return self._pass_s(action, self.place_of[action.stage, seat.rank])
+        return (self.place_of[action.stage, seat.rank],)
+
+    def _gathered_before(self, action: Action, worker: int) -> bool:
+        return self.plan.zero_stage < 3 and self._gathers_once(action, worker)
+
+    def _gathers_once(self, action: Action, worker: int) -> bool:
+        """Whether this is the first that a worker computes of a stage."""
+        return self._first[action.stage, self._ranks[action.stage][worker]] == action
 
     def _pass_s(self, action: Action, worker: int) -> float:
+        """Of an action that nothing was gathered before for."""
         passes = self.stages[action.stage].passes(worker, action.batch)
         if action.kind == "forward":
-            gathers = self._first[action.stage, self._rank(action.stage, worker)] == action
+            gathers = self._gathers_once(action, worker)
             before = self.stages[action.stage].before_s() if gathers else 0.0
             if self.plan.zero_stage == 3 or gathers:
                 return passes.first_s + before
             return passes.forward_s
         if action.kind == "weights":
             return passes.weights_s
-        return passes.last_s if self._reduces(action, worker) else passes.backward_s
+        return passes.last_s if self.in_waves else passes.backward_s
 
-    def _rank(self, stage: int, worker: int) -> int:
-        return self.plan.ranks_of(stage)[worker]
-
-    def _reduces(self, action: Action, worker: int) -> bool:
-        """Whether gradients are reduced beside this backward."""
-        if self.in_waves:
-            return True
-        rank = self._rank(action.stage, worker)
-        alone = len(self.plan.stages_of(rank)) == 1
-        return self.plan.zero_stage == 0 and alone and self.order(rank)[-1] == action
+    def _beside_s(self, action: Action) -> float:
+        """How long after an action gradients are summed that began to be beside it: where a rank
+        sums them once, beside its last one. What goes to other stages is sent before."""
+        if self.plan.zero_stage > 0 or action.kind != "backward":
+            return 0.0
+        rank = self.pipeline.seat_of[action.stage, action.batch].rank
+        if len(self._stages_of[rank]) > 1 or self.order(rank)[-1] != action:
+            return 0.0
+        worker = self.place_of[action.stage, rank]
+        passes = self.stages[action.stage].passes(worker, action.batch)
+        return passes.last_s - passes.backward_s
 
     def order(self, rank: int) -> tuple[Action, ...]:
         """What a rank does in a step."""
-        return self.pipeline.actions_of(self.plan, rank)
+        stage = self._stages_of[rank][0]
+        return self.pipeline.orders[self._ranks[stage][0] if self.in_waves else rank]
 
     @cached_property
     def _first(self) -> dict[tuple[int, int], Action | None]:
@@ -275,11 +316,11 @@ class StagedStep:
 
     def workers(self) -> Iterator[WorkerPrediction]:
         """Of each rank, in their order."""
-        for rank, worker in enumerate(self.plan.workers):
+        for rank, worker in enumerate(self._workers):
             passes = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
             for action in self.order(rank):
                 passes[action.kind] += self._pass_s(action, self.place_of[action.stage, rank])
-            stages = self.plan.stages_of(rank)
+            stages = self._stages_of[rank]
             places = [(self.stages[n], self.place_of[n, rank]) for n in stages]
             update = sum(cost.update_s(place) for cost, place in places)
             limit = usable_bytes(self.profile.cluster.class_named(worker.device_class))
@@ -307,9 +348,9 @@ class StagedStep:
 
     def peak(self, rank: int) -> dict[str, int]:
         """Bytes at a rank's peak by cause."""
-        worker = self.plan.workers[rank]
+        worker = self._workers[rank]
         causes: dict[str, int] = {}
-        for number in self.plan.stages_of(rank):
+        for number in self._stages_of[rank]:
             for cause, size in self.stages[number].state[self.place_of[number, rank]].items():
                 causes[cause] = causes.get(cause, 0) + size
         buffers = self.profile.model.root.buffer_bytes
@@ -323,7 +364,7 @@ class StagedStep:
 
     def _shared_bytes(self, rank: int) -> dict[str, int]:
         """What a rank holds of the root's parameters that several stages have."""
-        worker, found = self.plan.workers[rank], {"state": 0, "replicas": 0}
+        worker, found = self._workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
         rank = self._whole_rank[worker.device]
         for shared in self.cut.shared:
@@ -380,7 +421,7 @@ class StagedStep:
         """What is on its way, to this rank and from it: a slower one may leave as many messages
         unread as micro-batches wait here for their backward."""
         most, ahead = 0, max(MESSAGES_AHEAD, self._most_waiting(rank))
-        for stage in self.plan.stages_of(rank):
+        for stage in self._stages_of[rank]:
             worker = self.place_of[stage, rank]
             samples = max(
                 (self.stages[stage].micro_batches(worker, b)[0] for b in self._batches(stage)),

@@ -229,7 +229,8 @@ class Step:
         try:
             # Now: with other stages that may begin only when this one is through.
             for place in self._places.values():
-                for bucket in place.parts.throughout:
+                parts, kept = place.parts, place.parts.division.whole_parameters
+                for bucket in parts.buckets if kept else parts.throughout:
                     bucket.start_gather()
             for place in self._idle:
                 layered.forward(place.parts, Turns([]), keep=False)

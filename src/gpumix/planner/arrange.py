@@ -41,7 +41,20 @@ def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
         return [], True
     every = prod(count + 1 for count in counts) <= MOST_ROWS and _ways(counts, most) <= MOST_ROWS
     found = _all(counts, most) if every else _some(list(cells), counts, most)
-    return [_of(list(cells.values()), row) for row in found if len(row) > 1], every
+    alike: dict[object, Row] = {}
+    for counts_of_groups in found:
+        if len(counts_of_groups) > 1:
+            row = _of(list(cells.values()), counts_of_groups)
+            alike.setdefault(_look(list(cells), counts, counts_of_groups), row)
+    return list(alike.values()), every
+
+
+def _look(cells: Sequence[tuple[str, str]], counts: Counts, row: Sequence[Counts]) -> object:
+    """The same for rows that differ in which of several hosts with the same devices is where."""
+    hosts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
+    for place, (host, name) in enumerate(cells):
+        hosts.setdefault(host, []).append((name, counts[place], tuple(g[place] for g in row)))
+    return tuple(sorted(map(tuple, hosts.values())))
 
 
 def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:

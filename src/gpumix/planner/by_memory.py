@@ -7,7 +7,7 @@ where it takes more of them, their passes overlap as in any pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil
 from typing import Literal
 
@@ -18,7 +18,7 @@ from gpumix.cost.memory import MASTER_BYTES, SHARD_GRADIENT_BYTES, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.time import can
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
-from gpumix.planner.cuts import least_most
+from gpumix.planner.manner import Manner
 from gpumix.planner.misfit import Misses
 from gpumix.planner.staged import refuse_one_stage
 from gpumix.planner.way import Cut, Way, assemble_stages
@@ -66,7 +66,7 @@ def _ways(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -
         for recompute in (False, True):
             if recompute in request.space.recompute and (recompute or keep):
                 mode = Mode(recompute=recompute, head=head)
-                yield Way(row, (mode,) * len(row), "1f1b", size)
+                yield Way(row, (Manner(1, mode),) * len(row), "1f1b", size)
         size //= 2
 
 
@@ -87,7 +87,7 @@ def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
         part = (held[end] - held[begin]) + _ends(profile, device, begin == 0, end == calls)
         return np.asarray(part / max(1, free_bytes(profile, device.device_class)))
 
-    return (*least_most(calls, stages, filled), calls)
+    return (*_least_most(calls, stages, filled), calls)
 
 
 def _bytes_before(profile: Profile, way: Way, device: Device, in_flight: int) -> FloatArray:
@@ -96,7 +96,7 @@ def _bytes_before(profile: Profile, way: Way, device: Device, in_flight: int) ->
     each, seen = [], set()
     for name, of_call in zip(model.calls, model.kind_of_call):
         kind = model.kind(of_call)
-        left = kind.kept if way.modes[0].recompute else kind.saved or kind.kept
+        left = kind.kept if way.manners[0].mode.recompute else kind.saved or kind.kept
         state = 0 if name in seen else kind.trainable * _per_element(profile, device)
         each.append(state + in_flight * float(bytes_at(left, way.micro_batch)))
         seen.add(name)
@@ -119,3 +119,28 @@ def _per_element(profile: Profile, device: Device) -> float:
     masters = 0 if dtype == "fp32" else MASTER_BYTES
     held = DTYPE_BYTES[dtype] + SHARD_GRADIENT_BYTES + masters
     return held + profile.optimizer_bytes_per_element
+
+
+def _least_most(
+    calls: int, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
+) -> list[int]:
+    """The ends of all stages but the last, where the costliest costs least: by dynamic programme.
+
+    Args:
+        cost: of a stage that has calls [begin, end), for many of these at once.
+    """
+    begin, end = np.triu_indices(calls + 1, k=1)
+    best = np.full(calls + 1, np.inf)
+    best[0] = 0.0
+    chosen = []
+    for stage in range(stages):
+        of_stage = np.full((calls + 1, calls + 1), np.inf)
+        of_stage[begin, end] = cost(stage, begin, end)
+        most = np.maximum(best[:, None], of_stage)
+        chosen.append(most.argmin(axis=0))
+        best = most.min(axis=0)
+    cut, at = [], calls
+    for places in reversed(chosen[1:]):
+        at = int(places[at])
+        cut.append(at)
+    return cut[::-1]

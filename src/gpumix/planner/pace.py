@@ -1,66 +1,110 @@
-"""How long calls take on device classes, added up over calls: what a search over cuts asks for."""
+"""How long calls take on device classes, added up over calls, and how long sums over groups take:
+what a search over cuts asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.teams import in_team
 from gpumix.cost.time import Computing
+from gpumix.cost.wire import forms_for, wire_among
+from gpumix.planner.manner import Kind
 from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
 
 
 @dataclass(frozen=True)
 class Pace:
-    """One micro-batch of `size` samples on one device of a class.
+    """One micro-batch of each of some sizes on one device of a class.
 
     Attributes:
-        forward_s, both_s: of all calls before each, and of all: [calls + 1] seconds; of the forward
-            pass, and of both.
-        first_s: what the first stage computes beside its calls.
+        forward_s, both_s: of all calls before each, and of all: [sizes, calls + 1] seconds; of the
+            forward pass, and of both.
+        first_s: what the first stage computes beside its calls: [sizes] seconds.
         last_s: the same of the last stage.
     """
 
     forward_s: FloatArray
     both_s: FloatArray
-    first_s: float
-    last_s: float
+    first_s: FloatArray
+    last_s: FloatArray
 
     @classmethod
-    def of(cls, profile: Profile, name: str, size: int, mode: Mode) -> Pace:
+    def of(cls, profile: Profile, name: str, sizes: Sequence[int], mode: Mode) -> Pace:
         """Of class `name`."""
         device = profile.of_class(name)
-        micro = MicroBatches.of([size], [size])
+        micro = MicroBatches.of(sizes, sizes)
         computing = Computing(profile.model_of(name), device, micro, mode)
         kinds = profile.model.kind_of_call
-        forward = {kind: float(computing.forward_s(kind)[0]) for kind in set(kinds)}
-        backward = {kind: float(computing.backward_s(kind)[0]) for kind in set(kinds)}
+        forward = {kind: computing.forward_s(kind) for kind in set(kinds)}
+        backward = {kind: computing.backward_s(kind) for kind in set(kinds)}
         before = device.units[ROOT].gradient
-        before_s = 0.0 if before is None else float(micro.seconds(before)[0])
-        head_s = max(0.0, float(computing.backward_s(ROOT)[0]) - before_s)
+        before_s = np.zeros(len(sizes)) if before is None else micro.seconds(before)
         return cls(
             _added_up([forward[kind] for kind in kinds]),
             _added_up([forward[kind] + backward[kind] for kind in kinds]),
-            float(computing.forward_s(ROOT)[0]) + before_s,
-            head_s,
+            computing.forward_s(ROOT) + before_s,
+            np.maximum(0.0, computing.backward_s(ROOT) - before_s),
         )
 
     @property
     def calls(self) -> int:
-        return len(self.both_s) - 1
+        return int(self.both_s.shape[1]) - 1
 
     def stage_s(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """Both passes of stages of calls [begin, end), whole numbers."""
-        seconds = self.both_s[end] - self.both_s[begin]
-        seconds = seconds + np.where(begin == 0, self.first_s, 0.0)
-        return np.asarray(seconds + np.where(end == self.calls, self.last_s, 0.0))
+        """Both passes of stages of calls [begin, end): [sizes, *stages]."""
+        first = _where(begin == 0, self.first_s)
+        last = _where(end == self.calls, self.last_s)
+        return np.asarray(self.both_s[:, end] - self.both_s[:, begin] + first + last)
 
     def passed_s(self, begin: IntArray, end: IntArray) -> FloatArray:
         """The forward pass alone, of units."""
-        return np.asarray(self.forward_s[end] - self.forward_s[begin])
+        return np.asarray(self.forward_s[:, end] - self.forward_s[:, begin])
 
 
-def _added_up(seconds: list[float]) -> FloatArray:
-    return np.concatenate([[0.0], np.cumsum(seconds)])
+class PaceOf:
+    """The paces of a profile's classes, alone and in teams, each counted once."""
+
+    def __init__(self, profile: Profile, degrees: Iterable[int] = (1,)) -> None:
+        self.profiles = {degree: in_team(profile, degree) for degree in degrees}
+        self._known: dict[tuple[str, int, Mode, tuple[int, ...]], Pace] = {}
+        self._rates: dict[tuple[Kind, int], float] = {}
+
+    def __call__(self, name: str, degree: int, mode: Mode, sizes: tuple[int, ...]) -> Pace:
+        """Of a class, or of teams of it."""
+        key = (name, degree, mode, sizes)
+        if key not in self._known:
+            self._known[key] = Pace.of(self.profiles[degree], name, sizes, mode)
+        return self._known[key]
+
+    def s_per_byte(self, kind: Kind, degree: int) -> float:
+        """Seconds to sum a byte of the gradient over the workers of a group, where many are summed
+        at once."""
+        key = (kind, degree)
+        if key not in self._rates:
+            places = [
+                (str(number), name)
+                for number, host in enumerate(kind)
+                for name, count in host
+                for _ in range(count // degree)
+            ]
+            profile = self.profiles[degree]
+            wire, form = wire_among(profile, places), forms_for(profile).reduce
+            known = len(places) > 1 and wire.knows("reduce", form, "all")
+            size = max(1, profile.model.parameters) * GRADIENT_BYTES
+            self._rates[key] = wire.seconds("reduce", form, "all", size) / size if known else 0.0
+        return self._rates[key]
+
+
+def _added_up(seconds: list[FloatArray]) -> FloatArray:
+    return np.cumsum([np.zeros_like(seconds[0]), *seconds], axis=0).T
+
+
+def _where(there: npt.NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
+    return np.asarray(seconds.reshape(-1, *(1,) * there.ndim) * there)

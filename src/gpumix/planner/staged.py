@@ -1,14 +1,14 @@
 """The fastest plan of several stages: who stands where, which calls, which micro-batches.
 
-A *way* is a row of groups (`planner.arrange`), a mode for each stage, a schedule and a micro-batch
-size. Of each way the cuts of the calls are looked at: all if there are few, else the
-one with the shortest busiest stage, by dynamic programme. No step is shorter than what its busiest
-worker computes, and what comes before and after that; so candidates are counted exactly
-(`cost.staged`) in the order of this least time, until no other can be shorter than the best one.
-Then the plan is the fastest of all that were looked at; where there are too many to count,
-`bound_s` tells how far from it the best one may be.
+A *way* is a row of groups (`planner.arrange`), a manner for each stage (`planner.manner`), a
+schedule and a micro-batch size. All rows, with the best cut and manners of each, are estimated at
+once (`planner.promise`); those that promise most are counted exactly (`planner.counted`), and then
+what is like the best of them: other schedules, sizes, manners, and a call more or less in a stage.
 
-Inside a group micro-batches go to workers as they are fast, and state to where there is room.
+Where there are few ways all are proven to be no faster: no step is shorter than what its busiest
+worker computes, and what comes before and after that (`planner.cuts`). Candidates are counted in
+the order of this least time, until none can be shorter than the best one. Where there are too many
+`bound_s` tells how far from the plan the best one may be.
 """
 
 from __future__ import annotations
@@ -16,46 +16,34 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from math import ceil, comb, prod
-from typing import Literal
+from math import comb, prod
 
 import numpy as np
 
 from gpumix.cost.predict import predict
-from gpumix.cost.staged import StagedStep
-from gpumix.cost.time import can, chunks_cost_nothing
-from gpumix.planner.arrange import Group, Row, rows
-from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
-from gpumix.planner.cuts import Cutter
-from gpumix.planner.misfit import Misses
-from gpumix.planner.way import Counts, Cut, Deal, Way, assemble_stages
+from gpumix.planner.arrange import Row, rows
+from gpumix.planner.base import PlanRequest, ranked_devices
+from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found
+from gpumix.planner.cuts import FEW_CUTS, Cutter
+from gpumix.planner.manner import Manner, Manners, kind_of
+from gpumix.planner.pace import PaceOf
+from gpumix.planner.promise import Promises, RowPromises
+from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan, Schedule, WorkerPrediction, ZeroStage
+from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
-FEW_SIZES = 16  # micro-batch sizes; of more, so many
-FEW_DEALS = 200  # ways to deal micro-batches, of which all are looked at
-# Of candidates that are counted exactly: steps, and all that is done in them.
-MOST_STEPS, MOST_ACTIONS = 300, 60_000
-ENOUGH = 1e-9
-ROUNDING_BYTES = 4096  # set aside for the rounding of cuts
-ROUNDS = 2  # stages of each group, where they are interleaved
-
-Head = Literal["whole", "chunked"]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A plan but for who gets which micro-batches, and what no step of it is shorter than."""
-
-    least_s: float
-    way: Way
-    zero_stage: ZeroStage
-    cut: Cut
+FEW_SIZES = 12  # micro-batch sizes; of more, so many
+FEW_WAYS = 500  # of which all are looked at
+FEW_STAGES = 4  # whose manners are changed one by one
+# Of exact counts, in actions that are replayed: of what promises most, of what is like it, of all.
+PROMISING, ALIKE, ALL = 8_000, 16_000, 30_000
+PESSIMISM = 0.8  # a step takes no less than this part of its estimate
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
 
 def staged(profile: Profile, request: PlanRequest, below_s: float = float("inf")) -> Plan:
@@ -69,8 +57,7 @@ def staged(profile: Profile, request: PlanRequest, below_s: float = float("inf")
             or one unit alone, or the profile does not say what units need of each other.
         NoFeasiblePlanError: no such plan fits, or all take longer than `below_s`.
     """
-    search = _Search(profile, request, below_s)
-    return search.run()
+    return _Search(profile, request, below_s).run()
 
 
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
@@ -96,48 +83,195 @@ class _Search:
         self._space = request.space
         self._devices = ranked_devices(profile, request)
         self._below_s = below_s
-        self._cutter = Cutter(profile, request.global_batch)
-        self._steps = self._actions = 0  # that were counted exactly
-        self._misses = Misses("a plan of several stages")
-        self._calls = len(profile.model.calls)
         refuse_one_stage(profile, self._devices)
+        measured = {1, *(team.degree for team in profile.teams)}
+        pace_of = PaceOf(profile, measured & set(request.space.tensor) or {1})
+        self._manners = Manners(pace_of.profiles, request.space)
+        self._cutter = Cutter(pace_of, self._batch)
+        self._counting = Counting(pace_of, self._batch)
+        self._promises = Promises(
+            pace_of, self._manners, request.space.zero_stages, self._batch, self._sizes
+        )
+        self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
+        self._best: Found | None = None
+        self._seen: set[Candidate] = set()
 
     def run(self) -> Plan:
-        best: Plan | None = None
-        best_s, bound_s = self._below_s, float("inf")
+        bound_s = self._least_s
+        if bound_s < self._best_s * (1 - ENOUGH):
+            self._count_what_promises()
+            self._count_what_is_alike()
+            bound_s = max(bound_s, self._prove())
+        if self._best is None:
+            raise self._counting.misses.error(self._profile)
+        plan = self._best.plan
+        expected = predict(self._profile, plan)
+        bound_s = min(bound_s, expected.step_s)
+        expected = expected.model_copy(update={"bound_s": bound_s})
+        return plan.model_copy(update={"prediction": expected})
+
+    @property
+    def _best_s(self) -> float:
+        return self._below_s if self._best is None else self._best.seconds
+
+    @cached_property
+    def _rows(self) -> tuple[list[Row], bool]:
+        calls = len(self._profile.model.calls)
+        return rows(self._devices, min(calls, self._space.most_stages or calls))
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Micro-batch sizes: of those that make as many micro-batches the smallest."""
+        limits = [c.largest_micro_batch for c in self._profile.classes]
+        most = min([self._batch, *(n for n in limits if n is not None)])
+        every = np.unique(-(-self._batch // np.arange(1, self._batch + 1)))
+        every = every[every <= most]
+        if len(every) > FEW_SIZES:
+            places = np.geomspace(1, len(every), FEW_SIZES).astype(np.int64) - 1
+            every = every[np.unique(places)]
+        return [int(size) for size in every]
+
+    def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
+        """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
+        are."""
+        every = sorted(set(self._space.zero_stages))
+        found = [stage for stage in every if stage <= 1 or schedule != "zero-bubble"]
+        return found[:1] if max(map(len, row)) == 1 else found
+
+    def _count(self, candidate: Candidate, *, every_deal: bool = False) -> None:
+        """Takes its plan if that is the best one."""
+        if not every_deal:
+            same = replace(candidate, seconds=0.0)
+            if same in self._seen:
+                return
+            self._seen.add(same)
+        found = self._counting.best(candidate, self._best_s, every_deal=every_deal)
+        self._best = found or self._best
+
+    # -- what promises most --------------------------------------------------------------------
+
+    def _count_what_promises(self) -> None:
+        found: list[tuple[float, int, RowPromises, ZeroStage, Schedule, int]] = []
+        first = self._schedules[0]
+        for row in self._rows[0]:
+            promises = self._promises.of(row)
+            for zero_stage in self._zero_stages(row, first):
+                for schedule in dict.fromkeys((first, "eager-1f1b")):
+                    if schedule not in self._schedules:
+                        continue
+                    of_row = promises.divided(zero_stage, schedule)
+                    for at in np.flatnonzero(of_row.seconds * PESSIMISM < self._best_s):
+                        seconds = float(of_row.seconds[at])
+                        found.append((seconds, len(found), promises, zero_stage, schedule, int(at)))
+                    if not of_row.waits.any():
+                        break
+        for seconds, _, promises, zero_stage, schedule, number in sorted(found):
+            if seconds * PESSIMISM > self._best_s or self._counting.work > PROMISING:
+                return
+            if candidate := promises.candidate(zero_stage, schedule, number):
+                self._count(candidate)
+
+    def _count_what_is_alike(self) -> None:
+        before: Found | None = None
+        while self._best is not None and self._best is not before:
+            before = self._best
+            for candidate in self._alike(before.candidate):
+                if self._counting.work > ALIKE:
+                    return
+                self._count(candidate)
+
+    def _alike(self, one: Candidate) -> Iterator[Candidate]:
+        """What differs from it in one thing."""
+        way, cut, promises = one.way, one.cut, self._promises.of(one.way.row)
+        number = int(np.argmin(np.abs(np.array(self._sizes) - way.micro_batch)))
+        others = [(way.schedule, n) for n in (number - 1, number + 1) if 0 <= n < len(self._sizes)]
+        others += [(schedule, number) for schedule in self._schedules if schedule != way.schedule]
+        for schedule, at in others:
+            if one.zero_stage not in self._zero_stages(way.row, schedule):
+                continue
+            found = promises.candidate(one.zero_stage, schedule, at)
+            if found is not None:
+                yield found
+        for place, end in enumerate(cut[:-1]):
+            before = cut[place - 1] if place else 0
+            for moved in (end - 1, end + 1):
+                if before < moved < cut[place + 1]:
+                    yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]))
+        for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
+            for other in self._manners_at(way.row, way.schedule, place):
+                if other != manner and other.degree == manner.degree:
+                    manners = (*way.manners[:place], other, *way.manners[place + 1 :])
+                    yield replace(one, way=replace(way, manners=manners))
+
+    def _manners_at(self, row: Row, schedule: Schedule, stage: int) -> tuple[Manner, ...]:
+        last = stage == len(row) * rounds_of(schedule) - 1
+        return self._manners.of(kind_of(row[stage % len(row)]), schedule, last=last)
+
+    # -- that no other is faster ---------------------------------------------------------------
+
+    @cached_property
+    def _least_s(self) -> float:
+        """No step of any plan is shorter."""
+        classes = sorted(Counter(device.device_class for device in self._devices).items())
+        modes = [Mode(recompute=again) for again in sorted(set(self._space.recompute))]
+        return min(self._cutter.least_of(classes, size, modes) for size in self._sizes)
+
+    def _prove(self) -> float:
+        """Seconds that no step takes less than: where there are few ways, those of the best plan,
+        which all candidates that may be faster were counted for."""
+        if not self._few():
+            return 0.0
         for candidate in self._nearest_first():
-            if candidate.least_s >= best_s * (1 - ENOUGH):
+            if candidate.seconds >= self._best_s * (1 - ENOUGH):
                 break
-            if self._steps > MOST_STEPS or self._actions > MOST_ACTIONS:
-                bound_s = candidate.least_s
-                break
-            plan = self._counted(candidate, best_s)
-            if plan is not None:
-                best, best_s = plan, predicted(plan).step_s
-        if best is None:
-            raise self._misses.error(self._profile)
-        expected = predicted(best).model_copy(update={"bound_s": min(bound_s, best_s)})
-        return best.model_copy(update={"prediction": expected})
+            if self._counting.work > ALL:
+                return candidate.seconds
+            self._count(candidate, every_deal=True)
+        return self._best_s
 
-    # -- candidates ----------------------------------------------------------------------------
+    def _few(self) -> bool:
+        """Whether there are few ways, and few cuts of each."""
+        found, complete = self._rows
+        if not complete:
+            return False
+        total, calls = 0, len(self._profile.model.calls)
+        for row, schedule in product(found, self._schedules):
+            stages = len(row) * rounds_of(schedule)
+            manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
+            total += len(self._sizes) * prod(manners)
+            if total > FEW_WAYS or comb(calls - 1, stages - 1) > FEW_CUTS:
+                return False
+        return True
 
-    def _nearest_first(self) -> Iterator[_Candidate]:
-        """All candidates that have room for the units' state, those with the least time first. A
-        way is cut when no other may have an earlier one."""
-        heap: list[tuple[float, int, _Candidate | None, Iterator[_Candidate]]] = [
-            (least_s, number, None, self._cut(way))
-            for number, (least_s, way) in enumerate(self._ways())
-        ]
+    def _ways(self) -> Iterator[Way]:
+        for row, schedule in product(self._rows[0], self._schedules):
+            stages = len(row) * rounds_of(schedule)
+            if stages > len(self._profile.model.calls):
+                continue
+            every = [self._manners_at(row, schedule, n) for n in range(stages)]
+            for manners in product(*every):
+                degrees = [manner.degree for manner in manners]
+                if degrees == degrees[: len(row)] * rounds_of(schedule):
+                    yield from (Way(row, manners, schedule, size) for size in self._sizes)
+
+    def _nearest_first(self) -> Iterator[Candidate]:
+        """All candidates that have room for the units' state, those with the least time first."""
+        heap: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
+        for number, way in enumerate(self._ways()):
+            others = self._cut(way)
+            if (first := next(others, None)) is not None:
+                heap.append((first.seconds, number, first, others))
         heapq.heapify(heap)
         while heap:
             _, number, candidate, others = heapq.heappop(heap)
-            if candidate is not None:
-                yield candidate
+            yield candidate
             if (following := next(others, None)) is not None:
-                heapq.heappush(heap, (following.least_s, number, following, others))
+                heapq.heappush(heap, (following.seconds, number, following, others))
 
-    def _cut(self, way: Way) -> Iterator[_Candidate]:
-        cuts, stages = self._cutter.cuts(way), self._zero_stages(way)
+    def _cut(self, way: Way) -> Iterator[Candidate]:
+        cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
+        if not stages:
+            return
         least = np.stack([self._cutter.least_s(way, cuts, zero_stage) for zero_stage in stages])
         # Of the same least time the lower ZeRO stage comes first.
         for place in np.argsort(least.T, axis=None, kind="stable"):
@@ -145,217 +279,4 @@ class _Search:
             least_s = float(least[row, number])
             if least_s == float("inf"):
                 return
-            yield _Candidate(least_s, way, stages[row], cuts.cut(number))
-
-    def _zero_stages(self, way: Way) -> list[ZeroStage]:
-        """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
-        are."""
-        stages = self._stages_of(way.schedule)
-        return stages[:1] if max(map(len, way.row)) == 1 else stages
-
-    def _stages_of(self, schedule: Schedule) -> list[ZeroStage]:
-        """The ZeRO stages that a schedule may have."""
-        stages = sorted(set(self._space.zero_stages))
-        return [stage for stage in stages if stage <= 1 or schedule != "zero-bubble"]
-
-    def _ways(self) -> Iterator[tuple[float, Way]]:
-        """With seconds that no step of each is shorter than."""
-        most = min(self._calls, self._space.most_stages or self._calls)
-        found, _ = rows(self._devices, most)
-        classes = sorted(Counter(device.device_class for device in self._devices).items())
-        for row in found:
-            for modes, schedule in self._modes(row):
-                rounds = ROUNDS if schedule == "interleaved" else 1
-                least = min(modes, key=lambda mode: mode.recompute)
-                for size in self._sizes:
-                    least_s = self._cutter.least_of(classes, size, least)
-                    yield least_s, Way(row, modes * rounds, schedule, size, rounds)
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """Micro-batch sizes."""
-        limits = [c.largest_micro_batch for c in self._profile.classes]
-        most = min([self._batch, *(n for n in limits if n is not None)])
-        every = np.arange(1, most + 1)
-        if most > FEW_SIZES:
-            every = np.unique(np.geomspace(1, most, FEW_SIZES).astype(np.int64))
-        return [int(size) for size in every]
-
-    def _modes(self, row: Row) -> Iterator[tuple[tuple[Mode, ...], Schedule]]:
-        """Of each stage, and a schedule that runs them."""
-        kept = [again for again in self._space.recompute if again or self._may_keep(row)]
-        heads = self._heads(row[-1])
-        stages = len(row)
-        if set(kept) == {True, False}:
-            some = {tuple(n < k for n in range(stages)) for k in range(stages + 1)}
-            if stages <= 3:
-                some |= set(product((True, False), repeat=stages))
-        else:
-            some = {(again,) * stages for again in kept}
-        for recompute, head in product(sorted(some), heads):
-            modes = tuple(
-                Mode(recompute=again, head=head if n == stages - 1 else "whole")
-                for n, again in enumerate(recompute)
-            )
-            schedules = set(self._space.schedules)
-            if "1f1b" in schedules:
-                yield modes, "1f1b"
-            elif "gpipe" in schedules:
-                yield modes, "gpipe"
-            may_split = self._stages_of("zero-bubble") and self._may_split(row, recompute)
-            if "zero-bubble" in schedules and may_split:
-                yield modes, "zero-bubble"
-            if "interleaved" in schedules and ROUNDS * stages <= self._calls:
-                yield modes, "interleaved"
-
-    def _may_keep(self, row: Row) -> bool:
-        names = {device.device_class for group in row for device in group}
-        return all(can(self._profile, name, Mode(recompute=False)) for name in names)
-
-    def _may_split(self, row: Row, recompute: Sequence[bool]) -> bool:
-        names = {device.device_class for group in row for device in group}
-        kinds = set(self._profile.model.kind_of_call)
-        times = (self._profile.of_class(name).units[kind] for name in names for kind in kinds)
-        return not any(recompute) and all(t.inputs and t.weights for t in times)
-
-    def _heads(self, group: Group) -> list[Head]:
-        names = {device.device_class for device in group}
-        chunks = "chunked" in self._space.heads and all(
-            can(self._profile, name, Mode(head="chunked")) for name in names
-        )
-        if chunks and all(chunks_cost_nothing(self._profile, name) for name in names):
-            return ["chunked"]
-        chunked: list[Head] = ["chunked"] if chunks else []
-        whole: list[Head] = ["whole"] if "whole" in self._space.heads else []
-        return [*whole, *chunked]
-
-    # -- plans ---------------------------------------------------------------------------------
-
-    def _counted(self, candidate: _Candidate, below_s: float) -> Plan | None:
-        """The plan of a candidate with its prediction; None if it does not fit or is no faster."""
-        best: Plan | None = None
-        for counts in self._deals(candidate, below_s):
-            for waves in _waves(candidate, counts):
-                plan = self._plan(candidate, counts, waves)
-                if plan is None:
-                    continue
-                step = StagedStep(self._profile, plan)
-                self._steps += 1
-                self._actions += sum(map(len, step.pipeline.orders.values()))
-                if step.seconds >= below_s * (1 - ENOUGH):
-                    continue
-                plan = self._fitting(plan, step)
-                if plan is None:
-                    continue
-                expected = predict(self._profile, plan)
-                if expected.step_s < below_s * (1 - ENOUGH):
-                    best = plan.model_copy(update={"prediction": expected})
-                    below_s = expected.step_s
-        return best
-
-    def _deals(self, candidate: _Candidate, below_s: float) -> Iterator[Counts]:
-        """How many micro-batches each worker of each group may get: that which makes the busiest
-        least busy, then all others if there are few."""
-        way, cut = candidate.way, candidate.cut
-        count = ceil(self._batch / way.micro_batch)
-        seconds = [self._cutter.seconds(way, cut, place) for place in range(len(way.row))]
-        first = tuple(spread(count, of_group) for of_group in seconds)
-        yield first
-        if prod(comb(count + len(group) - 1, len(group) - 1) for group in way.row) > FEW_DEALS:
-            return
-        every = [
-            [
-                deal
-                for deal in _deals(count, len(of_group))
-                if max(n * s for n, s in zip(deal, of_group)) < below_s
-            ]
-            for of_group in seconds
-        ]
-        yield from (deals for deals in product(*every) if deals != first)
-
-    def _plan(self, candidate: _Candidate, counts: Counts, waves: int) -> Plan | None:
-        try:
-            return assemble_stages(
-                self._profile,
-                self._batch,
-                candidate.way,
-                candidate.cut,
-                counts,
-                zero_stage=candidate.zero_stage,
-                waves=waves,
-                strategy="staged",
-            )
-        except ValueError:
-            return None  # waves that do not cut all stages' micro-batches alike
-
-    def _fitting(self, plan: Plan, step: StagedStep) -> Plan | None:
-        """The plan with state where there is room for it; None if there is too little."""
-        workers = list(step.workers())
-        if fit(workers):
-            return plan
-        moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
-        if moved is not None and fit(StagedStep(self._profile, moved).workers()):
-            return moved
-        self._misses.note(plan, workers)
-        return None
-
-
-def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -> Plan | None:
-    """The plan with as much state on each worker as it has room for, as equal as that allows."""
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        model, most = step.stages[number].memory, []
-        for rank, worker in zip(plan.ranks_of(number), stage.workers):
-            per_share = model.state(worker.compute_dtype).bytes_per_share
-            free = expected[rank].memory_limit_bytes - expected[rank].peak_bytes
-            most.append(min(1.0, worker.state_share + (free - ROUNDING_BYTES) / per_share))
-        if min(most) < 0.0 or sum(most) < 1.0:
-            return None
-        workers = tuple(
-            worker.model_copy(update={"state_share": share})
-            for worker, share in zip(stage.workers, _filled(most))
-        )
-        stages.append(stage.model_copy(update={"workers": workers}))
-    return plan.model_copy(update={"stages": tuple(stages)})
-
-
-def _waves(candidate: _Candidate, counts: Counts) -> list[int]:
-    """Into how many waves micro-batches may be divided."""
-    if candidate.zero_stage < 2:
-        return [1]
-    groups, most = len(candidate.way.row), min(max(of_group) for of_group in counts)
-    wanted = (groups, 2 * groups, 4 * groups, most)
-    return sorted({min(most, waves) for waves in wanted})
-
-
-def _deals(count: int, workers: int) -> Iterator[Deal]:
-    """All ways to deal so many micro-batches to workers."""
-    if workers == 1:
-        yield (count,)
-        return
-    for own in range(count + 1):
-        for rest in _deals(count - own, workers - 1):
-            yield (own, *rest)
-
-
-def spread(count: int, seconds: Sequence[float]) -> Deal:
-    """So many micro-batches over workers that take `seconds` for each: the busiest as little busy
-    as may be, and of two that would be as busy the first one."""
-    given = [0] * len(seconds)
-    heap = [(each, place) for place, each in enumerate(seconds)]
-    heapq.heapify(heap)
-    for _ in range(count):
-        busy, place = heapq.heappop(heap)
-        given[place] += 1
-        heapq.heappush(heap, (busy + seconds[place], place))
-    return tuple(given)
-
-
-def _filled(most: Sequence[float]) -> list[float]:
-    """Shares that add up to 1, as equal as `most` of each allows."""
-    shares, left = [0.0] * len(most), 1.0
-    order = sorted(range(len(most)), key=lambda place: most[place])
-    for done, place in enumerate(order):
-        shares[place] = min(most[place], left / (len(order) - done))
-        left -= shares[place]
-    return shares
+            yield Candidate(least_s, way, stages[row], cuts.cut(number))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,30 +9,37 @@ from itertools import pairwise
 
 from gpumix.cost.wire import forms_for
 from gpumix.planner.arrange import Group, Row
+from gpumix.planner.manner import Manner, Teams, kind_of, teams_of
+from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, Stage, Worker, ZeroStage
 from gpumix.spec.profile import Profile
 
 Cut = tuple[int, ...]
 """The call behind each stage's last one."""
 
 Deal = tuple[int, ...]
-"""Micro-batches of each worker of a group."""
+"""Micro-batches of each worker of a group, or of each team."""
 
 Counts = tuple[Deal, ...]
 """The same of all groups."""
+
+ROUNDS = 2  # stages of each group, where they are interleaved
 
 
 @dataclass(frozen=True)
 class Way:
     """All but where the model is cut: a row of groups, each of which has `rounds` stages (more than
-    one where they are interleaved), a mode for each stage, a schedule and a micro-batch size."""
+    one where they are interleaved), a manner for each stage, a schedule and a micro-batch size."""
 
     row: Row
-    modes: tuple[Mode, ...]
+    manners: tuple[Manner, ...]
     schedule: Schedule
     micro_batch: int
-    rounds: int = 1
+
+    @property
+    def rounds(self) -> int:
+        return rounds_of(self.schedule)
 
     @property
     def stages(self) -> tuple[Group, ...]:
@@ -41,12 +47,33 @@ class Way:
         return self.row * self.rounds
 
     @cached_property
-    def classes(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Of each group, how many devices of each class it has."""
+    def teams(self) -> tuple[Teams, ...]:
+        """Of each group, its workers by class."""
         return tuple(
-            tuple(sorted(Counter(device.device_class for device in group).items()))
-            for group in self.row
+            teams_of(kind_of(group), manner.degree) for group, manner in zip(self.row, self.manners)
         )
+
+
+def rounds_of(schedule: Schedule) -> int:
+    """How many stages each group has."""
+    return ROUNDS if schedule == "interleaved" else 1
+
+
+def leaders(group: Group, degree: int) -> tuple[Device, ...]:
+    """The first device of each team of a group."""
+    return tuple(team[0] for team in members(group, degree))
+
+
+def members(group: Group, degree: int) -> tuple[Group, ...]:
+    """A group's teams: devices of one class on one host that follow one another."""
+    alike: dict[tuple[str, str], list[Device]] = {}
+    for device in group:
+        alike.setdefault((device.host, device.device_class), []).append(device)
+    return tuple(
+        tuple(devices[begin : begin + degree])
+        for devices in alike.values()
+        for begin in range(0, len(devices), degree)
+    )
 
 
 def assemble_stages(
@@ -64,7 +91,7 @@ def assemble_stages(
 
     Args:
         batch: samples of a step.
-        counts: micro-batches of each worker.
+        counts: micro-batches of each worker, or of each team.
 
     Raises:
         ValueError: waves that do not cut the micro-batches of all stages alike.
@@ -72,26 +99,32 @@ def assemble_stages(
     model = profile.model
     stages = []
     for number, (begin, end) in enumerate(pairwise((0, *cut))):
-        group, needs = way.stages[number], model.needs_of(begin, end)
+        needs, manner = model.needs_of(begin, end), way.manners[number]
+        teams = members(way.stages[number], manner.degree)
         samples = _samples(counts[number % len(way.row)], way.micro_batch, batch)
-        classes = {d.device_class: profile.of_class(d.device_class) for d in group}
+        classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
         workers = tuple(
-            Worker(
+            Worker.model_construct(  # for it may be one of very many
                 device=device.id,
                 device_class=device.device_class,
                 host=device.host,
                 samples=n,
                 micro_batch=min(way.micro_batch, n),
-                state_share=1.0 / len(group),
-                mode=way.modes[number],
-                compile=classes[device.device_class].compiled,
+                state_share=1.0 / len(teams),
+                mode=manner.mode,
+                compile=classes[device.device_class].compiled and manner.degree == 1,
                 compute_dtype=classes[device.device_class].compute_dtype,
             )
-            for device, n in zip(group, samples)
+            for team, n in zip(teams, samples)
+            for device in team
         )
         stages.append(
             Stage(
-                units=model.calls[begin:end], workers=workers, takes=needs.outputs, root=needs.root
+                units=model.calls[begin:end],
+                workers=workers,
+                tensor=manner.degree,
+                takes=needs.outputs,
+                root=needs.root,
             )
         )
     used = sorted({device.device_class for group in way.row for device in group})

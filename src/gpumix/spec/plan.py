@@ -28,7 +28,7 @@ TokenRate = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 """Tokens a second: infinite where a step takes no time."""
 Sharding = Literal["all", "host"]
 Place = Literal["device", "host"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
 
 
 class Collectives(Value):

@@ -64,7 +64,7 @@ class Space(Value):
         description="no plan has more stages; null: as many as there are devices, or blocks",
     )
     schedules: Some[Schedule] = Field(
-        default=("1f1b", "gpipe", "interleaved", "zero-bubble"),
+        default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
     )
     leave_out: bool | None = Field(

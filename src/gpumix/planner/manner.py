@@ -1,0 +1,106 @@
+"""In which manners a group may run its stage: in teams of how many, and in which mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from gpumix.cost.time import can, chunks_cost_nothing
+from gpumix.spec.cluster import Device
+from gpumix.spec.plan import Mode, Schedule
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+Head = Literal["whole", "chunked"]
+
+Kind = tuple[tuple[tuple[str, int], ...], ...]
+"""What a group is made of: of each of its hosts, how many devices it has of each class."""
+
+Teams = tuple[tuple[str, int], ...]
+"""By class, how many workers of a stage are, or are led by, devices of it."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """Devices compute in teams of `degree`, in this mode."""
+
+    degree: int
+    mode: Mode
+
+
+def kind_of(group: Iterable[Device]) -> Kind:
+    """Groups of one kind do the same in the same time, but for where the next one is."""
+    hosts: dict[str, Counter[str]] = {}
+    for device in group:
+        hosts.setdefault(device.host, Counter())[device.device_class] += 1
+    return tuple(sorted(tuple(sorted(count.items())) for count in hosts.values()))
+
+
+def teams_of(kind: Kind, degree: int) -> Teams:
+    """A group's teams of so many; all of its devices are in one."""
+    found: Counter[str] = Counter()
+    for host in kind:
+        for name, count in host:
+            found[name] += count // degree
+    return tuple(sorted(found.items()))
+
+
+class Manners:
+    """Those of a space, as far as they were measured.
+
+    Args:
+        profiles: by tensor parallel degree.
+    """
+
+    def __init__(self, profiles: Mapping[int, Profile], space: Space) -> None:
+        self._profiles = profiles
+        self._space = space
+        self.of = lru_cache(maxsize=None)(self._of)
+
+    def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
+        """Of a group of this kind, of which the first ones ask for least."""
+        found = []
+        for degree in sorted(self._profiles):
+            if any(count % degree for host in kind for _, count in host):
+                continue
+            names = sorted({name for host in kind for name, _ in host})
+            known = {c.device_class for c in self._profiles[degree].classes}
+            if known.issuperset(names):
+                modes = self._modes(self._profiles[degree], names, schedule, last=last)
+                found += [Manner(degree, mode) for mode in modes]
+        return tuple(found)
+
+    def _modes(
+        self, profile: Profile, names: Sequence[str], schedule: Schedule, *, last: bool
+    ) -> Iterator[Mode]:
+        heads: list[Head] = self._heads(profile, names) if last else ["whole"]
+        splits = schedule == "zero-bubble"
+        if splits and not _may_split(profile, names):
+            return
+        for recompute in (True, False):
+            if recompute not in self._space.recompute or (recompute and splits):
+                continue
+            for head in heads:
+                mode = Mode(recompute=recompute, head=head)
+                if all(can(profile, name, mode) for name in names):
+                    yield mode
+
+    def _heads(self, profile: Profile, names: Sequence[str]) -> list[Head]:
+        chunks = "chunked" in self._space.heads and all(
+            can(profile, name, Mode(head="chunked")) for name in names
+        )
+        if chunks and all(chunks_cost_nothing(profile, name) for name in names):
+            return ["chunked"]
+        chunked: list[Head] = ["chunked"] if chunks else []
+        whole: list[Head] = ["whole"] if "whole" in self._space.heads else []
+        return [*whole, *chunked]
+
+
+def _may_split(profile: Profile, names: Sequence[str]) -> bool:
+    """Whether both parts of a backward in two parts were measured."""
+    kinds = set(profile.model.kind_of_call)
+    times = (profile.of_class(name).units[kind] for name in names for kind in kinds)
+    return all(t.inputs and t.weights for t in times)

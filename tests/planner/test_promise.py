@@ -1,0 +1,131 @@
+"""Estimates of plans of several stages, against exact counts; and what makes rows the same."""
+
+from __future__ import annotations
+
+import pytest
+from profiles import GIB, MIB, Card, block, in_a_row, line, profile
+
+from gpumix.planner.arrange import rows
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.counted import Counting
+from gpumix.planner.manner import Manners
+from gpumix.planner.pace import PaceOf
+from gpumix.planner.promise import Promises
+from gpumix.planner.staged import staged
+from gpumix.spec.network import Link
+from gpumix.spec.network import Network as StatedNetwork
+from gpumix.spec.profile import ROOT, Profile, UnitTimes
+from gpumix.spec.space import Space
+
+
+def times(seconds: float) -> dict[str, UnitTimes]:
+    unit = UnitTimes(
+        forward=line(seconds, 0.3 * seconds),
+        backward=line(3 * seconds, 0.9 * seconds),
+        gradient=line(2 * seconds, 0.6 * seconds),
+    )
+    return {"block": unit, ROOT: UnitTimes(forward=line(0.0), backward=line(0.0))}
+
+
+def cluster(
+    cards: list[tuple[float, int]], *, calls: int = 8, link: float = 1e9, gib: float = 16
+) -> Profile:
+    """Cards by seconds of a sample and their number, two on a host."""
+    found = profile(
+        [
+            Card(f"c{n}", count, int(gib * GIB), times(s), per_host=2)
+            for n, (s, count) in enumerate(cards)
+        ],
+        calls=("block",) * calls,
+        kinds=[
+            block(
+                trainable=10_000_000,
+                kept=line(3 * MIB),
+                saved=line(60 * MIB),
+                saved_forward=line(20 * MIB),
+                saved_backward=line(30 * MIB),
+                gradient=line(3 * MIB),
+                backward=line(60 * MIB),
+            )
+        ],
+        links=StatedNetwork(inside=Link.stated(16e9, 5e-6), between=Link.stated(link, 3e-5)),
+    )
+    return in_a_row(found, message=line(3 * MIB))
+
+
+def promised(found: Profile, batch: int, schedule: str = "1f1b", space: Space | None = None):
+    """Estimates of all rows at ZeRO stages 0 and 1, with the exact seconds of those that fit."""
+    space = space or Space(zero_stages=(0, 1), heads="whole")
+    pace_of = PaceOf(found)
+    promises = Promises(
+        pace_of, Manners(pace_of.profiles, space), space.zero_stages, batch, [1, 2, 4]
+    )
+    every, _ = rows(found.cluster.in_rank_order(), 4)
+    for row in every:
+        for zero_stage in space.zero_stages:
+            for number in range(3):
+                candidate = promises.of(row).candidate(zero_stage, schedule, number)
+                if candidate is None:
+                    continue
+                counting = Counting(pace_of, batch)
+                exact = counting.best(candidate, float("inf"), every_deal=False)
+                yield candidate, exact
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+def test_estimates_are_near_what_is_counted(schedule):
+    found = cluster([(2e-3, 2), (5e-3, 2)])
+    every = [(one.seconds, exact.seconds) for one, exact in promised(found, 32, schedule) if exact]
+    least = min(exact for _, exact in every)
+    errors = [abs(seconds / exact - 1) for seconds, exact in every if seconds < 1.5 * least]
+    assert len(errors) > 10
+    assert sum(errors) / len(errors) < 0.1
+
+
+def test_what_promises_most_is_nearly_the_best():
+    """Of all that are counted; the search counts more than a few."""
+    every = [x for x in promised(cluster([(1e-3, 1), (3e-3, 2)], calls=6), 16) if x[1]]
+    few = sorted(every, key=lambda x: x[0].seconds)[:8]
+    assert len(few) < len(every) / 4
+    least = min(exact.seconds for _, exact in every)
+    assert min(exact.seconds for _, exact in few) < 1.05 * least
+
+
+def test_what_is_promised_mostly_fits():
+    """Where memory is short: else counting would be in vain."""
+    found = cluster([(2e-3, 1), (5e-3, 2)], gib=0.9)
+    every = [exact is not None for _, exact in promised(found, 16)]
+    assert every.count(True) > 0.7 * len(every) > 0
+
+
+def test_hosts_with_the_same_devices_may_change_places():
+    """Three stages, one a host: whichever of the hosts is where."""
+    found = cluster([(1e-3, 6)])
+    every, complete = rows(found.cluster.in_rank_order(), 3)
+    whole = [row for row in every if [len(group) for group in row] == [2, 2, 2]]
+    by_host = [row for row in whole if all(len({d.host for d in group}) == 1 for group in row)]
+    assert complete and len(by_host) == 1
+
+
+def test_slow_links_make_more_micro_batches_wait():
+    """With messages as long as passes, twice as many under way are worth their memory."""
+    found = cluster([(2e-3, 2)], link=3e8, calls=8)
+    apart = found.model_copy(
+        update={
+            "cluster": found.cluster.model_copy(
+                update={
+                    "devices": tuple(
+                        d.model_copy(update={"host": f"h{n}"})
+                        for n, d in enumerate(found.cluster.devices)
+                    )
+                }
+            )
+        }
+    )
+
+    def step_s(schedule: str) -> float:
+        space = Space(zero_stages=0, recompute=True, schedules=schedule, heads="whole")
+        plan = staged(apart, PlanRequest(global_batch=32, space=space))
+        return predicted(plan).step_s
+
+    assert step_s("eager-1f1b") < 0.97 * step_s("1f1b")
