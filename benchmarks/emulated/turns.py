@@ -28,17 +28,23 @@ class Turns:
     trials: list[Trial] = field(default_factory=list)
 
     @property
+    def counted(self) -> list[Trial]:
+        """Those in which no emulated device fell behind its speed, if there are any."""
+        return [trial for trial in self.trials if trial.overruns == 0] or self.trials
+
+    @property
     def step_s(self) -> float:
-        return median(trial.step_s for trial in self.trials)
+        return median(trial.step_s for trial in self.counted)
 
     @property
     def idle_share(self) -> float:
         """The part of all devices' time in which they wait for each other."""
-        return median(1.0 - fmean(trial.busy_shares) for trial in self.trials)
+        return median(1.0 - fmean(trial.busy_shares) for trial in self.counted)
 
     @property
     def overruns(self) -> int:
-        return sum(trial.overruns for trial in self.trials)
+        """Of what counted."""
+        return sum(trial.overruns for trial in self.counted)
 
 
 def llama(*, width: int, layers: int) -> dict[str, Any]:

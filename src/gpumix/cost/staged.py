@@ -128,9 +128,8 @@ class StagedStep:
         own: dict[int, tuple[float, float]] = {}
         for number, cost in enumerate(self.stages):
             computed = max(end for a, end in self.times.end_s.items() if a.stage == number)
-            ranks = self.plan.ranks_of(number)
-            alone = all(len(self.plan.stages_of(rank)) == 1 for rank in ranks)
-            beside = self.in_waves or (self.plan.zero_stage == 0 and alone)
+            last = ((w, self.order(rank)[-1:]) for w, rank in enumerate(self.plan.ranks_of(number)))
+            beside = all(self._reduces(action, w) for w, actions in last for action in actions)
             own[number] = computed, computed + cost.after_s(beside=beside)
         found = [Reductions(own)]
         for shared in self.cut.shared:
@@ -178,12 +177,14 @@ class StagedStep:
         return self.plan.ranks_of(stage)[worker]
 
     def _reduces(self, action: Action, worker: int) -> bool:
-        """Whether gradients are reduced beside this backward."""
+        """Whether gradients are reduced beside this action: only a backward leaves all of them, not
+        one whose gradients of weights are put off."""
         if self.in_waves:
             return True
         rank = self._rank(action.stage, worker)
         alone = len(self.plan.stages_of(rank)) == 1
-        return self.plan.zero_stage == 0 and alone and self.order(rank)[-1] == action
+        last = action.kind == "backward" and self.order(rank)[-1] == action
+        return self.plan.zero_stage == 0 and alone and last
 
     def order(self, rank: int) -> tuple[Action, ...]:
         """What a rank does in a step."""

@@ -23,7 +23,7 @@ from gpumix.cost.memory import (
     SHARD_GRADIENT_BYTES,
     free_bytes,
 )
-from gpumix.cost.wire import Messages, forms_for, wire_among
+from gpumix.cost.wire import Messages, Operation, forms_for, wire_among
 from gpumix.planner.arrange import Group
 from gpumix.planner.pace import Pace
 from gpumix.planner.way import Cut, Way
@@ -201,9 +201,10 @@ class Cutter:
         key = tuple((device.host, device.device_class) for device in group)
         if key not in self._rates:
             wire, form = wire_among(self._profile, key), forms_for(self._profile).reduce
-            known = wire.knows("reduce", form, "all")
             size = max(1, self._profile.model.parameters) * GRADIENT_BYTES
-            self._rates[key] = wire.seconds("reduce", form, "all", size) / size if known else 0.0
+            ways: tuple[tuple[Operation, str], ...] = (("reduce", form), ("sum", "native"))
+            seconds = [wire.seconds(*way, "all", size) for way in ways if wire.knows(*way, "all")]
+            self._rates[key] = min(seconds, default=0.0) / size
         return self._rates[key]
 
     def _may_fit(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> npt.NDArray[np.bool_]:
