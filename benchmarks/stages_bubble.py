@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from common import print_figures
+from emulated.even_stages import ROUNDS, EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.predict import predict
 from gpumix.planner.base import predicted
-from gpumix.planner.way import Way, assemble_stages
 from gpumix.spec.plan import Mode, Plan, Schedule
 from gpumix.spec.profile import Profile
 from gpumix.train.pipeline import Pipeline
@@ -44,7 +44,6 @@ WIDTH, LENGTH = 128, 64
 LAYERS, BATCH, DEVICES = 8, 8, 4
 SHAPES = ((4, 4), (4, 8), (2, 4))  # stages, micro-batches
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-ROUND = 2  # stages on each device, where they are interleaved
 EQUAL = [{"class": "equal", "emulate": "1 GFLOP/s", "memory": "512 MiB", "count": DEVICES}]
 
 FAST = {"class": "fast", "emulate": "2.5 GFLOP/s", "memory": "512 MiB"}
@@ -104,7 +103,8 @@ def equal_stages(steps: int) -> Iterator[Found]:
         for stages, count in SHAPES:
             for schedule in SCHEDULES:
                 label = f"{stages} stages, {count} micro-batches, {schedule}"
-                plan = equal_plan(profile, stages, count, schedule)
+                way = EvenStages(stages, BATCH, BATCH // count, schedule, Mode(recompute=False))
+                plan = way.plan(profile, profile.cluster.in_rank_order()[:stages])
                 turns: dict[str, Turns] = {}
                 take_turns(pipeline, {label: plan}, turns, steps)
                 theory = bubble(profile, stages, count, schedule)
@@ -118,23 +118,11 @@ def equal_stages(steps: int) -> Iterator[Found]:
                 )
 
 
-def equal_plan(profile: Profile, stages: int, count: int, schedule: Schedule) -> Plan:
-    """As many layers on each of so many devices, and so many micro-batches."""
-    rounds = ROUND if schedule == "interleaved" else 1
-    row = tuple((device,) for device in profile.cluster.in_rank_order()[:stages])
-    parts = stages * rounds
-    modes = (Mode(recompute=False),) * parts
-    way = Way(row, modes, schedule, BATCH // count, rounds)
-    cut = tuple(LAYERS * (number + 1) // parts for number in range(parts))
-    plan = assemble_stages(profile, BATCH, way, cut, ((count,),) * stages, strategy="equal")
-    return plan.model_copy(update={"prediction": predict(profile, plan)})
-
-
 def bubble(profile: Profile, stages: int, count: int, schedule: Schedule) -> float:
     """The part of the devices' time that theory says is idle."""
     waiting, busy = float(stages - 1), float(count)
     if schedule == "interleaved":
-        busy *= ROUND
+        busy *= ROUNDS
     if schedule == "zero-bubble":
         (times,) = (profile.classes[0].units[kind] for kind in set(profile.model.kind_of_call))
         size = BATCH / count

@@ -33,8 +33,8 @@ from functools import cached_property
 from itertools import count, product
 
 from common import print_figures
+from emulated.even_stages import EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
-from gpumix.cost.predict import predict
 from gpumix.cost.time import can
 from gpumix.hardware.decoder import Decoder, llama_shaped
 from gpumix.hardware.describe import cluster as described
@@ -42,11 +42,10 @@ from gpumix.hardware.estimate import estimate
 from gpumix.planner.base import PlanRequest, fit, predicted
 from gpumix.planner.best_subset import single_classes
 from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.way import Way, assemble_stages
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network, link
-from gpumix.spec.plan import Mode, Plan, Schedule
+from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
 from gpumix.train.pipeline import Pipeline
@@ -188,37 +187,33 @@ def planned(profile: Profile, strategy: str, request: PlanRequest) -> Plan | Non
 
 def even_pipeline(profile: Profile, batch: int) -> Plan | None:
     """The fastest that fits; None if none does, or the profile knows nothing of stages."""
-    best: Plan | None = None
-    for way, cut, deal, zero_stage in _even_ways(profile, batch) if profile.model.needs else ():
-        try:
-            plan = assemble_stages(
-                profile, batch, way, cut, deal, strategy="even", zero_stage=zero_stage
-            )
-            expected = predict(profile, plan)
-        except (ValueError, GpumixError):
-            continue  # it cannot be measured so
-        if fit(expected.workers) and (best is None or expected.step_s < predicted(best).step_s):
-            best = plan.model_copy(update={"prediction": expected})
-    return best
+    if not profile.model.needs:
+        return None
+    devices = profile.cluster.in_rank_order()
+    plans = (
+        way.plan(profile, row)
+        for way in _even_ways(profile, batch)
+        for row in (devices, devices[::-1])
+    )
+    fitting = [plan for plan in plans if fit(predicted(plan).workers)]
+    return min(fitting, key=lambda plan: predicted(plan).step_s, default=None)
 
 
-def _even_ways(profile: Profile, batch: int) -> Iterator[tuple]:
-    """A way, where it is cut, how many micro-batches each device gets, and the ZeRO stage."""
-    devices, calls = profile.cluster.in_rank_order(), len(profile.model.calls)
-    names = [of_class.device_class for of_class in profile.classes]
-    for stages in range(2, min(len(devices), calls) + 1):
-        if len(devices) % stages:
-            continue
-        each = len(devices) // stages
-        row = tuple(tuple(devices[n * each : (n + 1) * each]) for n in range(stages))
-        cut = tuple(calls * (n + 1) // stages for n in range(stages))
-        for size, schedule, again in product(range(1, batch + 1), SCHEDULES, (True, False)):
-            mode = Mode(recompute=again)
-            if batch % (size * each) or not all(can(profile, name, mode) for name in names):
-                continue
-            deal = ((batch // (size * each),) * each,) * stages
-            for row_, zero_stage in product((row, row[::-1]), (0, 1)):
-                yield Way(row_, (mode,) * stages, schedule, size), cut, deal, zero_stage
+def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
+    devices, most = len(profile.cluster.devices), len(profile.model.calls)
+    largest = min(of.largest_micro_batch or batch for of in profile.classes)
+    names = [of.device_class for of in profile.classes]
+    modes = [
+        mode
+        for mode in (Mode(), Mode(recompute=False))
+        if all(can(profile, name, mode) for name in names)
+    ]
+    for stages in (n for n in range(2, min(devices, most) + 1) if devices % n == 0):
+        part = batch * stages // devices
+        sizes = [size for size in range(1, min(largest, part) + 1) if part % size == 0]
+        stages_of_zero: tuple[ZeroStage, ...] = (0,) if stages == devices else (0, 1)
+        for size, schedule, mode, zero in product(sizes, SCHEDULES, modes, stages_of_zero):
+            yield EvenStages(stages, batch, size, schedule, mode, zero)
 
 
 def run(room: str, steps: int, rounds: int) -> Mapping[str, Turns]:

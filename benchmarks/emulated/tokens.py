@@ -1,4 +1,4 @@
-"""Random tokens of a small vocabulary, as a job's data: a head of few rows takes hardly any time."""
+"""Random tokens of a small vocabulary, as data of a job: a head of few rows takes little time."""
 
 from __future__ import annotations
 
