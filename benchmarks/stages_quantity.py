@@ -11,9 +11,8 @@ techniques and by the same cost model:
 * even pipelines: equal groups of devices, as many layers on each, equal shares; for every number of
   stages that divides the devices, schedule, micro-batch size and ZeRO stage 0 or 1.
 
-Then two jobs run on emulated devices, 1 + 3: with room for everything, and with so little that
-neither the one nor the three could train alone. There `optimal` and those rivals that fit are
-measured in turns.
+Then two jobs run on emulated devices, 1 + 3: with room for everything, and with so little that the
+state must be divided. There `optimal` and those rivals that fit are measured in turns.
 
     python benchmarks/stages_quantity.py [--json] [--steps 3] [--rounds 3] [--every 1]
 
@@ -70,7 +69,7 @@ ALIKE = 1e-9
 NOISE = 0.03
 
 WIDTH, LAYERS, LENGTH, BATCH = 128, 6, 64, 12
-ROOMS = {"much room": ("512 MiB", "512 MiB"), "little room": ("14 MiB", "7 MiB")}
+ROOMS = {"much room": ("512 MiB", "512 MiB"), "little room": ("10 MiB", "5 MiB")}
 
 
 @dataclass(frozen=True)
