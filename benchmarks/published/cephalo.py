@@ -11,7 +11,8 @@ What becomes of each thing that their files and their model hold:
   communication, which they set aside, are added. It goes on after the last point by its largest
   step, for some curves bend upwards.
 * **Inputs of layers** lie in host memory at no cost in time: they are counted as nothing.
-* **Collectives** take no time, unless links are stated.
+* **Collectives** take no time, unless links are stated; nor do messages between stages. A layer
+  takes what the one before it returns: one vector of the model's width for each token.
 
 Their memory was profiled at 512 tokens. For longer samples a point at b is read at
 b x 512 / tokens, for activations grow with tokens at least. Of some models only fp32 was profiled:
@@ -29,11 +30,12 @@ from gpumix.hardware import catalogue
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Taken
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
     ModelProfile,
+    Needs,
     Profile,
     RootUnit,
     UnitKind,
@@ -196,7 +198,8 @@ def _memory_of(setting: Setting) -> tuple[int, list[float]]:
 
 
 def _model(setting: Setting) -> ModelProfile:
-    layers = read(FILE)["models"][setting.model]["num_layers"]
+    sizes = read(FILE)["models"][setting.model]
+    layers, width = sizes["num_layers"], sizes["hidden_size"]
     numel = _memory_of(setting)[0] // layers
     counted = IN_FLIGHT * numel * (DTYPE_BYTES[setting.dtype] + 4)  # gradients are fp32
     peak = peak_bytes(setting)
@@ -208,12 +211,14 @@ def _model(setting: Setting) -> ModelProfile:
         gradient=FREE,
         forward=FREE,
         backward=Curve(sizes=peak.sizes, values=working),
+        outputs={0: _line(setting.tokens * width * DTYPE_BYTES[setting.dtype])},
     )
     return ModelProfile(
         fingerprint=setting.name,
         compute_dtype=setting.dtype,
         calls=tuple(f"layers.{i}" for i in range(layers)),
         kind_of_call=("block",) * layers,
+        needs=(Needs(), *(Needs(outputs=(Taken(call=n, output=0),)) for n in range(layers))),
         kinds=(block,),
         root=RootUnit(trainable=0, kept=FREE, head=FREE),
     )
@@ -272,6 +277,10 @@ def _fit(line: list[float]) -> Curve:
     slope, start = line
     ends = (1.0, SAMPLES)
     return Curve(sizes=ends, values=tuple((slope * size + start) / 1e3 for size in ends))
+
+
+def _line(slope: float) -> Curve:
+    return Curve(sizes=(1.0, SAMPLES), values=(slope, SAMPLES * slope))
 
 
 def _at(curve: Curve, size: float) -> float:

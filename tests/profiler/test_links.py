@@ -67,7 +67,8 @@ def test_all_ranks_measure_every_size_together(world):
         assert other.model_copy(update=own_clock) == first
         assert its_log == log
     assert first.collectives == ON_GLOO
-    forms = {("gather", "broadcast"), ("reduce", "all_to_all"), ("send", "native")}
+    forms = {("gather", "broadcast"), ("reduce", "all_to_all")}
+    forms |= {("send", "native"), ("sum", "native")}
     assert set(curves(first)) == forms
     for times in curves(first).values():
         assert times.sizes == (64 * KIB, 300 * KIB)
@@ -178,7 +179,7 @@ def linear(latency_s, bytes_per_s):
 NIMBLE, STRONG, NATIVE = linear(1e-5, 1e9), linear(1e-3, 9e9), linear(0, 1e12)
 GATHERS = {"list": NIMBLE, "broadcast": STRONG, "native": NATIVE}
 REDUCES = {"list": STRONG, "all_to_all": NIMBLE, "native": NATIVE}
-MESSAGE = linear(2e-5, 5e9)
+MESSAGE, SUM = linear(2e-5, 5e9), linear(3e-5, 7e9)
 
 
 @pytest.fixture
@@ -188,6 +189,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(network, "_reduce_s", lambda comm, form, size: REDUCES[form](size))
     monkeypatch.setattr(network, "_small_s", lambda comm: 3e-5)
     monkeypatch.setattr(network, "_message_s", lambda line, size, agree: MESSAGE(size))
+    monkeypatch.setattr(network, "_sum_s", lambda comm, size, agree: SUM(size))
     return SimpleNamespace(world=2, on_gloo=False, among=lambda ranks: None)
 
 
@@ -211,7 +213,7 @@ def test_all_forms_are_told_to_the_planner(nccl):
     found = measure_links(nccl, largest_bytes=4096 * KIB, progress=lambda line: None)
     wanted = {("gather", form): seconds for form, seconds in GATHERS.items()}
     wanted |= {("reduce", form): seconds for form, seconds in REDUCES.items()}
-    wanted |= {("send", "native"): MESSAGE}
+    wanted |= {("send", "native"): MESSAGE, ("sum", "native"): SUM}
     assert curves(found).keys() == wanted.keys()
     for key, times in curves(found).items():
         assert times.sizes == (64 * KIB, 512 * KIB, 4096 * KIB)
@@ -234,6 +236,7 @@ def measured_on_hosts(hosts):
 def test_links_inside_and_between_hosts_are_timed_apart(hosts):
     for found in run_ranks(measured_on_hosts, len(hosts), hosts):
         assert {("gather", "native", "inside"), ("reduce", "native", "inside")} < found
+        assert {("sum", "native", "inside"), ("sum", "native", "all")} < found
         assert ("reduce", "native", "across") in found
         messages = {group for operation, _, group in found if operation == "send"}
         assert messages == {"inside", "across"}

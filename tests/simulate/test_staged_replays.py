@@ -88,6 +88,21 @@ def test_the_bubble_is_the_textbooks():
     assert idle / replay.step_s == pytest.approx(1 / 9, abs=0.01)
 
 
+def test_gradients_that_are_put_off_are_reduced_when_all_is_computed():
+    link, parts = 1e5, {"gradient": line(2 * S), "inputs": line(S), "weights": line(S)}
+    found = cluster(3, link=link)
+    (card,) = found.classes
+    units = card.units | {"block": card.units["block"].model_copy(update=parts)}
+    found = found.model_copy(update={"classes": (card.model_copy(update={"units": units}),)})
+    replay = simulate(found, staged(found, [1, 2], 8, schedule="zero-bubble"))
+    own = [event for event in replay.events if event.lane == 1]
+    computed = max(event.end for event in own if event.kind == "weights")
+    (reduced,) = (event for event in own if event.kind == "reduce")
+    # Two units of 1000 gradients: half to the other, whose half comes back summed.
+    assert reduced.end - reduced.start == pytest.approx(2 * 4000 / link, rel=0.01)
+    assert reduced.start >= computed
+
+
 def test_a_slow_link_is_what_is_waited_for():
     found = cluster(2, link=1e4)
     idle = uses(simulate(found, staged(found, [1, 1], 4)))[1].idle_s

@@ -77,6 +77,13 @@ def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
     assert evaluations(folder) == pytest.approx(alone[1], rel=1e-5)
 
 
+def test_a_trial_tells_how_much_of_its_time_each_rank_waited(job):
+    trial = Pipeline.of_file(job, [], debug=True).try_out(staged(job, zero_stage=0), 2)
+    assert len(trial.busy_shares) == 3
+    # The second stage begins when the first has sent, which goes on when the second has answered.
+    assert all(0.0 < share < 1.0 for share in trial.busy_shares)
+
+
 def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     there = f"output={job.parent / 'there'}"
     train(job, there, "steps=3", plan=staged(job, zero_stage=1))

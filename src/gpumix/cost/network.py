@@ -173,13 +173,19 @@ class _Moves:
 
     def reduce_s(self, size: UnitSize) -> float:
         """Of a unit's gradient, until every owner has the sum over all ranks."""
-        if self._layout.zero_stage == 0:  # to all ranks: to owners, and back
-            both: tuple[Operation, ...] = ("reduce", "gather")
-            return sum(self._seconds(op, size.trainable, size.gradient_bytes) for op in both)
+        if self._layout.zero_stage == 0:
+            return self._sum_s(size)
         seconds = self._seconds("reduce", size.trainable, size.gradient_bytes)
         if self._layout.sharding == "host":
             seconds += self._wire.seconds("reduce", "native", "across", size.gradient_bytes)
         return seconds
+
+    def _sum_s(self, size: UnitSize) -> float:
+        """To all ranks. Where that was not timed: to owners, and back."""
+        if size.trainable and self._wire.knows("sum", "native", self._layout.group):
+            return self._wire.seconds("sum", "native", self._layout.group, size.gradient_bytes)
+        both: tuple[Operation, ...] = ("reduce", "gather")
+        return sum(self._seconds(op, size.trainable, size.gradient_bytes) for op in both)
 
     def needs_receive_buffer(self, size: UnitSize) -> bool:
         """Whether all ranks' parts of the own interval arrive in a buffer of their own."""

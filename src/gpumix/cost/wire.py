@@ -25,7 +25,7 @@ from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
 
 # Devices of each class on each host.
 OnHosts = Mapping[str, Mapping[str, int]]
-Operation = Literal["gather", "reduce"]
+Operation = Literal["gather", "reduce", "sum"]
 
 # Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
 # (arXiv 2411.01075).
@@ -125,6 +125,8 @@ class Stated:
         return whole * (PER_OWNER if form in ("list", "broadcast", "all_to_all") else 1.0)
 
     def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
+        if operation == "sum":  # is told as a reduction and a gather
+            return False
         return form in ("native", "list") and (self.hosts > 1 or group == "all")
 
     def _everywhere(self, size: float) -> float:

@@ -13,7 +13,7 @@ from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.teams import in_team
 from gpumix.cost.time import Computing
-from gpumix.cost.wire import forms_for, wire_among
+from gpumix.cost.wire import Operation, forms_for, wire_among
 from gpumix.planner.manner import Kind
 from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
@@ -96,9 +96,11 @@ class PaceOf:
             ]
             profile = self.profiles[degree]
             wire, form = wire_among(profile, places), forms_for(profile).reduce
-            known = len(places) > 1 and wire.knows("reduce", form, "all")
             size = max(1, profile.model.parameters) * GRADIENT_BYTES
-            self._rates[key] = wire.seconds("reduce", form, "all", size) / size if known else 0.0
+            ways: tuple[tuple[Operation, str], ...] = (("reduce", form), ("sum", "native"))
+            known = [way for way in ways if len(places) > 1 and wire.knows(*way, "all")]
+            seconds = (wire.seconds(*way, "all", size) for way in known)
+            self._rates[key] = min(seconds, default=0.0) / size
         return self._rates[key]
 
 

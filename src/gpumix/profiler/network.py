@@ -72,6 +72,7 @@ def measure_links(
         network=(
             *(_times("gather", form, sizes, seconds) for form, seconds in gather_s.items()),
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
+            _times("sum", "native", sizes, [_sum_s(comm, n, agree=comm) for n in sizes]),
             *_between_groups(comm, hosts, best, sizes),
             *_messages(comm, hosts, sizes),
             *_sums(comm, teams or {}, sizes),
@@ -168,6 +169,8 @@ def _between_groups(
     for reduce in dict.fromkeys(reduces):
         seconds = [_reduce_s(inside, reduce, n, agree=comm) for n in sizes]
         yield _times("reduce", reduce, sizes, seconds, group="inside")
+    seconds = [_sum_s(inside, n, agree=comm) for n in sizes]
+    yield _times("sum", "native", sizes, seconds, group="inside")
     across = comm.subgroup([[r for r, p in enumerate(places) if p == x] for x in set(places)])
     per_host = max(places) + 1
     seconds = [_sum_s(across, n // per_host, agree=comm) for n in sizes]
@@ -266,7 +269,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Operation | Literal["send", "sum"],
+    operation: Operation | Literal["send"],
     form: str,
     sizes: list[int],
     seconds: list[float],

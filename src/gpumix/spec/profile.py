@@ -307,7 +307,8 @@ class CollectiveTimes(Value):
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
     one host holds in all. A `send` is one message between two ranks, of one host or of two; a `sum`
-    one all-reduce of a team inside a host, whose form is the number of its ranks.
+    one all-reduce, to which each rank gives the whole buffer; of a team inside a host its form is
+    the number of the team's ranks.
     """
 
     operation: Literal["gather", "reduce", "send", "sum"]

@@ -52,12 +52,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps by a plan came to; step times without the first ones."""
+    """What a few steps by a plan came to; times without the first steps. `busy_shares` are of each
+    rank: the part of its time in which it waited for no other."""
 
     step_s: float
     tokens_per_s: float
     losses: list[float]
     peak_bytes: list[int | None]
+    busy_shares: list[float]
     overruns: int
 
 
@@ -147,8 +149,11 @@ class Trainer:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
             self._exchange_records()
+            waited = self.engine.comm.clock.total_s()
             records = [self.train_step(stop) for _ in range(steps)]
+            waited = self.engine.comm.clock.total_s() - waited
         times = sorted(r.step_s for r in records)
+        busy = self.context.ranks.gather("busy", str(1.0 - waited / sum(times)))
         peaks = self.context.ranks.gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
         overruns = self.context.ranks.gather("overruns", str(self._overruns()))
         return Trial(
@@ -158,6 +163,7 @@ class Trainer:
             / times[len(times) // 2],
             losses=self._losses,
             peak_bytes=[json.loads(text) for text in peaks],
+            busy_shares=[float(text) for text in busy],
             overruns=sum(map(int, overruns)),
         )
 

@@ -1,0 +1,258 @@
+"""Whether `optimal`, which weighs stages, is ever slower than one class alone, or an even split.
+
+1 + 3, 3 + 5 and 7 + 1 devices of two classes, four in a host: layers that Cephalo timed on real
+GPUs (`published/cephalo.py`), of models that leave devices much or little room; decoders on cards
+of the catalogue, as `gpumix plan --model 3B --cluster "1x rtx3090; 3x rtx3060"` plans them. Each
+model meets each mixture; links between hosts, and batches, take turns. Rivals, in the same space of
+techniques and by the same cost model:
+
+* the optimal plan on each class alone, of one stage or of several;
+* `even`: one stage, equal batches and shares;
+* even pipelines: equal groups of devices, as many layers on each, equal shares; for every number of
+  stages that divides the devices, schedule, micro-batch size and ZeRO stage 0 or 1.
+
+Then two jobs run on emulated devices, 1 + 3: with room for everything, and with so little that the
+state must be divided. There `optimal` and the `NEAREST` rivals of those that fit, by prediction,
+are measured in turns.
+
+    python benchmarks/stages_quantity.py [--json] [--steps 3] [--rounds 3] [--every 1]
+
+Figures: `cases`, of which `cases_in_stages` have several stages in the plan of `optimal` and
+`cases_alone` are those in which no rival fits; `cases_lost` (a rival is faster, or fits where
+`optimal` does not); `worst_ratio` (its step / that of the best rival); the same of those that ran:
+`measured`, `measured_lost` (by more than `NOISE`), `worst_measured_ratio`; `overruns`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, product
+
+from common import print_figures
+from emulated.even_stages import EvenStages
+from emulated.turns import Turns, job_file, llama, take_turns
+from gpumix.cost.time import can
+from gpumix.hardware.decoder import Decoder, llama_shaped
+from gpumix.hardware.describe import cluster as described
+from gpumix.hardware.estimate import estimate
+from gpumix.planner.base import PlanRequest, fit, predicted
+from gpumix.planner.best_subset import single_classes
+from gpumix.planner.explain import STRATEGIES
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.network import Network, link
+from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import EVERYTHING
+from gpumix.train.pipeline import Pipeline
+from published import NotHereError, cephalo
+
+MIXTURES = ((1, 3), (3, 5), (7, 1))
+A_HOST = 4
+TIMED = (
+    (cephalo.Setting("bert_large", "fp32"), ("a6000", "l4")),
+    (cephalo.Setting("gpt_2.7b", "fp16"), ("a6000", "l4")),
+    (cephalo.Setting("llama_3b", "fp16"), ("a6000", "t4")),
+    (cephalo.Setting("llama_7b", "fp16"), ("a6000", "p40")),
+)
+ESTIMATED = ((0.5e9, ("rtx3090", "rtx3060")), (3e9, ("a100-40gb-pcie", "v100-32gb-pcie")))
+TOKENS = 1024  # a sample, of estimates
+LINKS = ("10GbE", "100GbE")
+BATCHES = (24, 96)
+SPACE = EVERYTHING.leaving_out()
+
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+ALIKE = 1e-9
+NOISE, NEAREST = 0.03, 2
+
+WIDTH, LAYERS, LENGTH, BATCH = 128, 6, 64, 12
+ROOMS = {"much room": ("512 MiB", "512 MiB"), "little room": ("10 MiB", "5 MiB")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Devices, a model, and the batch that they are to train."""
+
+    name: str
+    profile: Profile
+    batch: int
+
+    def request(self) -> PlanRequest:
+        return PlanRequest(global_batch=self.batch, space=SPACE)
+
+    @cached_property
+    def optimal(self) -> Plan | None:
+        return planned(self.profile, "optimal", self.request())
+
+    @cached_property
+    def rivals(self) -> dict[str, Plan]:
+        """Those that fit."""
+        found = {
+            f"only {name}": planned(self.profile, "optimal", alone)
+            for name, alone in single_classes(self.profile, self.request())
+        }
+        found["even"] = planned(self.profile, "even", self.request())
+        found["even pipeline"] = even_pipeline(self.profile, self.batch)
+        return {name: plan for name, plan in found.items() if plan is not None}
+
+    @property
+    def ratio(self) -> float:
+        """The step of `optimal` / that of the best rival; 0 if none fits."""
+        if not self.rivals:
+            return 0.0
+        best = min(predicted(plan).step_s for plan in self.rivals.values())
+        return predicted(self.optimal).step_s / best if self.optimal else float("inf")
+
+    @property
+    def stages(self) -> int:
+        return len(self.optimal.stages) if self.optimal else 0
+
+    def __str__(self) -> str:
+        rivals = ", ".join(f"{n} {predicted(p).step_s:.3f} s" for n, p in self.rivals.items())
+        own = f"{predicted(self.optimal).step_s:.3f} s" if self.optimal else "none"
+        return f"{self.name}: {own} in {self.stages} stages; {rivals or 'no rival fits'}"
+
+
+def main() -> None:
+    arguments = _arguments()
+    begun = time.perf_counter()
+    every = []
+    for case in list(cases())[:: arguments.every]:
+        every.append(case)
+        mark = " LOST" if case.ratio > 1 + ALIKE else ""
+        print(f"{case}{mark}", flush=True)
+    ratios, overruns = [], 0
+    for room in ROOMS:
+        turns = run(room, arguments.steps, arguments.rounds)
+        own = turns.pop("optimal")
+        ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))
+        overruns += own.overruns + sum(t.overruns for t in turns.values())
+    print_figures(
+        {
+            "cases": len(every),
+            "cases_in_stages": sum(case.stages > 1 for case in every),
+            "cases_alone": sum(not case.rivals for case in every),
+            "cases_lost": sum(case.ratio > 1 + ALIKE for case in every),
+            "worst_ratio": max(case.ratio for case in every),
+            "measured": len(ratios),
+            "measured_lost": sum(ratio > 1 + NOISE for ratio in ratios),
+            "worst_measured_ratio": max(ratios),
+            "overruns": overruns,
+            "seconds": round(time.perf_counter() - begun, 1),
+        },
+        as_json=arguments.json,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """All that are planned."""
+    turn = count()
+    for (setting, pair), mixture in product(TIMED, MIXTURES):
+        number = next(turn)
+        between, batch = LINKS[number % 2], BATCHES[number // 2 % 2]
+        network = Network(inside=link("pcie4"), between=link(between))
+        try:
+            counts = dict(zip(pair, mixture))
+            profile = cephalo.profile(setting, counts, network=network, host_devices=A_HOST)
+        except NotHereError as error:
+            print(error)
+            break
+        yield Case(f"{setting.name}, {_mixed(pair, mixture)}, {between}", profile, batch)
+    for (parameters, pair), mixture in product(ESTIMATED, MIXTURES):
+        number = next(turn)
+        between, batch = LINKS[number % 2], BATCHES[number // 2 % 2]
+        hosts = "; ".join(f"{n}x {card}" for card, n in zip(pair, mixture))
+        there = described(hosts, "auto", between)
+        profile = estimated(llama_shaped(parameters), there)
+        yield Case(f"{parameters / 1e9:g}B, {_mixed(pair, mixture)}, {between}", profile, batch)
+
+
+def estimated(decoder: Decoder, there: Cluster) -> Profile:
+    """The profile of a decoder on cards that need not be here."""
+    return estimate(
+        lambda dtype: decoder.model(TOKENS, dtype, "llama"), there, sequence_length=TOKENS
+    )
+
+
+def planned(profile: Profile, strategy: str, request: PlanRequest) -> Plan | None:
+    try:
+        return STRATEGIES[strategy](profile, request)
+    except (InputError, NoFeasiblePlanError):
+        return None
+
+
+def even_pipeline(profile: Profile, batch: int) -> Plan | None:
+    """The fastest that fits; None if none does, or the profile knows nothing of stages."""
+    if not profile.model.needs:
+        return None
+    devices = profile.cluster.in_rank_order()
+    plans = (
+        way.plan(profile, row)
+        for way in _even_ways(profile, batch)
+        for row in (devices, devices[::-1])
+    )
+    fitting = [plan for plan in plans if fit(predicted(plan).workers)]
+    return min(fitting, key=lambda plan: predicted(plan).step_s, default=None)
+
+
+def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
+    devices, most = len(profile.cluster.devices), len(profile.model.calls)
+    largest = min(of.largest_micro_batch or batch for of in profile.classes)
+    names = [of.device_class for of in profile.classes]
+    modes = [
+        mode
+        for mode in (Mode(), Mode(recompute=False))
+        if all(can(profile, name, mode) for name in names)
+    ]
+    for stages in (n for n in range(2, min(devices, most) + 1) if devices % n == 0):
+        part = batch * stages // devices
+        sizes = [size for size in range(1, min(largest, part) + 1) if part % size == 0]
+        stages_of_zero: tuple[ZeroStage, ...] = (0,) if stages == devices else (0, 1)
+        for size, schedule, mode, zero in product(sizes, SCHEDULES, modes, stages_of_zero):
+            yield EvenStages(stages, batch, size, schedule, mode, zero)
+
+
+def run(room: str, steps: int, rounds: int) -> Mapping[str, Turns]:
+    """`optimal` and its rivals on emulated devices, measured."""
+    fast, slow = ROOMS[room]
+    cluster = [
+        {"class": "fast", "emulate": "3 GFLOP/s", "memory": fast},
+        {"class": "slow", "emulate": "1.2 GFLOP/s", "memory": slow, "count": 3},
+    ]
+    with job_file(
+        llama(width=WIDTH, layers=LAYERS), LENGTH, cluster=cluster, global_batch=BATCH
+    ) as path:
+        pipeline = Pipeline.of_file(path, [], debug=True)
+        case = Case(f"emulated, {room}", pipeline.profile(), BATCH)
+        print(case, flush=True)
+        assert case.optimal is not None
+        turns: dict[str, Turns] = {}
+        near = sorted(case.rivals.items(), key=lambda rival: predicted(rival[1]).step_s)[:NEAREST]
+        for _ in range(rounds):
+            take_turns(pipeline, {"optimal": case.optimal} | dict(near), turns, steps)
+    told = ", ".join(f"{name} {found.step_s:.3f} s" for name, found in turns.items())
+    print(f"  measured: {told}", flush=True)
+    return turns
+
+
+def _mixed(pair: tuple[str, str], mixture: tuple[int, int]) -> str:
+    return " + ".join(f"{n} {name}" for name, n in zip(pair, mixture))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps of each plan that runs"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=1, help="plan every so many-th case only")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
