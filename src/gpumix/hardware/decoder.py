@@ -81,6 +81,7 @@ class Decoder:
     in_teams: bool = False  # whether its blocks may be divided
     divides_table: bool = True
     head_norms: int = 0  # of `extra_norms`, those inside of heads
+    dropout: bool = False  # of what a block's last product comes to
     team: int = 1
 
     @property
@@ -244,7 +245,8 @@ class Decoder:
     def told(self, tokens: int, dtype: ComputeDtype) -> dict[str, TeamTraffic]:
         """What the ranks of its team tell each other: sums of what attention and feed-forward come
         to, and of the gradients of what goes into them (Shoeybi et al. 2019, Megatron-LM). Of a
-        block that is computed again the last sum is not (`engine.recompute`).
+        block that is computed again the last sum is not, unless dropout follows
+        (`engine.recompute`).
         """
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
@@ -256,7 +258,7 @@ class Decoder:
         side_by_side = TeamCollective(operation="exchange", times=1, bytes=_line(logits))
         block = TeamTraffic(
             forward=(sums(2),),
-            backward=(sums(3),),
+            backward=(sums(4 if self.dropout else 3),),
             gradient=(sums(2),),
             summed=self.head_norms,  # each rank has its heads' part of their gradient
         )
@@ -386,7 +388,14 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         root_norms=2 if kind == "bloom" else 1,  # one after the embedding
         in_teams=kind in IN_TEAMS,
         divides_table=kind not in WHOLE_TABLE,
+        dropout=_drops(kind, config),
     )
+
+
+def _drops(kind: str, config: Mapping[str, Any]) -> bool:
+    """Whether a block ends with dropout, of those that teams compute."""
+    name, default = {"gpt2": ("resid_pdrop", 0.1)}.get(kind, ("hidden_dropout", 0.0))
+    return config.get(name, default) not in (None, 0)
 
 
 def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
