@@ -142,7 +142,7 @@ def told(traffic):
 
 @pytest.mark.parametrize(
     ("kind", "dropout"),
-    [("qwen3", 0.0), ("gpt2", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0), ("bloom", 0.0)],
+    [("qwen3", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0)],
 )
 def test_stages_and_teams_are_as_measured(kind, dropout):
     config = given(kind) | {"vocab_size": 2048}
@@ -150,7 +150,7 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         config |= {"resid_pdrop": dropout}
     expected = decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
-    assert bool(expected.degrees) == (kind != "bloom")
+    assert found.teams
     parts = expected.parts(SHORT, "fp32", kind)
     both = [(found.model, expected.model(SHORT, "fp32", kind))]
     both += [(team.model, parts[team.degree].model) for team in found.teams]
