@@ -20,12 +20,14 @@ from statistics import fmean, median
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network
-from gpumix.spec.plan import Collectives
+from gpumix.spec.plan import Collectives, Taken
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
     ModelProfile,
+    Needs,
     Profile,
+    RootParameter,
     RootUnit,
     UnitKind,
     UnitTimes,
@@ -38,7 +40,10 @@ HEAD = BLOCKS + 1  # the last of the profiled layers; 0 is the embedding
 
 BLOCK_FLOPS = 24.0 * TOKENS * WIDTH**2 + 4.0 * TOKENS**2 * WIDTH  # of one sample's forward
 BLOCK_PARAMETERS = 12 * WIDTH**2 + 13 * WIDTH  # matrices, biases, two norms
-ROOT_PARAMETERS = (2 * VOCABULARY + TOKENS) * WIDTH + 2 * WIDTH
+OF_ROOT = {
+    "embedding": (VOCABULARY + TOKENS) * WIDTH, "norm": 2 * WIDTH, "head": VOCABULARY * WIDTH,
+}  # fmt: skip
+ROOT_PARAMETERS = sum(OF_ROOT.values())
 PARAMETERS = BLOCKS * BLOCK_PARAMETERS + ROOT_PARAMETERS
 
 ONE_OUTPUT = FP32 * TOKENS * WIDTH  # of one block and sample, on each GPU of a group
@@ -112,9 +117,11 @@ def model(degree: int, blocks_a_unit: int = 1) -> ModelProfile:
         gradient=_line(degree * ONE_OUTPUT),
         forward=_line(2 * SCORES + 6 * degree * ONE_OUTPUT),  # and q, k, v, and so on
         backward=_line(saved + 2 * SCORES + 2 * degree * ONE_OUTPUT),
+        outputs={0: _line(ONE_OUTPUT)},  # a group sends it once, each GPU its part
     )
     root = RootUnit(
         trainable=ROOT_PARAMETERS,
+        parameters=tuple(RootParameter(name=n, trainable=size) for n, size in OF_ROOT.items()),
         kept=_line(degree * ONE_OUTPUT),
         head=_line(LOGITS_HELD * LOGITS + 2 * degree * ONE_OUTPUT),
     )
@@ -122,6 +129,11 @@ def model(degree: int, blocks_a_unit: int = 1) -> ModelProfile:
         fingerprint=f"opt-350m.x{degree}.by{blocks_a_unit}",
         calls=tuple(f"blocks.{i}" for i in range(units)),
         kind_of_call=("block",) * units,
+        needs=(
+            Needs(root=("embedding",)),
+            *(Needs(outputs=(Taken(call=k, output=0),)) for k in range(units - 1)),
+            Needs(root=("norm", "head"), outputs=(Taken(call=units - 1, output=0),)),
+        ),
         kinds=(block,),
         root=root,
     )
@@ -161,6 +173,7 @@ def _class(group: Group, setup: Setup, blocks_a_unit: int) -> ClassProfile:
     root = UnitTimes(
         forward=_curve({m: at[0][0] for m, at in by_size.items()}),
         backward=_curve({m: at[HEAD][0] + at[HEAD][1] + at[0][1] for m, at in by_size.items()}),
+        gradient=_curve({m: at[0][1] for m, at in by_size.items()}),
     )
     update = median(sum(times[2] for times in at.values()) for at in by_size.values())
     return ClassProfile(

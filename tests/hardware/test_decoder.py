@@ -7,12 +7,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import gpumix
+from gpumix.engine.tensor import all_of, divide
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import dissect
 from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.profiler.specimen import MadeUpTeam
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError
+from gpumix.spec.profile import ROOT
 
 SIZES = {
     "hidden_size": 64,
@@ -73,21 +77,24 @@ def test_biases_and_tied_heads_are_counted():
 
 
 LENGTH, BATCH = 128, 4
+SHORT = 16  # where no time is looked at
 
 
-def measured(config: dict):
-    """What the profiler measures of the model on this machine's CPU."""
+def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tuple[int, ...] = ()):
+    """What the profiler measures of the model, alone and in teams, on this machine's CPU."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config["vocab_size"], (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
     settings = {k: v for k, v in config.items() if k != "model_type"}
     made = AutoConfig.for_model(config["model_type"], **settings)
     subject = Subject(
         build=lambda: gpumix.build(lambda: AutoModelForCausalLM.from_config(made), seed=0),
         make_batch=lambda n: {"input_ids": ids[:n], "labels": ids[:n]},
         optimizer_of=torch.optim.AdamW,
-        shape=Shape(sequence_length=LENGTH, global_batch=BATCH),
+        shape=Shape(sequence_length=length, global_batch=batch),
         budget_s=20,
         dtypes={"cpu": "fp32"},
+        degrees={"cpu": degrees},
+        must_divide=True,
     )
     with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
         return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
@@ -113,6 +120,68 @@ def test_flops_and_memory_are_near_what_is_measured(kind):
         whole = [of.saved.values[0] + getattr(of, name).values[0] for of in (estimate, block)]
         assert 0.85 < whole[0] / whole[1] < 1.7, name
     assert 0.85 < expected.root.head.values[0] / found.root.head.values[0] < 1.7
+    put_off = [of.split.values[0] - of.saved.values[0] for of in (estimate, block)]
+    assert put_off[0] == pytest.approx(put_off[1], rel=0.02)
+    whole = [of.split.values[0] + of.split_backward.values[0] for of in (estimate, block)]
+    assert 0.85 < whole[0] / whole[1] < 1.7
+
+
+def flow(model):
+    """Elements of the root that each call and the loss need, and from which calls they take."""
+    sizes = {p.name: p.trainable for p in model.root.parameters}
+    return [(sum(sizes[name] for name in needs.root), needs.outputs) for needs in model.needs]
+
+
+def told(traffic):
+    """How often a team tells each other what and how many bytes, for one sample."""
+    passes = (traffic.forward, traffic.backward, traffic.gradient)
+    return traffic.summed, [
+        [(one.operation, one.times, one.bytes.values[0]) for one in of_pass] for of_pass in passes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout"),
+    [("qwen3", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0)],
+)
+def test_stages_and_teams_are_as_measured(kind, dropout):
+    config = given(kind) | {"vocab_size": 2048}
+    if kind == "gpt2":
+        config |= {"resid_pdrop": dropout}
+    expected = decoder(config)
+    found = measured(config, 1, SHORT, expected.degrees[:1])
+    assert found.teams
+    parts = expected.parts(SHORT, "fp32", kind)
+    both = [(found.model, expected.model(SHORT, "fp32", kind))]
+    both += [(team.model, parts[team.degree].model) for team in found.teams]
+    for measured_model, model in both:
+        assert flow(model) == flow(measured_model)
+        assert model.root.before.trainable == measured_model.root.before.trainable
+        assert model.root.after.trainable == measured_model.root.after.trainable
+        assert model.root.trainable == measured_model.root.trainable
+        (ours,), (theirs,) = model.kinds, measured_model.kinds
+        assert (ours.trainable, ours.matrices) == (theirs.trainable, theirs.matrices)
+        assert ours.outputs[0].values[0] == theirs.outputs[0].values[0]
+        assert ours.flops == pytest.approx(theirs.flops, rel=0.02)
+        assert model.root.flops == pytest.approx(measured_model.root.flops, rel=0.02)
+    for team in found.teams:
+        (block,) = team.model.kinds
+        ours = parts[team.degree].told
+        assert told(ours[KIND]) == told(team.told[block.name])
+        assert told(ours[ROOT]) == told(team.told[ROOT])
+
+
+@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+def test_teams_are_for_models_that_the_engine_divides(kind):
+    config = given(kind) | ({} if kind in OWN_NAMES else {"num_key_value_heads": 4})
+    model, team = built(config), MadeUpTeam(2, torch.device("cpu"))
+    anatomy = dissect(model)
+    try:
+        divide(anatomy, team, tensor_plan(model), part=all_of(anatomy))
+    except InputError:
+        assert decoder(config).degrees == ()
+    else:
+        assert decoder(config).degrees == (2, 4)
 
 
 @pytest.mark.parametrize("size", [1e8, 1e9, 7e9, 7e10])

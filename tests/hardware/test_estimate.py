@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.curves import seconds_at
+from gpumix.cost.curves import seconds_at, seconds_of
+from gpumix.cost.teams import in_team
+from gpumix.cost.wire import PER_OWNER
 from gpumix.hardware.decoder import KIND, decoder, llama_shaped
 from gpumix.hardware.describe import cluster
 from gpumix.hardware.estimate import estimate, rescaled
+from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import plan
+from gpumix.planner.optimal import optimal
+from gpumix.planner.staged import staged
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT
+from gpumix.spec.space import Space
 
 
 def model_in(dtype):
@@ -42,6 +48,80 @@ def test_the_recompute_is_a_forward_more():
         for n in (1, 3, 50):
             both = seconds_at(times.forward, n) + seconds_at(times.gradient, n)
             assert seconds_at(times.backward, n) == pytest.approx(both)
+
+
+def test_the_halves_of_a_backward_are_together_the_whole():
+    for of_class in estimated().classes:
+        times = of_class.units[KIND]
+        both = [a + b for a, b in zip(times.inputs.values, times.weights.values)]
+        assert both == pytest.approx(list(times.gradient.values))
+        assert all(a < b for a, b in zip(times.inputs.values, times.gradient.values))
+
+
+SIZES = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip
+SMALL = decoder({"model_type": "llama"} | SIZES)
+
+
+def small(text, network=None):
+    return estimate(
+        lambda dtype: SMALL.model(256, dtype, "small"),
+        cluster(text, network=network),
+        sequence_length=256,
+        parts_in=lambda dtype: SMALL.parts(256, dtype, "small"),
+    )
+
+
+def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
+    profile = small("4x rtx3090, 2x p40; 1x t4", "1GbE")
+    assert {
+        team.degree: sorted(c.device_class for c in team.classes) for team in profile.teams
+    } == {
+        2: ["p40", "rtx3090"],
+        4: ["rtx3090"],
+    }
+    for team in profile.teams:
+        assert {m.compute_dtype for m in (team.model, *team.other_models)} == {
+            m.compute_dtype for m in (profile.model, *profile.other_models)
+        }
+        for of_class in team.classes:
+            alone = profile.of_class(of_class.device_class).units[KIND].forward
+            part = of_class.units[KIND].forward
+            assert alone.values[-1] / part.values[-1] == pytest.approx(team.degree, rel=0.1)
+    assert small("1x rtx3090").teams == ()
+
+
+def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
+    """Two sums of a sample's hidden states, each there and back in parts of a half."""
+    profile = small("2x rtx3090")
+    (team,) = profile.teams
+    samples, size = 64, 64 * 256 * 1024 * 2
+    forward = in_team(profile, 2).of_class("rtx3090").units[KIND].forward
+    waits = seconds_at(forward, samples) - seconds_at(team.classes[0].units[KIND].forward, samples)
+    link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
+    there_and_back = 2 * seconds_of(link.times, size / 2)
+    assert 2 * there_and_back <= waits <= 2 * PER_OWNER * there_and_back * 1.001
+
+
+def test_stages_are_weighed_between_hosts_with_a_slow_link():
+    profile = small("2 hosts of 1x rtx3090", "1GbE")
+    few = Space(recompute=False, heads="whole", schedules="1f1b")
+    request = PlanRequest(global_batch=16, space=few)
+    in_one = optimal(profile, request.model_copy(update={"space": few.with_all_devices()}))
+    found = staged(profile, request)
+    assert predicted(found).step_s < predicted(in_one).step_s
+    assert [len(stage.workers) for stage in found.stages] == [1, 1]
+    assert sum(len(stage.units) for stage in found.stages) == SMALL.layers
+    assert found.estimated == ("rtx3090",)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "interleaved"])
+def test_every_schedule_can_be_told(schedule):
+    profile = small("2x rtx3090")
+    few = Space(recompute=False, heads="whole", schedules=schedule)
+    found = staged(profile, PlanRequest(global_batch=8, space=few))
+    assert found.schedule == schedule
+    assert predicted(found).step_s > 0
 
 
 def test_a_longer_sequence_takes_longer_than_in_proportion():

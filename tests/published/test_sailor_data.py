@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
 from gpumix.cost.curves import seconds_at
+from gpumix.cost.pipeline import Action
 from gpumix.spec.profile import ROOT
 from published import GIB
+from published.deepspeed import Receive, Send, instructions
 from published.sailor import BLOCK_PARAMETERS, FP32, PARAMETERS, Group, Setup, profile
 from published.sailor_links import network, rate
 from published.sailor_runs import runs
@@ -77,9 +81,10 @@ def test_links_between_unlike_hosts_of_one_laboratory_are_slow():
     assert slow == pytest.approx(0.115e9, rel=0.05)
 
 
-def test_runs_of_one_stage_are_plans():
+def test_runs_are_plans():
     found = {run.name: run for run in runs()}
-    assert sorted(found) == [
+    in_one = [name for name, run in found.items() if len(run.parts) == 1]
+    assert sorted(in_one) == [
         "gh200/N1_D1_M4_G1", "gh200/N1_D1_M4_G32", "gh200/N2_D2", "gh200/N4_D4", "mixed/N4_D4",
     ]  # fmt: skip
     run = found["mixed/N4_D4"]
@@ -88,3 +93,39 @@ def test_runs_of_one_stage_are_plans():
     plan = run.plan(run.profile())
     assert {(w.samples, w.micro_batch, w.mode.recompute) for w in plan.workers} == {(64, 2, False)}
     assert plan.zero_stage == 0
+
+
+def test_runs_in_pipelines_are_plans_of_stages():
+    run = {run.name: run for run in runs()}["mixed/N4_D2"]
+    plan = run.plan(run.profile())
+    assert [len(stage.units) for stage in plan.stages] == [11, 13]  # and embedding, and head
+    assert [[w.device_class for w in stage.workers] for stage in plan.stages] == [
+        ["RTX-3090.x8", "RTX-2080.x8"], ["Titan-RTX.x8", "RTX-2080.x8"],
+    ]  # fmt: skip
+    assert {w.samples for w in plan.workers} == {128}
+    assert [stage.root for stage in plan.stages] == [("embedding",), ("norm", "head")]
+    assert [t.call for t in plan.stages[1].takes] == [10]
+
+
+def test_deepspeed_tells_its_neighbours_first_and_then_computes():
+    """`TrainSchedule` of DeepSpeed's own file, for two stages and two micro-batches, by hand."""
+
+    def told(stage):
+        letters = {Send: "S", Receive: "R", Action: ""}
+        return [
+            f"{letters[type(one)]}{one.kind[0]}{one.batch}"
+            for one in instructions(stage, 2, range(2))
+        ]
+
+    assert told(0) == ["f0", "Sf0", "f1", "Rb0", "Sf1", "b0", "Rb1", "b1"]
+    assert told(1) == ["Rf0", "f0", "b0", "Sb0", "Rf1", "f1", "b1", "Sb1"]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_every_micro_batch_passes_all_stages_of_deepspeed_once(stages):
+    for stage in range(stages):
+        done = [one for one in instructions(stage, stages, range(4)) if type(one) is Action]
+        assert [one.batch for one in done if one.kind == "forward"] == list(range(4))
+        assert [one.batch for one in done if one.kind == "backward"] == list(range(4))
+        begun = accumulate(1 if one.kind == "forward" else -1 for one in done)
+        assert max(begun) == min(4, stages - stage)  # as many wait as with 1F1B

@@ -178,6 +178,7 @@ class Asked:
             sequence_length=length,
             precision=precision,
             optimizer_bytes=optimizer.state_bytes_per_element(shape.model(length, "fp32", name)),
+            parts_in=lambda dtype: shape.parts(length, dtype, name),
         )
 
     def _refuse_contradictions(self) -> None:

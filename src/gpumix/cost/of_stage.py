@@ -150,7 +150,7 @@ def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
         if whole is None or (first and last):
             return whole
         if last:
-            return whole.less(before)
+            return whole if root.gradient is None else whole.less(root.gradient)
         return before if first else nothing
 
     times = UnitTimes(

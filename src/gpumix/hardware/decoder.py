@@ -8,14 +8,24 @@ code makes, and is an estimate. Pure: no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumix.cost.head import chunk_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
-from gpumix.spec.profile import ModelProfile, RootUnit, UnitKind
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.spec.profile import (
+    ROOT,
+    End,
+    ModelProfile,
+    Needs,
+    RootParameter,
+    RootUnit,
+    TeamCollective,
+    TeamTraffic,
+    UnitKind,
+)
 from gpumix.spec.units import LARGEST, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
@@ -23,6 +33,13 @@ GATED = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "olmo2", "smollm3", "granite", "phi3",
 )  # fmt: skip
 PLAIN = ("gpt2", "opt", "gpt_neox", "bloom")
+
+# Those whose blocks the engine knows to divide over a team, and which divide their embedding too.
+IN_TEAMS = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "gpt2", "gpt_neox",
+)  # fmt: skip
+WHOLE_TABLE = ("gpt_neox",)
+DEGREES = (2, 4, 8)  # of teams
 
 HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden / heads
 
@@ -32,9 +49,18 @@ MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one rank of a team computes, and what its ranks tell each other, by unit kind."""
+
+    model: ModelProfile
+    told: dict[str, TeamTraffic]
+
+
+@dataclass(frozen=True)
 class Decoder:
     """The sizes of a decoder. `biased` are linear layers with a bias: the attention's inputs, its
-    output, the feed-forward's."""
+    output, the feed-forward's. Of one rank of a `team` they are those of its part: heads, the inner
+    width, and rows of the vocabulary."""
 
     hidden: int
     layers: int
@@ -52,6 +78,50 @@ class Decoder:
     root_norms: int = 1
     experts: int = 0
     experts_used: int = 0
+    in_teams: bool = False  # whether its blocks may be divided
+    divides_table: bool = True
+    head_norms: int = 0  # of `extra_norms`, those inside of heads
+    dropout: bool = False  # of what a block's last product comes to
+    team: int = 1
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How many ranks may compute a block together."""
+        sizes = (self.heads, self.kv_heads, self.feed_forward)
+        return tuple(n for n in DEGREES if self.in_teams and not any(size % n for size in sizes))
+
+    def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, Part]:
+        """By degree, what one rank of a team computes of samples of so many tokens."""
+        return {
+            degree: Part(part.model(tokens, dtype, name), part.told(tokens, dtype))
+            for degree, part in ((n, self.part(n)) for n in self.degrees)
+        }
+
+    def part(self, degree: int) -> Decoder:
+        """What one rank of a team computes."""
+        return replace(
+            self,
+            heads=self.heads // degree,
+            kv_heads=self.kv_heads // degree,
+            feed_forward=self.feed_forward // degree,
+            team=degree,
+        )
+
+    @property
+    def head_rows(self) -> int:
+        """Of the vocabulary, those whose logits a rank computes."""
+        alike = self.divides_table or not self.tied
+        return self.vocabulary // self.team if alike and self._divides else self.vocabulary
+
+    @property
+    def table_rows(self) -> int:
+        """The same of those that it looks up."""
+        alike = self.divides_table and self._divides
+        return self.vocabulary // self.team if alike else self.vocabulary
+
+    @property
+    def _divides(self) -> bool:
+        return self.vocabulary % self.team == 0
 
     @property
     def attention_width(self) -> int:
@@ -87,8 +157,27 @@ class Decoder:
     @property
     def root_parameters(self) -> int:
         """Elements of embedding, final norm and head."""
-        tables = (self.vocabulary * (1 if self.tied else 2) + self.positions) * self.hidden
-        return tables + self.root_norms * self.hidden * (2 if self.norm_bias else 1)
+        return sum((self._before | self._after).values())
+
+    @property
+    def _before(self) -> dict[str, int]:
+        """Of the root, elements of what is used before the blocks, by name."""
+        found = {"embedding": self.table_rows * self.hidden}
+        if self.positions:
+            found["positions"] = self.positions * self.hidden
+        if self.root_norms > 1:
+            found["embedding norm"] = (self.root_norms - 1) * self._norm
+        return found
+
+    @property
+    def _after(self) -> dict[str, int]:
+        """The same of what head and loss use."""
+        head = "embedding" if self.tied else "head"
+        return {"norm": self._norm, head: self.head_rows * self.hidden}
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (2 if self.norm_bias else 1)
 
     def block_flops(self, tokens: int) -> float:
         """FLOPs of one block's forward for one sample: products with weights, and attention."""
@@ -119,27 +208,78 @@ class Decoder:
             forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
             backward=_line(saved + passing, weight),
             flops=self.block_flops(tokens),
+            outputs={0: _line(stream)},
+            split=_line(saved + stream + tokens * self._put_off_elements() * size),
+            split_backward=_line(passing, weight),
         )
         # Logits in fp32, their log-softmax and its gradient; logits and gradient of a narrow dtype.
         logits = tokens * self.vocabulary * (12 + (2 * size if dtype != "fp32" else 0))
         # The gradient of the head's weight is made when the first two are gone.
-        weight_left = max(0, self.vocabulary * (self.hidden * size - 8 * tokens))
+        weight_left = max(0, self.head_rows * self.hidden * size - 8 * self.vocabulary * tokens)
+        sizes = self._before | self._after
         root = RootUnit(
             trainable=self.root_parameters,
             buffer_bytes=0,
+            before=self._end({"embedding", "positions"} - set(self._after)),
+            after=self._end(set(self._after) - set(self._before)),
+            parameters=tuple(RootParameter(name=n, trainable=k) for n, k in sizes.items()),
             kept=_line(stream + 16 * tokens),
             head=_line(logits + 4 * stream, weight_left),
-            chunked_head=self._chunked_head(tokens, size),
-            flops=2.0 * tokens * self.hidden * self.vocabulary,
+            chunked_head=self._chunked_head(tokens, size) if self.team == 1 else None,
+            flops=2.0 * tokens * self.hidden * self.head_rows,
         )
         return ModelProfile(
             fingerprint=f"estimate:{name}",
             compute_dtype=dtype,
             calls=tuple(f"layers.{i}" for i in range(self.layers)),
             kind_of_call=(KIND,) * self.layers,
+            needs=(
+                Needs(root=tuple(self._before)),
+                *(Needs(outputs=(Taken(call=k, output=0),)) for k in range(self.layers - 1)),
+                Needs(root=tuple(self._after), outputs=(Taken(call=self.layers - 1, output=0),)),
+            ),
             kinds=(block,),
             root=root,
         )
+
+    def told(self, tokens: int, dtype: ComputeDtype) -> dict[str, TeamTraffic]:
+        """What the ranks of its team tell each other: sums of what attention and feed-forward come
+        to, and of the gradients of what goes into them (Shoeybi et al. 2019, Megatron-LM). Of a
+        block that is computed again the last sum is not, unless dropout follows
+        (`engine.recompute`).
+        """
+        size = DTYPE_BYTES[dtype]
+        stream = tokens * self.hidden * size
+        logits = tokens * self.head_rows * size
+
+        def sums(times: int) -> TeamCollective:
+            return TeamCollective(operation="all_reduce", times=times, bytes=_line(times * stream))
+
+        side_by_side = TeamCollective(operation="exchange", times=1, bytes=_line(logits))
+        block = TeamTraffic(
+            forward=(sums(2),),
+            backward=(sums(4 if self.dropout else 3),),
+            gradient=(sums(2),),
+            summed=self.head_norms,  # each rank has its heads' part of their gradient
+        )
+        root = TeamTraffic(
+            forward=(sums(1),) if self.table_rows < self.vocabulary else (),
+            backward=(side_by_side, sums(1)) if self.head_rows < self.vocabulary else (),
+        )
+        return {KIND: block, ROOT: root}
+
+    def _end(self, names: set[str]) -> End:
+        """Those of the root's parameters that are used at one end alone."""
+        sizes = self._before | self._after
+        found = {name: size for name, size in sizes.items() if name in names}
+        return End(names=tuple(found), trainable=sum(found.values()))
+
+    def _put_off_elements(self) -> int:
+        """Elements of one token and block that a backward in two parts keeps between them: the
+        gradients of what each linear layer and each norm came to."""
+        inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
+        inner = (2 if self.gated else 1) * self.feed_forward * max(1, self.experts_used)
+        return inputs + inner + 4 * self.hidden
 
     def _chunked_head(self, tokens: int, element_bytes: int) -> Curve:
         """Chunks grow by powers of two, each at another place: as if at the next point already."""
@@ -209,6 +349,8 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
         biased=(kind == "qwen2" or bias, bias and kind != "qwen2", mlp_bias),
         norm_bias=False,
         extra_norms=extra,
+        head_norms=extra if kind == "qwen3" else 0,
+        in_teams=kind in IN_TEAMS,
         experts=experts,
         experts_used=_size(config, "num_experts_per_tok", 2) if experts else 0,
     )
@@ -244,7 +386,16 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=True,
         positions=positions,
         root_norms=2 if kind == "bloom" else 1,  # one after the embedding
+        in_teams=kind in IN_TEAMS,
+        divides_table=kind not in WHOLE_TABLE,
+        dropout=_drops(kind, config),
     )
+
+
+def _drops(kind: str, config: Mapping[str, Any]) -> bool:
+    """Whether a block ends with dropout, of those that teams compute."""
+    name, default = {"gpt2": ("resid_pdrop", 0.1)}.get(kind, ("hidden_dropout", 0.0))
+    return config.get(name, default) not in (None, 0)
 
 
 def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
@@ -297,6 +448,7 @@ def _llama(hidden: int) -> Decoder:
         tied=False,
         biased=(False, False, False),
         norm_bias=False,
+        in_teams=True,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpumix.hardware.catalogue import Card, find
+from gpumix.hardware.decoder import Part
 from gpumix.hardware.roofline import (
     both,
     forward_curve,
     gradient_curve,
+    half_gradient_curve,
     host_copy,
     optimizer_s_per_element,
 )
@@ -16,13 +18,31 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
-from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitTimes
+from gpumix.spec.profile import (
+    ROOT,
+    ClassProfile,
+    ModelProfile,
+    Profile,
+    TeamProfile,
+    UnitTimes,
+)
+from gpumix.spec.space import EVERYTHING
+from gpumix.spec.teams import degrees_of
 
 # CUDA's context, the kernels of torch and cuBLAS, NCCL's buffers: what a process takes on a GPU
 # before its first tensor. Round, and on the safe side.
 FRAMEWORK_BYTES = 3 * 2**29
 
 ADAMW_STATE_BYTES = 8
+
+
+PartsIn = Callable[[ComputeDtype], Mapping[int, Part]]
+"""In a dtype, by the degree of teams, what each rank computes."""
+
+
+def no_parts(dtype: ComputeDtype) -> Mapping[int, Part]:
+    """Of a model that no team computes."""
+    return {}
 
 
 def estimate_class(
@@ -53,8 +73,13 @@ def estimate_class(
                 forward=forward_curve(card, dtype, 0.0, 0.0), backward=both(forward, gradient)
             )
         else:
+            half = half_gradient_curve(card, dtype, flops)
             times[kind] = UnitTimes(
-                forward=forward, backward=both(forward, gradient), gradient=gradient
+                forward=forward,
+                backward=both(forward, gradient),
+                gradient=gradient,
+                inputs=half,
+                weights=gradient.less(half),
             )
     return ClassProfile(
         device_class=name,
@@ -76,11 +101,13 @@ def estimate(
     sequence_length: int,
     precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
+    parts_in: PartsIn = no_parts,
 ) -> Profile:
     """The profile of a cluster of cards of the catalogue, `optimizer_bytes` of state an element.
 
     Args:
         model_in: gives the model in a dtype.
+        parts_in: the same of what teams compute.
 
     Raises:
         InputError: the catalogue does not know a class, or one cannot compute in what it is to.
@@ -99,8 +126,36 @@ def estimate(
             estimate_class(find(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
             for c in cluster.classes
         ),
+        teams=tuple(_teams(cluster, parts_in, dtypes, optimizer_bytes)),
         collectives=Collectives(gather="list", reduce="list"),
     )
+
+
+def _teams(
+    cluster: Cluster,
+    parts_in: PartsIn,
+    dtypes: Mapping[str, ComputeDtype],
+    optimizer_bytes: float,
+) -> Iterator[TeamProfile]:
+    """Of each degree for which a host has enough cards of a class."""
+    parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
+    there = degrees_of(cluster, EVERYTHING)
+    for degree in sorted(set().union(*parts.values())):
+        names = [name for name in sorted(there) if degree in there[name]]
+        if not names:
+            continue
+        of_class = {name: parts[dtypes[name]][degree] for name in names}
+        model, *others = {dtype: of[degree].model for dtype, of in parts.items()}.values()
+        yield TeamProfile(
+            degree=degree,
+            model=model,
+            other_models=tuple(others),
+            classes=tuple(
+                estimate_class(find(name), part.model, name, optimizer_bytes)
+                for name, part in of_class.items()
+            ),
+            told={name: dict(part.told) for name, part in of_class.items()},
+        )
 
 
 def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:

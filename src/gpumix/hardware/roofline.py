@@ -100,6 +100,12 @@ def gradient_curve(card: Card, dtype: ComputeDtype, flops: float, elements: floa
     return _curve(lambda n: 2 * LAUNCH_S + n * per_sample + added_s)
 
 
+def half_gradient_curve(card: Card, dtype: ComputeDtype, flops: float) -> Curve:
+    """Seconds of that part of it which makes gradients of inputs: half of the products."""
+    per_sample = BACKWARD_FLOPS / 2 * flops / reached_flops_per_s(card, dtype)
+    return _curve(lambda n: LAUNCH_S + n * per_sample)
+
+
 def both(one: Curve, other: Curve) -> Curve:
     """One after the other: the recompute, and the backward."""
     values = tuple(a + b for a, b in zip(one.values, other.values, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from math import exp, log
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpumix.cost.curves import seconds_at
 from gpumix.hardware.catalogue import Card, find
@@ -167,8 +167,13 @@ def _knowing(profile: Profile, dtype: ComputeDtype) -> Profile:
 
 
 def _enlarged(unit: U, times: int) -> U:
-    curves = {name: curve.scaled(times) for name, curve in unit if isinstance(curve, Curve)}
-    return unit.model_copy(update=curves | {"frozen_bytes": unit.frozen_bytes * times})
+    changes: dict[str, Any] = {
+        name: curve.scaled(times) for name, curve in unit if isinstance(curve, Curve)
+    }
+    changes["frozen_bytes"] = unit.frozen_bytes * times
+    if isinstance(unit, UnitKind):
+        changes["outputs"] = {place: one.scaled(times) for place, one in unit.outputs.items()}
+    return unit.model_copy(update=changes)
 
 
 def _with_links(cluster: Cluster, new: Card) -> Network | None:

@@ -1,4 +1,4 @@
-"""What changes to a cluster are worth: the optimal plan of each, beside that of today."""
+"""What changes to a cluster are worth: the fastest plan of each, beside that of today."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.optimal import optimal
+from gpumix.planner.fastest import fastest
+from gpumix.planner.teams import over_degrees
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, TokenRate
@@ -42,7 +43,8 @@ def outlooks(
     request: PlanRequest,
     prices: Mapping[str, float] | None = None,
 ) -> list[Outlook]:
-    """The optimal plan of each variant; the first is what the others are compared with.
+    """The fastest plan of each variant, of one stage or several; the first is what the others are
+    compared with.
 
     Args:
         prices: what one device of each class costs an hour, in any currency; all devices of a
@@ -74,7 +76,7 @@ def _outlook(
         estimated=profile.estimated,
     )
     try:
-        plan = optimal(profile, request)
+        plan = over_degrees(fastest)(profile, request)
     except NoFeasiblePlanError as error:
         return cluster.model_copy(update={"why": error.what})
     speed = predicted(plan).tokens_per_s
