@@ -158,6 +158,7 @@ class Communicator:
         self.forms = forms or Collectives()
         self.counts: Counter[str] = Counter() if of is None else of.counts
         self.bytes: Counter[str] = Counter() if of is None else of.bytes
+        self.sent: Counter[str] = Counter() if of is None else of.sent  # bytes
         self.device = indexed(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
         self.words: LastWords = LastWords() if of is None else of.words  # of an engine
@@ -473,7 +474,18 @@ class Communicator:
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         self.counts[operation] += 1
-        self.bytes[operation] += tensor.numel() * tensor.element_size()
+        size = tensor.numel() * tensor.element_size()
+        self.bytes[operation] += size
+        self.sent[operation] += _sent_bytes(operation, size, self.world)
+
+
+def _sent_bytes(operation: str, size: int, world: int) -> int:
+    """What a rank sends for a buffer of `size` bytes at least, in the mean over its group: in a
+    gather each of the others gets what it lacks, in a reduction each owner all parts of its own; an
+    all-reduce is both. A message is sent by one end."""
+    if operation in ("send", "receive"):
+        return size if operation == "send" else 0
+    return (2 if operation == "all_reduce" else 1) * size * (world - 1) // world
 
 
 def _equal(parts: Sequence[torch.Tensor]) -> bool:

@@ -40,6 +40,7 @@ STRATEGIES: dict[str, Strategy] = {
     "cephalo": cephalo,
     "best-subset": best_subset,
 }
+IN_STAGES = ("optimal", "staged")  # which choose how many stages there are
 WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
 SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class
 
@@ -81,6 +82,11 @@ def plan(
         raise InputError(
             f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
             fix="give the samples of a step over all devices",
+        )
+    if space.least_stages > 1 and strategy not in IN_STAGES:
+        raise InputError(
+            f"strategy '{strategy}' does not choose a number of stages: least_stages has no effect",
+            fix=f"use one of: {', '.join(IN_STAGES)}",
         )
     request = PlanRequest(global_batch=global_batch, space=space)
     paces = Paces(profile, global_batch)

@@ -101,6 +101,13 @@ class _Search:
         self._misses = Misses("a plan of several stages")
         self._calls = len(profile.model.calls)
         refuse_one_stage(profile, self._devices)
+        most = min(self._calls, len(self._devices))
+        if self._space.least_stages > most:
+            raise InputError(
+                f"there is no plan of {self._space.least_stages} stages: there are "
+                f"{len(self._devices)} devices, or teams, and {self._calls} units",
+                fix=f"set techniques.least_stages to {most} at most",
+            )
 
     def run(self) -> Plan:
         best: Plan | None = None
@@ -161,7 +168,11 @@ class _Search:
     def _ways(self) -> Iterator[tuple[float, Way]]:
         """With seconds that no step of each is shorter than."""
         most = min(self._calls, self._space.most_stages or self._calls)
-        found, _ = rows(self._devices, most)
+        found = [
+            row
+            for row in rows(self._devices, most)[0]
+            if len(row) >= self._space.least_stages
+        ]
         classes = sorted(Counter(device.device_class for device in self._devices).items())
         for row in found:
             for modes, schedule in self._modes(row):

@@ -1,0 +1,234 @@
+"""One model, one set of data, the four classic ways to train it on several devices, and two mixtures.
+
+    python examples/four_strategies.py --out runs/strategies
+
+Four emulated devices of two classes, two fast and two slow, train the same small Llama by six plans:
+
+    data       every device has the whole model and a part of each batch
+    model      every device has some layers; the whole batch goes through one after the other
+    pipeline   the same, in micro-batches: while one device computes the first, another the second
+    tensor     every device has a part of every layer; all compute all samples together
+    pipeline x data, pipeline x tensor: two stages, of several devices each
+
+All of them are the same kind of value, a plan, which says who computes and who stores what; so all
+come to the same losses. The table at the end tells what differs. In `--out` is a folder for each
+run with its plan, metrics and the trace of one step, for ui.perfetto.dev, and pictures of what was
+measured and of what was planned; all steps together are in `strategies.png`. Takes two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+from draw_step import Panel, draw, read
+from rich.console import Console
+from rich.table import Table
+
+import gpumix
+
+HERE = Path(__file__).parent
+BATCH = 16
+STEPS = 6
+DEVICES = [
+    {"class": "fast", "emulate": "4 GFLOP/s", "memory": "96 MiB", "count": 2},
+    {"class": "slow", "emulate": "2 GFLOP/s", "memory": "96 MiB", "count": 2},
+]
+JOB = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 9,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "vocab_size": 264,  # 256 bytes, the end of a text, and a round number
+        }
+    },
+    "data": {"text": [str(HERE.parent / "docs")], "pattern": "*.md"},
+    "sequence_length": 64,
+    "global_batch": BATCH,
+    "steps": STEPS,
+    "trace_step": STEPS - 1,
+    "optimizer": {"lr": 2e-3},
+    "schedule": {"warmup_steps": 2},
+    "cluster": DEVICES,
+}
+
+# As the textbook has them: gradients are summed over whole copies, and nothing is computed twice.
+TEXTBOOK = {"zero_stages": 0, "recompute": False, "leave_out": False, "state_on": "device"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the planner is told: a strategy of its own, and techniques that a plan must have."""
+
+    name: str
+    title: str
+    strategy: str
+    techniques: dict[str, Any]
+
+    @property
+    def space(self) -> gpumix.Space:
+        return gpumix.Space(**TEXTBOOK, **self.techniques)
+
+
+ONE_STAGE = {"least_stages": 1, "most_stages": 1, "tensor": 1}
+TWO_STAGES = {"least_stages": 2, "most_stages": 2, "schedules": "1f1b"}
+STRATEGIES = (
+    Strategy("data", "data parallelism", "optimal", ONE_STAGE),
+    Strategy("model", "model parallelism", "model", {"tensor": 1}),
+    Strategy(
+        "pipeline",
+        "pipeline parallelism",
+        "staged",
+        {"least_stages": 4, "schedules": "1f1b", "tensor": 1},
+    ),
+    Strategy("tensor", "tensor parallelism", "optimal", ONE_STAGE),
+    Strategy("pipeline-data", "pipeline x data", "staged", {**TWO_STAGES, "tensor": 1}),
+    Strategy("pipeline-tensor", "pipeline x tensor", "staged", {**TWO_STAGES, "tensor": 2}),
+)
+
+
+def plan_for(one: Strategy, profile: gpumix.Profile) -> gpumix.Plan:
+    """The fastest plan of this shape."""
+    plan = gpumix.plan(profile, BATCH, strategy=one.strategy, space=one.space)
+    return in_one_team(plan) if one.name == "tensor" else plan
+
+
+def in_one_team(plan: gpumix.Plan) -> gpumix.Plan:
+    """The plan with all of its devices in one team. The planner makes no such plan: the devices of
+    a team have equal parts, so that fast ones wait for slow ones. But a plan is a file, and a file
+    can be written by hand."""
+    written = plan.model_dump()
+    (stage,) = written["stages"]
+    stage |= {"tensor": len(stage["workers"]), "joined": 1}
+    for worker in stage["workers"]:
+        worker |= {"samples": BATCH, "micro_batch": BATCH // 2, "state_share": 1.0}
+    written |= {"strategy": "by hand", "prediction": None, "reasons": None}
+    return gpumix.Plan.model_validate(written)
+
+
+def train(job: Path, plan: Path, output: Path) -> dict[str, Any]:
+    """What `gpumix train --json` tells of a run."""
+    told = run("train", job, "--plan", plan, "--set", f"output={output}", "--json")
+    return json.loads(told)
+
+
+def run(*arguments: str | Path) -> str:
+    """What a `gpumix` command prints to stdout; where it fails, this ends with what it said."""
+    command = [sys.executable, "-m", "gpumix", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+def simulate(plan: gpumix.Plan, folder: Path, profile: Path) -> Path | None:
+    """The trace of the step as it was planned; None if the plan has no prediction."""
+    if plan.prediction is None:
+        return None
+    path = folder / "simulated.json"
+    run("simulate", folder / "plan.json", "--profile", profile, "--trace", path, "--json")
+    return path
+
+
+def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> list[str]:
+    """A row of the table; see `table`."""
+    groups = [
+        " ".join(w.device for w in stage.workers) + (" (team)" if stage.tensor > 1 else "")
+        for stage in plan.stages
+    ]
+    speed = f"{told['tokens_per_s']:.0f}"
+    if told["prediction_error"] is not None:
+        speed += f" ({told['tokens_per_s'] / (1 + told['prediction_error']):.0f})"
+    return [
+        one.title,
+        " | ".join(groups),
+        speed,
+        f"{step.idle_share:.0%}",
+        " ".join(f"{device['peak_bytes'] / 2**20:.0f}" for device in told["devices"]),
+        f"{sum(device['sent_bytes'] for device in told['devices']) / 2**20:.1f}",
+        f"{told['loss']:.5f}",
+    ]
+
+
+def table(rows: list[list[str]]) -> Table:
+    found = Table(title=f"{STEPS} steps on two fast and two slow devices (emulated)")
+    for name in (
+        "strategy", "stages", "tokens/s (planned)", "idle", "peak of each device, MiB",
+        "sent a step, MiB", "last loss",
+    ):  # fmt: skip
+        found.add_column(name)
+    for cells in rows:
+        found.add_row(*cells)
+    return found
+
+
+def agreement(losses: list[float]) -> str:
+    """Whether all strategies came to the same loss.
+
+    Sums in another order round otherwise; what is more than that would be an error of gpumix.
+    """
+    apart = max(losses) / min(losses) - 1
+    if apart > 1e-3:
+        sys.exit(f"the strategies came to different losses: {losses}")
+    return f"all strategies come to the same loss: the last ones are within {apart:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one model by four strategies and more.")
+    names = [one.name for one in STRATEGIES]
+    parser.add_argument("--out", type=Path, default=Path("runs/strategies"))
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    wanted = [one for one in STRATEGIES if one.name in options.only]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    job, measured = out / "job.yaml", out / "profile.json"
+    job.write_text(yaml.safe_dump(JOB, sort_keys=False), encoding="utf-8")
+    console.print("measuring the devices, alone and as teams ...")
+    run("profile", job, "--output", measured)
+    profile = gpumix.Profile.load(measured)
+
+    rows, losses, panels, planned = [], [], [], []
+    for one in wanted:
+        plan = plan_for(one, profile)
+        plan.save(out / f"{one.name}.json")
+        told = train(job, out / f"{one.name}.json", (out / one.name).absolute())
+        simulated = simulate(plan, out / one.name, measured)
+        step = read(out / one.name / "trace.json")
+        losses.append(told["loss"])
+        rows.append(row(one, plan, told, step))
+        panels.append(titled(one.title, step, told["tokens_per_s"]))
+        planned.append(None if simulated is None else read(simulated, "as it was planned"))
+        console.print(f"{panels[-1].title}; trace: {out / one.name / 'trace.json'}")
+
+    console.print(table(rows))
+    console.print(agreement(losses))
+    if find_spec("matplotlib") is None:
+        console.print('no pictures: matplotlib is not installed (pip install "gpumix[pictures]")')
+        return
+    for one, step, expected in zip(wanted, panels, planned):
+        draw([step] if expected is None else [step, expected], out / f"{one.name}.png")
+    draw(panels, out / "strategies.png")
+    console.print(f"pictures: {out}/strategies.png, and one of each")
+
+
+def titled(title: str, step: Panel, tokens_per_s: float) -> Panel:
+    text = f"{title}: {tokens_per_s:.0f} tokens/s, devices idle {step.idle_share:.0%} of the step"
+    return Panel(text, step.devices)
+
+
+if __name__ == "__main__":
+    main()
