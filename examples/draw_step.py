@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,29 +41,34 @@ WORK = {
 COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
 WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
 ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
-CHARACTER_PART = 0.0065  # of the width of the bars, that a character takes
+CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # of a picture's width, that a text takes
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a device does from `start_s` on; `text` may be shown inside."""
+    """What a device does; of a pass through a stage, with the numbers of both from 1 on."""
 
     what: str
     start_s: float
-    seconds: float
-    text: str = ""
+    end_s: float
+    stage: int = 0
+    micro_batch: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One step: the bars of each device, by its name."""
+    """One step: the bars of each device in the order of time, by its name."""
 
     title: str
     devices: dict[str, list[Bar]]
 
     @property
     def step_s(self) -> float:
-        return max(bar.start_s + bar.seconds for bars in self.devices.values() for bar in bars)
+        return max(bar.end_s for bars in self.devices.values() for bar in bars)
 
     @property
     def idle_share(self) -> float:
@@ -78,23 +83,51 @@ class Panel:
 
 
 def read(path: Path, title: str = "") -> Panel:
-    """A step from a trace file, which is in the Trace Event Format."""
+    """A step from a trace file, which is in the Trace Event Format; devices by their stages."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    devices: dict[str, list[Bar]] = {name.split(": ")[-1]: [] for name in names.values()}
-    for event in events:
+    found: dict[str, list[Bar]] = {name: [] for name in names.values()}
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event["ph"] == "X" and (event["cat"] in WORK or event["cat"] == "waiting"):
-            devices[names[event["pid"]].split(": ")[-1]].append(_bar(event))
+            found[names[event["pid"]]].append(_bar(event))
+    stages = {name: sorted({bar.stage for bar in bars} - {0}) for name, bars in found.items()}
+    devices = {
+        _label(name, stages[name]): found[name] for name in sorted(found, key=stages.__getitem__)
+    }
     return Panel(title or path.stem, devices)
+
+
+def _label(process: str, stages: Sequence[int]) -> str:
+    """The device with its class, without its host, and its stages."""
+    device = process.split(": ")[-1].replace(", emulated", "")
+    return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
 
 
 def _bar(event: dict[str, Any]) -> Bar:
     what = WORK.get(event["cat"], "communication" if event["name"] in COMMUNICATES else "idle")
-    text = ""
-    if event["args"].get("unit", "").startswith("stage "):
-        (number,) = event["args"]["micro_batches"]
-        text = str(number + 1)
-    return Bar(what, event["ts"] / 1e6, event["dur"] / 1e6, text)
+    start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    unit = event["args"].get("unit", "")
+    if not unit.startswith("stage "):
+        return Bar(what, start_s, end_s)
+    (number,) = event["args"]["micro_batches"]
+    return Bar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
+
+
+def passes(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """The passes of micro-batches through stages: of each the longest part that only communication
+    cuts."""
+    longest: dict[tuple[str, int, int], Bar] = {}
+    latest: Bar | None = None
+    for bar in bars:
+        if bar.what == "communication":
+            continue
+        key = (bar.what, bar.stage, bar.micro_batch)
+        if latest is not None and (latest.what, latest.stage, latest.micro_batch) == key:
+            bar = replace(bar, start_s=latest.start_s)
+        latest = bar
+        if bar.stage and (key not in longest or bar.seconds > longest[key].seconds):
+            longest[key] = bar
+    yield from longest.values()
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
@@ -126,10 +159,11 @@ def _draw_panel(axes: Axes, panel: Panel, longest_s: float) -> None:
             spans = [(bar.start_s, bar.seconds) for bar in bars if bar.what == what]
             edge = {} if what == "idle" else {"edgecolor": "white", "linewidth": 0.4}
             axes.broken_barh(spans, (row - 0.42, 0.84), facecolor=COLOURS[what], **edge)
-        for bar in bars:
-            if bar.text and bar.seconds > len(bar.text) * 1.6 * CHARACTER_PART * longest_s:
-                middle = bar.start_s + bar.seconds / 2
-                axes.text(middle, row, bar.text, ha="center", va="center", fontsize=8)
+        for bar in passes(bars):
+            text = str(bar.micro_batch)
+            if bar.seconds > (len(text) * CHARACTER_PART + MARGIN_PART) * longest_s:
+                middle_s = (bar.start_s + bar.end_s) / 2
+                axes.text(middle_s, row, text, ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(panel.devices)), list(panel.devices), fontsize=8)
     axes.set_ylim(len(panel.devices) - 0.4, -0.6)
     axes.set_xlim(0, longest_s)

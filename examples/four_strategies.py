@@ -1,19 +1,20 @@
-"""One model, one set of data, the four classic ways to train it on several devices, and two mixtures.
+"""One model, the four classic ways to train it on several devices, and two mixtures of them.
 
     python examples/four_strategies.py --out runs/strategies
 
-Four emulated devices of two classes, two fast and two slow, train the same small Llama by six plans:
+Four emulated devices, two fast and two slow, train a small Llama on the same data by six plans:
 
     data       every device has the whole model and a part of each batch
     model      every device has some layers; the whole batch goes through one after the other
     pipeline   the same, in micro-batches: while one device computes the first, another the second
     tensor     every device has a part of every layer; all compute all samples together
-    pipeline x data, pipeline x tensor: two stages, of several devices each
+    pipeline x data, pipeline x tensor: two stages, of two devices each or so
 
 All of them are the same kind of value, a plan, which says who computes and who stores what; so all
-come to the same losses. The table at the end tells what differs. In `--out` is a folder for each
-run with its plan, metrics and the trace of one step, for ui.perfetto.dev, and pictures of what was
-measured and of what was planned; all steps together are in `strategies.png`. Takes two minutes.
+come to the same losses. What differs, the table at the end tells: *idle* is the part of a step in
+which devices compute nothing, whatever they wait for. In `--out` is a folder for each run with its
+plan, metrics and the trace of one step, for ui.perfetto.dev; beside them a picture of each step, as
+it was measured and as it was planned, and all of them in `strategies.png`. Takes some two minutes.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from draw_step import Panel, draw, read
 from rich.console import Console
 from rich.table import Table
 
 import gpumix
+from draw_step import Panel, draw, read
 
 HERE = Path(__file__).parent
-BATCH = 16
-STEPS = 6
+BATCH = 12
+STEPS = 5
 DEVICES = [
-    {"class": "fast", "emulate": "4 GFLOP/s", "memory": "96 MiB", "count": 2},
-    {"class": "slow", "emulate": "2 GFLOP/s", "memory": "96 MiB", "count": 2},
+    {"class": "fast", "emulate": "4 GFLOP/s", "memory": "192 MiB", "count": 2},
+    {"class": "slow", "emulate": "2 GFLOP/s", "memory": "192 MiB", "count": 2},
 ]
 JOB = {
     "model": {
         "config": {
             "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 352,
-            "num_hidden_layers": 9,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_hidden_layers": 12,
             "num_attention_heads": 4,
             "max_position_embeddings": 64,
             "vocab_size": 264,  # 256 bytes, the end of a text, and a round number
@@ -155,10 +156,15 @@ def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> 
         " | ".join(groups),
         speed,
         f"{step.idle_share:.0%}",
-        " ".join(f"{device['peak_bytes'] / 2**20:.0f}" for device in told["devices"]),
+        " ".join(mebibytes(device["peak_bytes"]) for device in told["devices"]),
         f"{sum(device['sent_bytes'] for device in told['devices']) / 2**20:.1f}",
         f"{told['loss']:.5f}",
     ]
+
+
+def mebibytes(peak_bytes: int | None) -> str:
+    """Without a C++ compiler emulated memory is not counted."""
+    return "?" if peak_bytes is None else f"{peak_bytes / 2**20:.0f}"
 
 
 def table(rows: list[list[str]]) -> Table:
@@ -201,28 +207,31 @@ def main() -> None:
     run("profile", job, "--output", measured)
     profile = gpumix.Profile.load(measured)
 
-    rows, losses, panels, planned = [], [], [], []
+    rows, losses, overruns = [], [], 0
+    panels: dict[str, list[Panel]] = {}
     for one in wanted:
-        plan = plan_for(one, profile)
+        plan, folder = plan_for(one, profile), out / one.name
         plan.save(out / f"{one.name}.json")
-        told = train(job, out / f"{one.name}.json", (out / one.name).absolute())
-        simulated = simulate(plan, out / one.name, measured)
-        step = read(out / one.name / "trace.json")
-        losses.append(told["loss"])
+        told = train(job, out / f"{one.name}.json", folder.absolute())
+        step = titled(one.title, read(folder / "trace.json"), told["tokens_per_s"])
+        simulated = simulate(plan, folder, measured)
+        panels[one.name] = [step, *([read(simulated, "as it was planned")] if simulated else [])]
         rows.append(row(one, plan, told, step))
-        panels.append(titled(one.title, step, told["tokens_per_s"]))
-        planned.append(None if simulated is None else read(simulated, "as it was planned"))
-        console.print(f"{panels[-1].title}; trace: {out / one.name / 'trace.json'}")
+        losses.append(told["loss"])
+        overruns += told["overruns"]
+        console.print(f"{step.title}; trace: {folder / 'trace.json'}")
 
     console.print(table(rows))
     console.print(agreement(losses))
+    if overruns:
+        console.print(f"this machine was too busy for the speeds to count: {overruns} overruns")
     if find_spec("matplotlib") is None:
         console.print('no pictures: matplotlib is not installed (pip install "gpumix[pictures]")')
         return
-    for one, step, expected in zip(wanted, panels, planned):
-        draw([step] if expected is None else [step, expected], out / f"{one.name}.png")
-    draw(panels, out / "strategies.png")
-    console.print(f"pictures: {out}/strategies.png, and one of each")
+    for name, of_one in panels.items():
+        draw(of_one, out / f"{name}.png")
+    draw([step for step, *_ in panels.values()], out / "strategies.png")
+    console.print(f"pictures: {out / 'strategies.png'}, and one of each strategy beside it")
 
 
 def titled(title: str, step: Panel, tokens_per_s: float) -> Panel:

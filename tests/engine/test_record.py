@@ -12,7 +12,7 @@ from gpumix.spec.plan import Mode, Plan
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, own_rows
-from staging import Row, own_samples, rows, staged_engine, staged_plan
+from staging import own_samples, rows, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 UNITS = [f"transformer.h.{i}" for i in range(3)]
@@ -112,13 +112,13 @@ def test_steps_are_not_recorded_by_default():
 
 KEPT = {"mode": Mode(recompute=False)}
 HALVES = rows([6], [6])
-AROUND = [Row(HALVES[n % 2].shares, HALVES[n % 2].devices) for n in range(3)]
 STAGED = {
     "gpipe": staged_plan("gpt2", HALVES, schedule="gpipe", zero_stage=1),
     "1f1b": staged_plan("gpt2", HALVES, cuts=[1], zero_stage=0),
     "zero-bubble": staged_plan(
         "gpt2", rows([6], [6], **KEPT), schedule="zero-bubble", zero_stage=1
     ),
+    "interleaved": staged_plan("t5", HALVES * 2, schedule="interleaved", zero_stage=1),
     "waves": staged_plan("gpt2", HALVES, waves=3, zero_stage=3),
     "team": staged_plan("gpt2", rows([6], tensor=[2]), zero_stage=1),
 }
@@ -128,9 +128,10 @@ def _staged_on_rank(plans: dict[str, str]):
     found = {}
     for name, text in plans.items():
         plan = Plan.model_validate_json(text)
-        engine = staged_engine("gpt2", plan)
+        model = "t5" if name == "interleaved" else "gpt2"
+        engine = staged_engine(model, plan)
         rank = engine.comm.rank
-        batch = own_samples(plan, rank, next(batches(GPT2, 6, 1)))
+        batch = own_samples(plan, rank, next(batches(ARCHITECTURES[model], 6, 1)))
         found[name], _ = recorded(engine, plan.workers[rank], batch)
     return found
 

@@ -30,17 +30,32 @@ from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH
 
+
+def _with_no_choice(strategy: Strategy) -> Strategy:
+    """A strategy that does not choose how many stages there are."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        if request.space.least_stages > 1:
+            raise InputError(
+                "the strategy does not choose how many stages there are: 'least_stages' has no "
+                "effect",
+                fix="use `strategy: staged` or `optimal`",
+            )
+        return strategy(profile, request)
+
+    return planned
+
+
 STRATEGIES: dict[str, Strategy] = {
     "optimal": over_degrees(fastest),
     "staged": over_degrees(staged),
-    "model": over_degrees(by_memory),
-    "even": even,
-    "proportional": proportional,
-    "poplar": poplar,
-    "cephalo": cephalo,
-    "best-subset": best_subset,
+    "model": _with_no_choice(over_degrees(by_memory)),
+    "even": _with_no_choice(even),
+    "proportional": _with_no_choice(proportional),
+    "poplar": _with_no_choice(poplar),
+    "cephalo": _with_no_choice(cephalo),
+    "best-subset": _with_no_choice(best_subset),
 }
-IN_STAGES = ("optimal", "staged")  # which choose how many stages there are
 WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
 SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class
 
@@ -82,11 +97,6 @@ def plan(
         raise InputError(
             f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
             fix="give the samples of a step over all devices",
-        )
-    if space.least_stages > 1 and strategy not in IN_STAGES:
-        raise InputError(
-            f"strategy '{strategy}' does not choose a number of stages: least_stages has no effect",
-            fix=f"use one of: {', '.join(IN_STAGES)}",
         )
     request = PlanRequest(global_batch=global_batch, space=space)
     paces = Paces(profile, global_batch)

@@ -169,9 +169,7 @@ class _Search:
         """With seconds that no step of each is shorter than."""
         most = min(self._calls, self._space.most_stages or self._calls)
         found = [
-            row
-            for row in rows(self._devices, most)[0]
-            if len(row) >= self._space.least_stages
+            row for row in rows(self._devices, most)[0] if len(row) >= self._space.least_stages
         ]
         classes = sorted(Counter(device.device_class for device in self._devices).items())
         for row in found:

@@ -64,7 +64,9 @@ class Space(Value):
         description="no plan has more stages; null: as many as there are devices, or blocks",
     )
     least_stages: int = Field(
-        default=1, ge=1, description="no plan has fewer stages; above 1 for `staged` and `optimal`"
+        default=1,
+        ge=1,
+        description="no plan has fewer stages; for strategies `staged` and `optimal`",
     )
     schedules: Some[Schedule] = Field(
         default=("1f1b", "gpipe", "interleaved", "zero-bubble"),
