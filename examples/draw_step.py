@@ -6,7 +6,7 @@
 Traces come from `gpumix train --trace STEP` (what was measured) and `gpumix simulate --trace FILE`
 (what was planned); several are drawn below each other on one scale of time. Numbers inside of bars
 are those of micro-batches, where a plan has several stages. Needs matplotlib (`pip install
-"gpumix[pictures]"`).
+".[pictures]"`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ WORK = {
     "optimizer": "update",
 }
 COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
+PALE = 0.6  # opacity of passes through a device's second stage, if it has several
 WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
 ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
 CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # of a picture's width, that a text takes
@@ -155,10 +156,17 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
 def _draw_panel(axes: Axes, panel: Panel, longest_s: float) -> None:
     for row, bars in enumerate(panel.devices.values()):
-        for what in dict.fromkeys(bar.what for bar in bars):
-            spans = [(bar.start_s, bar.seconds) for bar in bars if bar.what == what]
-            edge = {} if what == "idle" else {"edgecolor": "white", "linewidth": 0.4}
-            axes.broken_barh(spans, (row - 0.42, 0.84), facecolor=COLOURS[what], **edge)
+        first = min((bar.stage for bar in bars if bar.stage), default=0)
+        for what, stage in dict.fromkeys((bar.what, bar.stage) for bar in bars):
+            same = [bar for bar in bars if (bar.what, bar.stage) == (what, stage)]
+            axes.broken_barh(
+                [(bar.start_s, bar.seconds) for bar in same],
+                (row - 0.42, 0.84),
+                facecolor=COLOURS[what],
+                edgecolor="white",
+                linewidth=0.0 if what == "idle" else 0.4,
+                alpha=1.0 if stage in (0, first) else PALE,
+            )
         for bar in passes(bars):
             text = str(bar.micro_batch)
             if bar.seconds > (len(text) * CHARACTER_PART + MARGIN_PART) * longest_s:
