@@ -5,8 +5,8 @@
 
 Traces come from `gpumix train --trace STEP` (what was measured) and `gpumix simulate --trace FILE`
 (what was planned); several are drawn below each other on one scale of time. Numbers inside of bars
-are those of micro-batches, where a plan has several stages. Needs matplotlib (`pip install
-".[pictures]"`).
+are those of micro-batches, where a plan has several stages; passes through a device's second stage
+are paler. Needs matplotlib: pip install ".[pictures]"
 """
 
 from __future__ import annotations

@@ -65,7 +65,14 @@ JOB = {
 }
 
 # As the textbook has them: gradients are summed over whole copies, and nothing is computed twice.
-TEXTBOOK = {"zero_stages": 0, "recompute": False, "leave_out": False, "state_on": "device"}
+TEXTBOOK = {
+    "zero_stages": 0,
+    "recompute": False,
+    "orders": "layered",
+    "heads": "whole",
+    "state_on": "device",
+    "leave_out": False,
+}
 
 
 @dataclass(frozen=True)
