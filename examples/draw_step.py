@@ -39,6 +39,7 @@ WORK = {
     "optimizer": "update",
 }
 COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
+EDGED_PART = 0.004  # of a picture's width: narrower bars have no edge, which would hide them
 PALE = 0.6  # opacity of passes through a device's second stage, if it has several
 WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
 ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
@@ -163,8 +164,8 @@ def _draw_panel(axes: Axes, panel: Panel, longest_s: float) -> None:
                 [(bar.start_s, bar.seconds) for bar in same],
                 (row - 0.42, 0.84),
                 facecolor=COLOURS[what],
-                edgecolor="white",
-                linewidth=0.0 if what == "idle" else 0.4,
+                edgecolor=COLOURS["idle"] if what == "idle" else "white",
+                linewidths=[0.4 if b.seconds > EDGED_PART * longest_s else 0.0 for b in same],
                 alpha=1.0 if stage in (0, first) else PALE,
             )
         for bar in passes(bars):
