@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 
+from gpumix.cost.pipeline import Pipeline
 from gpumix.engine.record import SILENT, Recorder
+from gpumix.spec.plan import Mode, Plan
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, own_rows
+from staging import own_samples, rows, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 UNITS = [f"transformer.h.{i}" for i in range(3)]
@@ -103,3 +106,77 @@ def test_steps_are_not_recorded_by_default():
     engine = engine_alone(GPT2.factory, 2, 1)
     engine.step(next(batches(GPT2, 2, 1)))
     assert engine.comm.record is SILENT
+
+
+# -- several stages, and teams ---------------------------------------------------------------------
+
+KEPT = {"mode": Mode(recompute=False)}
+HALVES = rows([6], [6])
+STAGED = {
+    "gpipe": staged_plan("gpt2", HALVES, schedule="gpipe", zero_stage=1),
+    "1f1b": staged_plan("gpt2", HALVES, cuts=[1], zero_stage=0),
+    "zero-bubble": staged_plan(
+        "gpt2", rows([6], [6], **KEPT), schedule="zero-bubble", zero_stage=1
+    ),
+    "interleaved": staged_plan("t5", HALVES * 2, schedule="interleaved", zero_stage=1),
+    "waves": staged_plan("gpt2", HALVES, waves=3, zero_stage=3),
+    "team": staged_plan("gpt2", rows([6], tensor=[2]), zero_stage=1),
+}
+
+
+def _staged_on_rank(plans: dict[str, str]):
+    found = {}
+    for name, text in plans.items():
+        plan = Plan.model_validate_json(text)
+        model = "t5" if name == "interleaved" else "gpt2"
+        engine = staged_engine(model, plan)
+        rank = engine.comm.rank
+        batch = own_samples(plan, rank, next(batches(ARCHITECTURES[model], 6, 1)))
+        found[name], _ = recorded(engine, plan.workers[rank], batch)
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_stages():
+    """By plan, the recordings of its ranks."""
+    plans = {name: plan.model_dump_json() for name, plan in STAGED.items()}
+    ranks = run_ranks(_staged_on_rank, 2, plans)
+    return {name: [found[name] for found in ranks] for name in plans}
+
+
+@pytest.mark.parametrize("name", [name for name in STAGED if name != "team"])
+def test_in_stages_it_is_noted_by_pass_and_micro_batch_as_scheduled(in_stages, name):
+    plan = STAGED[name]
+    for rank, recording in enumerate(in_stages[name]):
+        noted = [(s.kind, s.unit, s.batch) for s in recording.activities if s.batch is not None]
+        wanted = [
+            (action.kind, f"stage {action.stage + 1}", action.batch)
+            for action in Pipeline.of(plan).actions_of(plan, rank)
+        ]
+        assert [one for one, _ in groupby(noted)] == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in STAGED if name != "team"])
+def test_both_ends_of_a_message_know_it_by_one_name(in_stages, name):
+    first, second = (
+        {kind: [m.name for m in recording.moves if m.kind == kind] for kind in ("send", "receive")}
+        for recording in in_stages[name]
+    )
+    assert len(first["send"]) == len(set(first["send"])) > 0
+    assert sorted(first["send"]) == sorted(second["receive"])
+    assert sorted(first["receive"]) == sorted(second["send"])
+
+
+def test_waits_for_messages_are_noted(in_stages):
+    for recording in in_stages["1f1b"]:
+        waited = [s.move for s in recording.activities if s.kind == "waiting"]
+        assert "receive" in {recording.moves[move].kind for move in waited}
+
+
+def test_a_team_notes_its_sums_between_what_it_computes(in_stages):
+    """Two forward and, as blocks are computed again, four backward in each of three blocks."""
+    for recording in in_stages["team"]:
+        kinds = [activity.kind for activity in recording.activities]
+        assert kinds.count("team") >= 3 * 6
+        place = kinds.index("team")
+        assert kinds[place - 1 : place + 2] == ["forward", "team", "forward"]

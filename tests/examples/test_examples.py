@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 from example_runs import EXAMPLES, TORCHRUN, python
 
+from gpumix.spec.plan import Plan
 from gpumix.spec.read import read_job
+from gpumix.spec.trace import Trace
 
 pytestmark = pytest.mark.timeout(600)  # above the limits of the two runs that a test may start
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -72,6 +75,22 @@ def test_resume_elsewhere_goes_on_with_the_losses(cache):
     )
     assert len(three) == len(two) == 3
     assert two[0] < three[-1]
+
+
+@pytest.mark.slow
+def test_four_strategies_come_to_one_loss_and_leave_traces_and_pictures(cache, tmp_path):
+    script, names = "examples/four_strategies.py", ("model", "pipeline-tensor")
+    out = python(script, "--out", tmp_path, "--only", *names, cache=cache)
+    assert "all strategies come to the same loss" in out
+    assert all(title in out for title in ("model parallelism", "pipeline x tensor"))
+    plans = {name: Plan.load(tmp_path / f"{name}.json") for name in names}
+    assert [len(stage.workers) for stage in plans["model"].stages] == [1, 1, 1, 1]
+    assert [stage.tensor for stage in plans["pipeline-tensor"].stages] == [2, 2]
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == ({*names, "strategies"} if find_spec("matplotlib") else set())
+    for name in names:
+        passes = [e.name for e in Trace.load(tmp_path / name / "trace.json").traceEvents]
+        assert "forward stage 2" in passes
 
 
 @pytest.mark.slow

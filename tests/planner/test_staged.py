@@ -14,6 +14,7 @@ from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.counted import spread
+from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.staged import staged
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
@@ -174,3 +175,34 @@ def test_on_some_devices_no_others_are_used(strategy):
     some = ("c0-0", "c1-1")
     plan = strategy(found, PlanRequest(global_batch=8, devices=some))
     assert {w.device for w in plan.workers} == set(some)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
+    found = cluster([(1.0, 1), (2.0, 2)], calls=3)
+    space = SPACE.model_copy(update={"least_stages": stages, "most_stages": stages})
+    plan = staged(found, PlanRequest(global_batch=2, space=space))
+    assert len(plan.stages) == stages
+    least_s = min(
+        predict(found, one).step_s for one in every_plan(found, 2) if len(one.stages) == stages
+    )
+    assert predicted(plan).step_s <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "staged"])
+def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
+    found = cluster([(1.0, 3)], link=1e12)
+    assert len(make_plan(found, 4, strategy=strategy, space=Space(least_stages=3)).stages) >= 3
+
+
+@pytest.mark.parametrize("strategy", ["model", "even", "best-subset"])
+def test_a_number_of_stages_that_nobody_looks_at_is_refused(strategy):
+    with pytest.raises(InputError, match="'least_stages' has no effect"):
+        make_plan(cluster([(1.0, 3)]), 4, strategy=strategy, space=Space(least_stages=2))
+
+
+def test_more_stages_than_devices_or_units_are_refused():
+    with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices"):
+        staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=Space(least_stages=4)))
+    with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
+        Space(least_stages=4, most_stages=2)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
+
 import pytest
 from jobs import BATCH, metrics, toy, train, write_job
+from traces import slices, told
 
+from gpumix.simulate.events import simulate
+from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.trace import Trace
 from gpumix.train.pipeline import Pipeline
 
 CUT = 1  # calls of the first stage
@@ -72,9 +78,29 @@ def evaluations(folder) -> list[float]:
 def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
     folder = job.parent / f"stages-{zero_stage}"
     plan = staged(job, zero_stage=zero_stage)
-    found = train(job, f"output={folder}", plan=plan)
+    found = train(job, f"output={folder}", "trace_step=4", plan=plan)
     assert found.losses == pytest.approx(alone[0], rel=1e-5)
     assert evaluations(folder) == pytest.approx(alone[1], rel=1e-5)
+    check_trace(job, plan, Trace.load(folder / "trace.json"))
+
+
+def check_trace(job, plan: Plan, measured: Trace) -> None:
+    """Passes and messages are those of the simulated step; a device computes, or it waits."""
+    profile = Pipeline.of_file(job, [], debug=False).profile()
+    found, expected = slices(measured), slices(trace_of(simulate(profile, plan), plan))
+    assert list(found) == list(expected)
+    for process, threads in found.items():
+        # Waits cut passes, where a device waits for what it has not expected early enough.
+        passes = [one for one, _ in groupby(told(threads["compute"]))]
+        assert passes == told(expected[process]["compute"])
+        if not plan.in_waves:
+            assert sent(threads) == sent(expected[process])
+        spans = sorted(threads["compute"] + threads["waiting"], key=lambda e: (e["ts"], e["dur"]))
+        assert all(one["ts"] + one["dur"] == other["ts"] for one, other in pairwise(spans))
+
+
+def sent(threads) -> list:
+    return sorted(one for one in told(threads.get("communication", [])) if one[1] == "send")
 
 
 def test_a_trial_tells_how_much_of_its_time_each_rank_waited(job):

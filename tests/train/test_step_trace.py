@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
+from traces import slices, told
 
 from gpumix.engine.record import Activity, Moved, Recording
 from gpumix.simulate.events import simulate
@@ -38,22 +39,6 @@ def run(request, tmp_path_factory):
     train(job, plan=plan)
     profile = Pipeline.of_file(job, (), debug=False).profile()
     return folder / "run", plan, profile
-
-
-def slices(trace: Trace) -> dict[str, dict[str, list]]:
-    """The spans of a trace by process and thread, in the order of time."""
-    events = json.loads(trace.model_dump_json())["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found = {process: {} for process in processes.values()}
-    for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
-        found[processes[e["pid"]]].setdefault(threads[e["tid"]], []).append(e)
-    return found
-
-
-def told(spans: list) -> list:
-    """What spans say, whenever they were and whatever binds."""
-    return [(e["name"], e["cat"], e["args"]["unit"], e["args"]["micro_batches"]) for e in spans]
 
 
 def test_it_has_the_shape_of_the_simulated_one(run):

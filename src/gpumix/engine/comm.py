@@ -42,8 +42,8 @@ class Pending:
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.works = works
+        self.comm = comm
         self._label = label
-        self._comm = comm
         self._finish = [] if finish is None else [finish]
 
     def then(self, finish: Callable[[], None]) -> Pending:
@@ -52,9 +52,9 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        with reported(self._label), self._comm.clock:
+        with reported(self._label), self.comm.clock:
             for work in self.works:
-                self._comm.words.wait(work)
+                self.comm.words.wait(work)
         self.works = ()
         finish, self._finish = self._finish, []
         for act in finish:
@@ -135,6 +135,7 @@ class Communicator:
         forms: which form each collective takes where shares are unequal.
         device: where the tensors are that are communicated.
         of: the group that this one is a part of: they count together.
+        members: numbers of its ranks in the group of all; default: it is that group.
     """
 
     def __init__(
@@ -146,15 +147,18 @@ class Communicator:
         forms: Collectives | None = None,
         device: torch.device | str = "cpu",
         of: Communicator | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         if world > 1 and group is None:
             raise ValueError("several ranks need a process group")
         self.group = group
         self.rank = rank
         self.world = world
+        self.members = tuple(range(world)) if members is None else tuple(members)
         self.forms = forms or Collectives()
         self.counts: Counter[str] = Counter() if of is None else of.counts
         self.bytes: Counter[str] = Counter() if of is None else of.bytes
+        self.sent: Counter[str] = Counter() if of is None else of.sent  # bytes
         self.device = indexed(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
         self.words: LastWords = LastWords() if of is None else of.words  # of an engine
@@ -354,7 +358,8 @@ class Communicator:
 
     def alone(self) -> Communicator:
         """A group of this rank and no other."""
-        return Communicator(None, rank=0, world=1, device=self.device, of=self)
+        own = self.members[self.rank : self.rank + 1]
+        return Communicator(None, rank=0, world=1, device=self.device, of=self, members=own)
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
@@ -380,6 +385,7 @@ class Communicator:
             forms=self.forms,
             device=self.device,
             of=self,
+            members=[self.members[rank] for rank in ranks],
         )
 
     def exchange(
@@ -468,7 +474,18 @@ class Communicator:
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         self.counts[operation] += 1
-        self.bytes[operation] += tensor.numel() * tensor.element_size()
+        size = tensor.numel() * tensor.element_size()
+        self.bytes[operation] += size
+        self.sent[operation] += _sent_bytes(operation, size, self.world)
+
+
+def _sent_bytes(operation: str, size: int, world: int) -> int:
+    """What a rank sends for a buffer of `size` bytes at least, in the mean over its group: in a
+    gather each of the others gets what it lacks, in a reduction each owner all parts of its own; an
+    all-reduce is both. A message is sent by one end."""
+    if operation in ("send", "receive"):
+        return size if operation == "send" else 0
+    return (2 if operation == "all_reduce" else 1) * size * (world - 1) // world
 
 
 def _equal(parts: Sequence[torch.Tensor]) -> bool:

@@ -208,6 +208,9 @@ class Engine:
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale.float())
         table, gradient_scale = self._exchange(step.run(), scale)
+        self.comm.record.meets("other stage")
+        gradient_scale()
+        self.comm.record.goes_on()
         for bucket in self._buckets:
             bucket.settle(gradient_scale)
             if updates is not None:

@@ -261,6 +261,7 @@ class Step:
 
     def _do(self, action: Action, number: int) -> None:
         place = self._places[action.stage]
+        place.parts.record.passes(action)
         if action.kind == "forward":
             self._forward(place, action)
             following = self._actions[number + 1 : number + 2]

@@ -3,6 +3,9 @@
 `SILENT` notes nothing; it is what every communicator has but in a step that is traced. Times are
 the device's: on CUDA events on its streams, which are read when the step is over, so that nothing
 waits for them. `train.trace` puts the recordings of all ranks together.
+
+With one stage what is noted is units; with several, passes of micro-batches through a stage, as a
+schedule has them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,37 +22,46 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from gpumix.cost.pipeline import Action
 from gpumix.spec.plan import Worker
 from gpumix.spec.profile import ROOT
-from gpumix.spec.trace import Move, Work
+from gpumix.spec.trace import Move, Work, stage_name
 
 if TYPE_CHECKING:
     from gpumix.engine.comm import Communicator, Pending
 
-Operation = Literal["gather", "reduce"]
+Operation = Literal["gather", "reduce", "send", "receive"]
+Meeting = Literal["team", "other stage"]
 # Seconds since the step began, which may be asked for when it is over.
 Mark = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A time in which a rank computes, or waits for the collective of number `move`, or neither."""
+    """A time in which a rank computes, or waits for the collective of number `move`, or for others
+    in a meeting, or neither. Of a pass through a stage, `batch` is the number of the micro-batch,
+    or of the wave."""
 
-    kind: Literal[Work, "waiting", "overhead"]
+    kind: Literal[Work, Meeting, "waiting", "overhead"]
     unit: str
     start_s: float
     end_s: float
     move: int = -1
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A collective, from the moment at which this rank had issued it to its end on this rank."""
+    """A collective, or a message, from the moment at which this rank had issued it to its end on
+    this rank. All who take part in it know it by the same `name`, and in the same order those that
+    have one name."""
 
-    kind: Move
+    kind: Literal[Move, "receive"]
     unit: str
     issued_s: float
     ended_s: float
+    name: str = ""
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +93,26 @@ class Record:
     def computes(self, kind: Work, unit: str) -> None:
         """From here on this is computed."""
 
+    def passes(self, action: Action) -> None:
+        """From here on, but for waits, it is all a part of this pass."""
+
     def waits(self, operation: Operation, unit: str) -> None:
-        """From here on this collective is waited for."""
+        """From here on this collective, or message, is waited for."""
+
+    def meets(self, whom: Meeting) -> None:
+        """From here on others are waited for, with whom there is no collective of a unit."""
+
+    def goes_on(self) -> None:
+        """The wait is over: what was done before it is done again."""
 
     def overhead(self) -> None:
         """From here on neither."""
 
     def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
         """A collective was issued, in so many parts."""
+
+    def passed_on(self, operation: Operation, action: Action, name: str, message: Pending) -> None:
+        """A message was issued, with what comes out of a pass; `name` is its own."""
 
     def end(self) -> float:
         """The step is over; a reading of the host's clock."""
@@ -110,36 +134,57 @@ class Recorder(Record):
         self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
         self._latest: dict[tuple[Operation, str], int] = {}
         self._turned = False  # from the forward pass to the backward pass
+        self._pass: Callable[..., Activity] | None = None
+        self._doing: Callable[..., Activity] = partial(
+            Activity, "overhead", ROOT
+        )  # what is no wait
 
     def begin(self) -> float:
         """All ranks leave a meeting at the same time: their clocks start there."""
         _, met = self._comm.exchange(torch.zeros(1, device=self._comm.device), "meeting of ranks")
         met.wait()
         self._begun = self._clock.start()
-        self._activities.append((partial(Activity, "overhead", ROOT), lambda: 0.0))
+        self._activities.append((self._doing, lambda: 0.0))
         return self._begun
 
     def computes(self, kind: Work, unit: str) -> None:
-        self._turned = self._turned or kind == "head"
+        self._turned = kind in ("head", "backward")
         part = self._worker.state_share if kind == "optimizer" else self._worker.samples
         if part:
-            self._from_here(partial(Activity, kind, unit))
+            self._does(self._pass or partial(Activity, kind, unit))
+
+    def passes(self, action: Action) -> None:
+        self._turned = action.kind != "forward"
+        self._pass = partial(Activity, action.kind, stage_name(action.stage), batch=action.batch)
+        self._does(self._pass)
 
     def waits(self, operation: Operation, unit: str) -> None:
         move = self._latest.get((operation, unit))
         if move is not None:  # None: a rank alone, or a unit without parameters of its own
             self._from_here(partial(Activity, "waiting", unit, move=move))
 
+    def meets(self, whom: Meeting) -> None:
+        self._from_here(partial(Activity, whom, ROOT))
+
+    def goes_on(self) -> None:
+        self._from_here(self._doing)
+
     def overhead(self) -> None:
-        self._from_here(partial(Activity, "overhead", ROOT))
+        self._pass = None
+        self._does(partial(Activity, "overhead", ROOT))
 
     def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
         works = [work for part in parts for work in part.works]
         if works:
             again = operation == "gather" and self._turned
-            moved = partial(Moved, "regather" if again else operation, unit)
-            self._latest[operation, unit] = len(self._moves)
-            self._moves.append((moved, self._clock.mark(), self._clock.end_of(works)))
+            name = f"{operation} {unit} of {parts[0].comm.members}"
+            moved = partial(Moved, "regather" if again else operation, unit, name=name)
+            self._note(moved, (operation, unit), works)
+
+    def passed_on(self, operation: Operation, action: Action, name: str, message: Pending) -> None:
+        unit, known = stage_name(action.stage), f"{name} of {message.comm.members}"
+        moved = partial(Moved, operation, unit, name=known, batch=action.batch)
+        self._note(moved, (operation, name), message.works)
 
     def end(self) -> float:
         ended = self._clock.stop()
@@ -159,17 +204,31 @@ class Recorder(Record):
             ),
         )
 
+    def _note(
+        self,
+        moved: Callable[..., Moved],
+        key: tuple[Operation, str],
+        works: Sequence[dist.Work],
+    ) -> None:
+        self._latest[key] = len(self._moves)
+        self._moves.append((moved, self._clock.mark(), self._clock.end_of(works)))
+
+    def _does(self, activity: Callable[..., Activity]) -> None:
+        """What is done from here on, and after waits."""
+        self._doing = activity
+        self._from_here(activity)
+
     def _from_here(self, activity: Callable[..., Activity]) -> None:
-        self._activities.append((activity, self._clock.mark()))
+        if activity is not self._activities[-1][0]:
+            self._activities.append((activity, self._clock.mark()))
 
 
 class _HostClock:
-    """The host's clock is the device's. A thread waits for the ends of collectives; it sees them as
-    soon as Python lets it run, which may be some milliseconds late."""
+    """The host's clock is the device's. Threads of the backend tell the ends of collectives, as
+    soon as Python lets them run, which may be some milliseconds late."""
 
     def __init__(self) -> None:
         self._zero = 0.0
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="gpumix-record")
 
     def start(self) -> float:
         self._zero = time.perf_counter()
@@ -180,24 +239,24 @@ class _HostClock:
         return lambda: passed
 
     def end_of(self, works: Sequence[dist.Work]) -> Mark:
-        def wait() -> float:
-            for work in works:
-                work.wait()
-            return time.perf_counter() - self._zero
+        ends: list[Future[float]] = [Future() for _ in works]
+        for work, end in zip(works, ends):
+            work.get_future().add_done_callback(partial(self._tell, end))
+        return lambda: max(end.result() for end in ends)
 
-        return self._watcher.submit(wait).result
+    def _tell(self, end: Future[float], _: object) -> None:
+        end.set_result(time.perf_counter() - self._zero)
 
     def stop(self) -> float:
-        self._watcher.shutdown(wait=False)
         return time.perf_counter()
 
 
 class _StreamClock:
-    """Events on the device's streams. One beside the current one waits for collectives alone."""
+    """Events on the device's streams. Those beside the current one wait for collectives, each for
+    its own: messages do not end in the order in which they are issued."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._beside = torch.cuda.Stream(device)
         self._zero = torch.cuda.Event(enable_timing=True)
 
     def start(self) -> float:
@@ -212,7 +271,7 @@ class _StreamClock:
 
     def end_of(self, works: Sequence[dist.Work]) -> Mark:
         # The engine keeps the buffers until it has waited itself, so that to wait here frees none.
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
             for work in works:
                 work.wait()
             return self.mark()

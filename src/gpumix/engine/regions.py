@@ -91,6 +91,13 @@ def _own(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
 
 def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     """In place."""
+    team.record.meets("team")
+    value = _summed_now(value, team, label)
+    team.record.goes_on()
+    return value
+
+
+def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     if not team.on_gloo:
         return team.all_reduce(value, label)
     # A thread of gloo's may hold what it was given for longer than it takes: memory of a pool.
@@ -102,7 +109,13 @@ def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor
 
 
 def _all(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    label = "gather of parts in a team"
+    team.record.meets("team")
+    whole = _all_now(value, dim, team, "gather of parts in a team")
+    team.record.goes_on()
+    return whole
+
+
+def _all_now(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
     if not team.on_gloo:
         rows, gathered = team.exchange(value.reshape(-1), label)
         gathered.wait()

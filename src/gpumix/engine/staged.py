@@ -20,7 +20,14 @@ class StagedCommunicator(Communicator):
 
     @cached_property
     def _host(self) -> Communicator:
-        return Communicator(self.group, rank=self.rank, world=self.world, forms=self.forms, of=self)
+        return Communicator(
+            self.group,
+            rank=self.rank,
+            world=self.world,
+            forms=self.forms,
+            of=self,
+            members=self.members,
+        )
 
     def gather(
         self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str

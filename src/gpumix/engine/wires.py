@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from gpumix.cost.pipeline import Action
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.elsewhere import Look
 from gpumix.spec.plan import Plan, Taken, between_teams
@@ -111,9 +112,10 @@ class Wires:
                 self._here[message] = value
                 continue
             self._reap()
-            self._going.append(
-                self._lines[line].pass_on(sent.contiguous(), self._own(line), str(message))
-            )
+            name = str(message)
+            going = self._lines[line].pass_on(sent.contiguous(), self._own(line), name)
+            self._comm.record.passed_on("send", self._pass_of(message), name, going)
+            self._going.append(going)
 
     def expect(self, message: Message, look: Look) -> None:
         """Begin to receive what looks so."""
@@ -122,8 +124,10 @@ class Wires:
             return
         dtype = self._dtype if look.dtype.is_floating_point else look.dtype
         room = torch.empty(look.shape, dtype=dtype, device=self._comm.device)
-        lines = self._lines[line]
-        self._coming[message] = (room, lines.pass_on(room, 1 - lines.rank, str(message)))
+        lines, name = self._lines[line], str(message)
+        coming = lines.pass_on(room, 1 - lines.rank, name)
+        self._comm.record.passed_on("receive", self._pass_of(message), name, coming)
+        self._coming[message] = (room, coming)
 
     def receive(self, message: Message, look: Look) -> torch.Tensor:
         """What was sent, in the dtype of its look."""
@@ -131,19 +135,29 @@ class Wires:
             return self._here.pop(message)
         self.expect(message, look)
         room, pending = self._coming.pop(message)
+        self._comm.record.waits("receive", str(message))
         pending.wait()
+        self._comm.record.goes_on()
         return room.to(look.dtype)
 
     def finish(self) -> None:
         """Wait until all that was sent is there."""
+        self._comm.record.meets("other stage")
         while self._going:
             self._going.popleft().wait()
+        self._comm.record.goes_on()
 
     def abandon(self) -> None:
         """Leave nothing of a step that failed."""
         self._here.clear()
         self._coming.clear()
         self._going.clear()
+
+    def _pass_of(self, message: Message) -> Action:
+        """What comes to what is sent."""
+        forward = message.direction == "forward"
+        stage = self._stage_of_call[message.taken.call] if forward else message.to
+        return Action(message.direction, stage, message.batch)
 
     def _own(self, line: _Line) -> int:
         return self._lines[line].rank

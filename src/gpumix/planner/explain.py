@@ -30,15 +30,31 @@ from gpumix.spec.reasons import Alternative, Binding, Dtype, Mixing, Reasons
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH
 
+
+def _with_no_choice(strategy: Strategy) -> Strategy:
+    """A strategy that does not choose how many stages there are."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        if request.space.least_stages > 1:
+            raise InputError(
+                "the strategy does not choose how many stages there are: 'least_stages' has no "
+                "effect",
+                fix="use `strategy: staged` or `optimal`",
+            )
+        return strategy(profile, request)
+
+    return planned
+
+
 STRATEGIES: dict[str, Strategy] = {
     "optimal": over_degrees(fastest),
     "staged": over_degrees(staged),
-    "model": over_degrees(by_memory),
-    "even": even,
-    "proportional": proportional,
-    "poplar": poplar,
-    "cephalo": cephalo,
-    "best-subset": best_subset,
+    "model": _with_no_choice(over_degrees(by_memory)),
+    "even": _with_no_choice(even),
+    "proportional": _with_no_choice(proportional),
+    "poplar": _with_no_choice(poplar),
+    "cephalo": _with_no_choice(cephalo),
+    "best-subset": _with_no_choice(best_subset),
 }
 WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
 SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class

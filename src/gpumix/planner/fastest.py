@@ -42,6 +42,8 @@ def fastest_beside(
     Raises:
         NoFeasiblePlanError: `other`, and no plan of several stages fits.
     """
+    if request.space.least_stages > 1:
+        return staged(profile, request).model_copy(update={"strategy": "optimal"})
     found = other
     if isinstance(found, Plan):
         found = finished(profile, request, found, paces)

@@ -84,6 +84,13 @@ class _Search:
         self._devices = ranked_devices(profile, request)
         self._below_s = below_s
         refuse_one_stage(profile, self._devices)
+        most = min(len(profile.model.calls), len(self._devices))
+        if request.space.least_stages > most:
+            raise InputError(
+                f"there is no plan of {request.space.least_stages} stages: there are "
+                f"{len(self._devices)} devices, and {len(profile.model.calls)} units",
+                fix=f"set techniques.least_stages to {most} at most",
+            )
         measured = {1, *(team.degree for team in profile.teams)}
         pace_of = PaceOf(profile, measured & set(request.space.tensor) or {1})
         self._manners = Manners(pace_of.profiles, request.space)
@@ -117,7 +124,8 @@ class _Search:
     @cached_property
     def _rows(self) -> tuple[list[Row], bool]:
         calls = len(self._profile.model.calls)
-        return rows(self._devices, min(calls, self._space.most_stages or calls))
+        found, complete = rows(self._devices, min(calls, self._space.most_stages or calls))
+        return [row for row in found if len(row) >= self._space.least_stages], complete
 
     @cached_property
     def _sizes(self) -> list[int]:

@@ -15,7 +15,7 @@ from gpumix.cost.staged import StagedStep
 from gpumix.simulate.replay import COMPUTING, OUTSIDE, Alike, Event, Idle, Kind, Replay
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.spec.trace import Cause
+from gpumix.spec.trace import Cause, stage_name
 
 
 def simulate_stages(profile: Profile, plan: Plan) -> Replay:
@@ -29,7 +29,7 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
     events = found.all()
     return Replay(
         lanes=tuple(Alike((rank,), worker) for rank, worker in enumerate(step.plan.workers)),
-        units=tuple(f"stage {number + 1}" for number in range(len(plan.stages))),
+        units=tuple(stage_name(number) for number in range(len(plan.stages))),
         events=events,
         idle=tuple(found.idle(events)),
         predicted_s=step.seconds,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.plan import Mode, Place, Plan, Schedule, Sharding, ZeroStage
@@ -63,6 +63,11 @@ class Space(Value):
         ge=1,
         description="no plan has more stages; null: as many as there are devices, or blocks",
     )
+    least_stages: int = Field(
+        default=1,
+        ge=1,
+        description="no plan has fewer stages; for strategies `staged` and `optimal`",
+    )
     schedules: Some[Schedule] = Field(
         default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
@@ -75,6 +80,14 @@ class Space(Value):
     padded: bool = Field(
         default=True, description="whether nearly equal shares may be moved as equal ones"
     )
+
+    @model_validator(mode="after")
+    def _some_number_of_stages(self) -> Self:
+        if self.most_stages is not None and self.most_stages < self.least_stages:
+            raise ValueError(
+                f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}"
+            )
+        return self
 
     def leaving_out(self) -> Space:
         """The same where no processes are started yet."""
@@ -104,7 +117,7 @@ class Space(Value):
             return f"ZeRO stage {plan.zero_stage}"
         if other := {stage.tensor for stage in plan.stages} - set(self.tensor):
             return f"tensor parallel degree {min(other)}"
-        if len(plan.stages) > (self.most_stages or len(plan.stages)):
+        if not self.least_stages <= len(plan.stages) <= (self.most_stages or len(plan.stages)):
             return f"{len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:
             return f"schedule '{plan.schedule}'"

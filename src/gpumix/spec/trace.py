@@ -41,6 +41,7 @@ Cause = Literal[
     "ends",
     "other stage",
     "message",
+    "team",
     "overhead",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -49,7 +50,8 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 `gather` and `reduction`: such a collective runs, and the rank needs it or one after it. `ends`: the
 root's gather or the last two reductions, beside which nothing is computed. `slower rank`: what it
 needs waits for another rank. `other stage`: what it needs is not computed yet; `message`: it is on
-its way. `host copies`: its own copies to or from the host are not done.
+its way. `team`: sums with the ranks that compute the same unit together; predicted times of passes
+hold them. `host copies`: its own copies to or from the host are not done.
 `overhead`: of every step, neither computing nor communication.
 """
 
@@ -97,6 +99,11 @@ def event(
 def wait(cause: Cause, *, process: str, start_s: float, end_s: float, **args: Arg) -> Span:
     """Why a device computes nothing, named and placed as in every trace."""
     return Span(cause, "waiting", process, "waiting", start_s, end_s, args)
+
+
+def stage_name(number: int) -> str:
+    """The unit of what a device does with a whole stage."""
+    return f"stage {number + 1}"
 
 
 def cause_of(move: Move, *, exposed: bool) -> Cause:

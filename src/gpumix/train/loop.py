@@ -36,7 +36,7 @@ WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 @dataclass(frozen=True)
 class Summary:
     """What a run came to. `prediction_error` is predicted over measured step time, less 1; there is
-    no loss where no step was left to do."""
+    no loss where no step was left to do. `devices` are as in the last steps, in rank order."""
 
     steps: int
     loss: float | None
@@ -46,6 +46,7 @@ class Summary:
     prediction_error: float | None
     overruns: int
     classes: list[dict[str, Any]]
+    devices: list[dict[str, Any]]
     losses: list[float]
     checkpoint: str
 
@@ -115,6 +116,8 @@ class Trainer:
         self._overruns_before = 0
         self._losses: list[float] = []
         self._classes: list[ClassRecord] = []
+        self._records: list[RankRecord] = []
+        self._sent_before, self._steps_before = self.engine.comm.sent.total(), self.step
 
     def run(self) -> Summary:
         """Train to the end.
@@ -249,15 +252,20 @@ class Trainer:
         waited = self.engine.comm.clock.total_s()
         busy = 1.0 - (waited - self._waited_s) / (now - self._since)
         self._waited_s, self._since = waited, now
+        sent, steps = self.engine.comm.sent.total(), max(1, self.step - self._steps_before)
+        sent_bytes = (sent - self._sent_before) / steps
+        self._sent_before, self._steps_before = sent, self.step
         mine = RankRecord(
             device=self.context.device.id,
             device_class=self.context.device.device_class,
             busy_share=max(0.0, busy),
             peak_bytes=self.context.runtime.peak_bytes(),
             overruns=self._overruns(),
+            sent_bytes=sent_bytes,
         )
         told = self.context.ranks.gather("records", mine.to_json())
-        self._classes = by_class(self.plan, [RankRecord.from_json(text) for text in told])
+        self._records = [RankRecord.from_json(text) for text in told]
+        self._classes = by_class(self.plan, self._records)
         if self._display is not None:
             self._log.classes(self.step, self._classes)
             self._display.classes(self._classes)
@@ -364,6 +372,7 @@ class Trainer:
             prediction_error=predicted / step_s - 1 if predicted and step_s else None,
             overruns=sum(c.overruns for c in self._classes),
             classes=[asdict(c) for c in self._classes],
+            devices=[asdict(r) for r in self._records],
             losses=self._losses,
             checkpoint=str(path),
         )

@@ -35,13 +35,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How one rank did since the last record."""
+    """How one rank did since the last record; bytes are those that it sent in a step."""
 
     device: str
     device_class: str
     busy_share: float
     peak_bytes: int | None
     overruns: int
+    sent_bytes: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

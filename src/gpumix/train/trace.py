@@ -1,14 +1,16 @@
 """The trace of a step that was run, in the shape of those that `gpumix simulate` writes.
 
-Every rank records its own part; only all parts together say when a collective began to run, and so
-for whom a rank waited.
+Every rank records its own part; only all parts together say when a collective, or a message, began
+to run, and so for whom a rank waited.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from gpumix.engine.record import Activity, Moved, Recording
 from gpumix.spec.plan import Plan, Worker
@@ -18,15 +20,31 @@ from gpumix.spec.trace import Cause, Span, Trace, cause_of, event, process_of, w
 
 def trace_of(plan: Plan, recordings: Sequence[Recording]) -> Trace:
     """One step by the recordings of all ranks, in rank order."""
-    of_all = zip(*(recording.moves for recording in recordings), strict=True)
-    begun_s = tuple(max(move.issued_s for move in same) for same in of_all)
-    ranks = (_Rank(plan, *of_rank, begun_s) for of_rank in zip(plan.workers, recordings))
+    keys = [tuple(_keys(recording.moves)) for recording in recordings]
+    begun_s: dict[_Key, float] = {}
+    for key, move in zip(chain(*keys), chain(*(recording.moves for recording in recordings))):
+        begun_s[key] = max(move.issued_s, begun_s.get(key, 0.0))
+    ranks = (
+        _Rank(plan, worker, recording, tuple(begun_s[key] for key in own))
+        for worker, recording, own in zip(plan.workers, recordings, keys)
+    )
     return Trace.of(chain.from_iterable(rank.spans() for rank in ranks))
+
+
+_Key = tuple[str, int]
+
+
+def _keys(moves: Sequence[Moved]) -> Iterator[_Key]:
+    """By which all who took part know them: the name, and how many there were of it before."""
+    before: Counter[str] = Counter()
+    for move in moves:
+        yield move.name, before[move.name]
+        before[move.name] += 1
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank did. `begun_s` is when the last rank had issued each collective."""
+    """What one rank did. `begun_s` is when the last who takes part had issued each collective."""
 
     plan: Plan
     worker: Worker
@@ -37,9 +55,13 @@ class _Rank:
         worker = self.worker
         process = process_of(worker, emulated=self.plan.emulated)
         for done in self.recording.activities:
-            if done.kind == "waiting" or done.kind == "overhead":
+            if done.kind == "waiting":
                 for cause, start_s, end_s in self._causes(done):
                     yield wait(cause, process=process, start_s=start_s, end_s=end_s)
+                continue
+            if done.kind == "overhead" or done.kind == "team" or done.kind == "other stage":
+                span = wait(done.kind, process=process, start_s=done.start_s, end_s=done.end_s)
+                yield span
                 continue
             yield event(
                 done.kind,
@@ -47,29 +69,47 @@ class _Rank:
                 process=process,
                 start_s=done.start_s,
                 end_s=done.end_s,
-                micro_batches=() if done.kind == "optimizer" else worker.micro_batches,
+                micro_batches=self._batches(done),
             )
-        for move, start_s, end_s in self._moves():
-            yield event(move.kind, move.unit, process=process, start_s=start_s, end_s=end_s)
+        yield from self._moves(process)
+
+    def _batches(self, done: Activity) -> tuple[int, ...]:
+        if done.batch is not None:
+            return (done.batch,)
+        return () if done.kind == "optimizer" else self.worker.micro_batches
 
     def _causes(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
         """What a rank waits for: first for the last rank to issue the collective, then for it."""
-        if waited.kind == "overhead":
-            yield "overhead", waited.start_s, waited.end_s
-            return
         move = self.recording.moves[waited.move]
-        first = self.plan.stages[0].units[0]
-        exposed = move.unit == ROOT or (move.kind == "reduce" and move.unit == first)
         begun_s = min(max(self.begun_s[waited.move], waited.start_s), waited.end_s)
+        message = move.kind == "receive"
         if begun_s > waited.start_s:
-            yield "slower rank", waited.start_s, begun_s
-        yield cause_of(move.kind, exposed=exposed), begun_s, waited.end_s
+            yield "other stage" if message else "slower rank", waited.start_s, begun_s
+        yield "message" if message else self._cause(move), begun_s, waited.end_s
 
-    def _moves(self) -> Iterator[tuple[Moved, float, float]]:
-        """Collectives with their start and end. What is under way at the same time is shown one
-        after the other, as it is on a wire."""
+    def _cause(self, move: Moved) -> Cause:
+        """Of a wait for a collective. Of several stages others compute beside the first and the
+        last ones too."""
+        assert move.kind != "receive", "that is a message"
+        first = self.plan.stages[0].units[0]
+        ends = move.unit == ROOT or (move.kind == "reduce" and move.unit == first)
+        return cause_of(move.kind, exposed=ends and len(self.plan.stages) == 1)
+
+    def _moves(self, process: str) -> Iterator[Span]:
+        """Collectives, and messages where they come from. What is under way at the same time is
+        shown one after the other, as it is on a wire."""
         end_s = 0.0
-        for move, begun_s in zip(self.recording.moves, self.begun_s):
+        for begun_s, move in sorted(zip(self.begun_s, self.recording.moves), key=itemgetter(0)):
+            if move.kind == "receive":
+                continue
             start_s = max(end_s, begun_s)
             end_s = max(start_s, move.ended_s)
-            yield move, start_s, end_s
+            batches = () if move.batch is None else (move.batch,)
+            yield event(
+                move.kind,
+                move.unit,
+                process=process,
+                start_s=start_s,
+                end_s=end_s,
+                micro_batches=batches,
+            )
