@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpumix.planner.base import WORTHWHILE, PlanRequest, predicted
-from gpumix.planner.best_subset import best_subset
+from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.finish import finished
 from gpumix.planner.optimal import optimal
 from gpumix.planner.options import Paces
@@ -42,13 +42,16 @@ def fastest_beside(
     Raises:
         NoFeasiblePlanError: `other`, and no plan of several stages fits.
     """
-    if request.space.least_stages > 1:
-        return staged(profile, request).model_copy(update={"strategy": "optimal"})
     found = other
-    if isinstance(found, Plan):
-        found = finished(profile, request, found, paces)
-        found = _of_one_class(profile, request, _worth_leaving(found), paces) or found
-    found = _staged(profile, request, _worth_leaving(found)) or found
+    if request.space.least_stages > 1:
+        found = staged(profile, request).model_copy(update={"strategy": "optimal"})
+    else:
+        if isinstance(found, Plan):
+            found = finished(profile, request, found, paces)
+            found = _of_one_class(profile, request, _worth_leaving(found), paces) or found
+        found = _staged(profile, request, _worth_leaving(found)) or found
+    for _, alone in single_classes(profile, request) if request.space.leave_out else ():
+        found = _staged(profile, alone, _worth_leaving(found)) or found
     if isinstance(found, NoFeasiblePlanError):
         raise found
     return found

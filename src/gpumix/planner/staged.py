@@ -159,7 +159,7 @@ class _Search:
     # -- what promises most --------------------------------------------------------------------
 
     def _count_what_promises(self) -> None:
-        found: list[tuple[float, int, RowPromises, ZeroStage, Schedule, int]] = []
+        found: list[tuple[bool, float, int, RowPromises, ZeroStage, Schedule, int]] = []
         first = self._schedules[0]
         for row in self._rows[0]:
             promises = self._promises.of(row)
@@ -170,10 +170,13 @@ class _Search:
                     of_row = promises.divided(zero_stage, schedule)
                     for at in np.flatnonzero(of_row.seconds * PESSIMISM < self._best_s):
                         seconds = float(of_row.seconds[at])
-                        found.append((seconds, len(found), promises, zero_stage, schedule, int(at)))
+                        late = -(-self._batch // self._sizes[at]) * len(row) > PROMISING
+                        found.append(
+                            (late, seconds, len(found), promises, zero_stage, schedule, int(at))
+                        )
                     if not of_row.waits.any():
                         break
-        for seconds, _, promises, zero_stage, schedule, number in sorted(found):
+        for _, seconds, _, promises, zero_stage, schedule, number in sorted(found):
             if seconds * PESSIMISM > self._best_s or self._counting.work > PROMISING:
                 return
             if candidate := promises.candidate(zero_stage, schedule, number):
