@@ -24,23 +24,30 @@ from reference import SEED, Share, Trained, batches, joined, optimizer_for, piec
 
 
 class Row(NamedTuple):
-    """The workers of a stage: each one's part, and the number of its device; in teams of
-    `tensor`."""
+    """The workers of a stage: each one's part, and the number of its device; in teams of `tensor`,
+    which may divide the sequence too."""
 
     shares: tuple[Share, ...]
     devices: tuple[int, ...]
     tensor: int = 1
+    sequence: bool = False
 
 
 def rows(
-    *samples: Sequence[int], micro_batch: int = 2, tensor: Sequence[int] = (), **share: Any
+    *samples: Sequence[int],
+    micro_batch: int = 2,
+    tensor: Sequence[int] = (),
+    sequence: bool = False,
+    **share: Any,
 ) -> list[Row]:
-    """Stages on devices of their own, by the samples of each worker, or team of so many."""
+    """Stages on devices of their own, by the samples of each worker, or team of so many, which
+    divide the sequence too or not."""
     found, device = [], 0
     for of_stage, members in zip(samples, tensor or [1] * len(samples), strict=True):
         each = [Share(n, min(n, micro_batch), 1, **share) for n in of_stage]
         shares = tuple(share for share in each for _ in range(members))
-        found.append(Row(shares, tuple(range(device, device + len(shares))), members))
+        devices = tuple(range(device, device + len(shares)))
+        found.append(Row(shares, devices, members, sequence and members > 1))
         device += len(shares)
     return found
 
@@ -88,6 +95,7 @@ def staged_plan(
                 units=calls[begin:end],
                 workers=tuple(_worker(row, n) for n in range(len(row.shares))),
                 tensor=row.tensor,
+                sequence=row.sequence,
                 root=tuple(dict.fromkeys(name for one in wanted for name in one.root)),
                 takes=tuple(
                     dict.fromkeys(t for one in wanted for t in one.outputs if t.call < begin)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.boundary import Cut, cast
+from gpumix.engine.boundary import Cut, cast, taken
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
@@ -154,6 +154,9 @@ class Walk:
     def go_on(self, outputs: Any = None) -> None:
         """Hand over the outputs of the call (nothing at the start) and walk to the next."""
         self._at = self._coroutine.resume(outputs)
+        if self.call is not None:
+            specimens = self._specimens
+            self._at = taken(self.call, specimens.of_kind[specimens.kind_of[self.call.unit]])
         if self.call is not None:
             self._glue.used(len(self.calls), self._specimens.cut(self.call).links)
             self.calls.append(self.call.unit)
