@@ -42,7 +42,8 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """
     check_match(profile, plan)
     if len(plan.stages) == 1:
-        alone = _in_one(in_team(profile, plan.stages[0].tensor), plan.of_leaders)
+        (first,) = plan.stages
+        alone = _in_one(in_team(profile, first.tensor, sequence=first.sequence), plan.of_leaders)
         return _with_members(profile, plan, list(alone))
     in_stages = _InStages(profile, plan)
     found = _with_members(profile, plan, list(in_stages.of_leaders()))

@@ -21,7 +21,7 @@ from gpumix.cost.pipeline import NOTHING_SENT, Transfer
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
+from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup, TeamOperation
 
 # Devices of each class on each host.
 OnHosts = Mapping[str, Mapping[str, int]]
@@ -260,7 +260,7 @@ def wire_among(profile: Profile, places: Sequence[tuple[str, str]]) -> Wire:
 
 def team_seconds(
     profile: Profile,
-    operation: Literal["all_reduce", "exchange"],
+    operation: TeamOperation,
     name: str,
     degree: int,
     size: float,
@@ -268,8 +268,9 @@ def team_seconds(
     """Of one collective between so many devices of a class on one host, to which each gives `size`
     bytes: an all-reduce as it was timed, or a reduction and a gather; an exchange of what each has
     is a gather."""
-    if operation == "exchange":
-        return team_seconds(profile, "all_reduce", name, degree, size * degree) / 2
+    if operation != "all_reduce":
+        whole = size * degree if operation == "exchange" else size
+        return team_seconds(profile, "all_reduce", name, degree, whole) / 2
     for times in profile.network:
         if (times.operation, times.form) == ("sum", str(degree)):
             return seconds_of(times.times, size)

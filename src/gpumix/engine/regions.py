@@ -61,9 +61,10 @@ def leave_apart(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tens
 
 
 def own_part(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    """A copy of this rank's part along `dim`. Where that cannot be divided evenly, the first parts
-    are longer by one."""
-    return value.tensor_split(team.world, dim)[team.rank].contiguous()
+    """A copy of this rank's part along `dim`: a view would hold the whole. Where that cannot be
+    divided evenly, the first parts are longer by one."""
+    part = value.tensor_split(team.world, dim)[team.rank]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(torch.autograd.Function):

@@ -191,8 +191,8 @@ class Positions:
     """The positions of hidden states, divided over a team.
 
     Attributes:
-        entered: how often hidden states were divided, `left`: how often they became whole again,
-            both outside of units.
+        entered: how often hidden states that want a gradient were divided, `left`: how often they
+            became whole again, both outside of units.
     """
 
     def __init__(self, team: Communicator) -> None:
@@ -218,7 +218,7 @@ class Positions:
             if number != place:
                 leaves[number] = leaf.whole() if is_divided(leaf) else leaf
             elif not is_divided(leaf):
-                self.entered += 1
+                self.entered += leaf.requires_grad
                 leaves[number] = Divided(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
         given: tuple[Any, Any] = tree_unflatten(leaves, structure)
         return given
