@@ -266,14 +266,15 @@ def team_seconds(
     size: float,
 ) -> float:
     """Of one collective between so many devices of a class on one host, to which each gives `size`
-    bytes: an all-reduce as it was timed, or a reduction and a gather; an exchange of what each has
-    is a gather."""
-    if operation != "all_reduce":
-        whole = size * degree if operation == "exchange" else size
-        return team_seconds(profile, "all_reduce", name, degree, whole) / 2
+    bytes: as it was timed, or an all-reduce as a reduction and a gather, and these as half of it;
+    an exchange of what each has is a gather."""
+    timed = {"all_reduce": "sum", "exchange": "team_gather", "reduce": "team_reduce"}[operation]
+    whole = size * degree if operation == "exchange" else size
     for times in profile.network:
-        if (times.operation, times.form) == ("sum", str(degree)):
-            return seconds_of(times.times, size)
+        if (times.operation, times.form) == (timed, str(degree)):
+            return seconds_of(times.times, whole)
+    if operation != "all_reduce":
+        return team_seconds(profile, "all_reduce", name, degree, whole) / 2
     wire, forms = wire_among(profile, [("", name)] * degree), forms_for(profile)
     if not wire.knows("reduce", forms.reduce, "all"):
         return 0.0

@@ -7,6 +7,7 @@ A team is devices of one class on one host. To the planner it is one device of a
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_team
@@ -18,6 +19,10 @@ from gpumix.spec.profile import Profile
 
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
+
+Way = tuple[int, bool]
+"""How many devices are a team, and whether they divide the sequence too."""
+ALONE: Way = (1, False)
 
 
 def over_degrees(strategy: Strategy) -> Strategy:
@@ -40,12 +45,13 @@ def of_any_degree(
     """
     best: Plan | None = None
     failures: list[InputError | NoFeasiblePlanError] = []
-    wanted, measured = sorted(set(request.space.tensor)), {t.degree for t in profile.teams}
-    for degree in wanted:
-        if degree > 1 and degree not in measured and wanted[0] == 1:
+    wanted, measured = _ways(request), {(t.degree, t.sequence) for t in profile.teams}
+    for way in wanted:
+        others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
+        if way != ALONE and way not in measured and others:
             continue  # the model, or the cluster, has no such teams
         try:
-            found = alone() if degree == 1 else _in_teams(profile, request, strategy, degree)
+            found = alone() if way == ALONE else _in_teams(profile, request, strategy, way)
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
@@ -57,9 +63,18 @@ def of_any_degree(
     return best
 
 
-def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree: int) -> Plan:
-    """The strategy's plan for teams of so many."""
-    of_team, teams = in_team(profile, degree), _teams(profile, request, degree)
+def _ways(request: PlanRequest) -> list[Way]:
+    """What teams a request's space has, small ones first."""
+    degrees, sequence = sorted(set(request.space.tensor)), sorted(set(request.space.sequence))
+    of_several = product((degree for degree in degrees if degree > 1), sequence)
+    return [*([ALONE] if 1 in degrees else []), *of_several]
+
+
+def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, way: Way) -> Plan:
+    """The strategy's plan for such teams."""
+    degree, sequence = way
+    of_team = in_team(profile, degree, sequence=sequence)
+    teams = _teams(profile, request, degree)
     measured = {c.device_class for c in of_team.classes}
     leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
     devices = ranked_devices(profile, request)
@@ -79,7 +94,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree
             }
         ),
     )
-    plan = _expanded(found, teams, degree, devices)
+    plan = _expanded(found, teams, way, devices)
     expected = predict(profile, plan)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
@@ -102,7 +117,7 @@ def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
     }
 
 
-def _expanded(plan: Plan, teams: Teams, degree: int, devices: tuple[Device, ...]) -> Plan:
+def _expanded(plan: Plan, teams: Teams, way: Way, devices: tuple[Device, ...]) -> Plan:
     """A plan for the first devices of teams, for all of them."""
 
     def with_members(stage: Stage) -> Stage:
@@ -111,7 +126,9 @@ def _expanded(plan: Plan, teams: Teams, degree: int, devices: tuple[Device, ...]
             for worker in stage.workers
             for device in teams[worker.device]
         )
-        return stage.model_copy(update={"workers": workers, "tensor": degree})
+        degree, sequence = way
+        update = {"workers": workers, "tensor": degree, "sequence": sequence}
+        return stage.model_copy(update=update)
 
     stages = tuple(map(with_members, plan.stages))
     used = {worker.device for stage in stages for worker in stage.workers}

@@ -78,6 +78,7 @@ class MeasurementCache:
             "compiled": name in self.compiled,
             "compute_dtype": self.dtypes[name],
             "degrees": self.degrees.get(name, ()),
+            "sequence": self._job.techniques.sequence if self.degrees.get(name) else (),
         }
         return self._where / f"class-{_hash(work)}.json"
 

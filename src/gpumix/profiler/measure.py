@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from statistics import median
 from typing import Any
 
@@ -36,7 +35,7 @@ from gpumix.profiler.compute import (
 )
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
@@ -77,8 +76,8 @@ class Subject:
         dtypes: what each class computes in.
         compiled: the classes whose units are compiled.
         degrees: of each class, how many of its devices may compute units together.
-        sequence: whether they divide the positions of samples too, both ways as a rule.
-        must_divide: whether a model that cannot be divided so is an error.
+        sequence: whether they divide the positions of samples too.
+        must_divide: whether a model that cannot be divided in any of these ways is an error.
     """
 
     build: Callable[[], nn.Module]
@@ -192,15 +191,20 @@ def _teams(
     subject: Subject, runtime: DeviceRuntime, alone: ClassProfile, progress: Progress
 ) -> Iterator[TeamMeasurement]:
     """The device as one of so many that compute the units together: those degrees by which the
-    model can be divided."""
-    degrees = subject.degrees.get(alone.device_class, ())
-    for degree, sequence in product(degrees, subject.sequence):
-        try:
-            yield _team(subject, runtime, alone, degree, progress, sequence=sequence)
-        except (InputError, ModelError):
-            # Without divided positions a model that a team divides runs as it does alone.
-            if subject.must_divide and (not sequence or False not in subject.sequence):
-                raise
+    model can be divided, without and with divided positions if they can be."""
+    for degree in subject.degrees.get(alone.device_class, ()):
+        refused: GpumixError | None = None
+        found = False
+        for sequence in sorted(set(subject.sequence)):
+            try:
+                yield _team(subject, runtime, alone, degree, progress, sequence=sequence)
+                found = True
+            except (InputError, ModelError) as error:
+                if isinstance(error, ModelError) and not sequence:
+                    raise  # of a model that does not run alone either
+                refused = refused or error
+        if refused is not None and subject.must_divide and not found:
+            raise refused
 
 
 def _team(

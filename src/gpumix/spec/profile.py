@@ -321,11 +321,12 @@ class CollectiveTimes(Value):
 
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all. A `send` is one message between two ranks, of one host or of two; a `sum`
-    one all-reduce of a team inside a host, whose form is the number of its ranks.
+    one host holds in all. A `send` is one message between two ranks, of one host or of two. A `sum`
+    is an all-reduce of a team inside a host, and `team_gather` and `team_reduce` are its halves;
+    their form is the number of its ranks.
     """
 
-    operation: Literal["gather", "reduce", "send", "sum"]
+    operation: Literal["gather", "reduce", "send", "sum", "team_gather", "team_reduce"]
     form: str
     group: RankGroup = "all"
     times: Curve

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.plan import Mode, Place, Plan, Schedule, Sharding, ZeroStage
@@ -58,6 +58,11 @@ class Space(Value):
         description="tensor parallel degrees: how many devices of one class and host compute each "
         "block together",
     )
+    sequence: Some[bool] = Field(
+        default=(False, True),
+        description="whether devices that compute each block together also divide the positions of "
+        "a sample where blocks are not divided: sequence parallelism",
+    )
     most_stages: int | None = Field(
         default=None,
         ge=1,
@@ -75,6 +80,12 @@ class Space(Value):
     padded: bool = Field(
         default=True, description="whether nearly equal shares may be moved as equal ones"
     )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.sequence == (True,) and max(self.tensor) == 1:
+            raise ValueError("`sequence: true` has no effect without a tensor degree above 1")
+        return self
 
     def leaving_out(self) -> Space:
         """The same where no processes are started yet."""
@@ -104,6 +115,9 @@ class Space(Value):
             return f"ZeRO stage {plan.zero_stage}"
         if other := {stage.tensor for stage in plan.stages} - set(self.tensor):
             return f"tensor parallel degree {min(other)}"
+        ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
+        if unwanted := ways - set(self.sequence):
+            return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
         if len(plan.stages) > (self.most_stages or len(plan.stages)):
             return f"{len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:
