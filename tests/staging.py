@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -141,6 +141,26 @@ def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
     """A rank's part of a global batch."""
     own = [n for rows in plan.rows_of(rank) for n in rows]
     return {key: value[own] for key, value in batch.items()}
+
+
+def train_in_turn(
+    plans: Mapping[str, tuple[str, Plan]], steps: int
+) -> dict[str, tuple[list[list[float]], Trained]]:
+    """The same of several architectures and plans, by what they are called; ranks of as many as a
+    plan has are started once."""
+    found = {}
+    for world in sorted({len(plan.workers) for _, plan in plans.values()}):
+        alike = {key: one for key, one in plans.items() if len(one[1].workers) == world}
+        work = [(name, plan.model_dump_json(), steps) for name, plan in alike.values()]
+        results = run_ranks(_train_each, world, work)
+        for number, key in enumerate(alike):
+            losses, pieces = zip(*(of_rank[number] for of_rank in results))
+            found[key] = list(losses), Trained(losses[0], joined(pieces))
+    return found
+
+
+def _train_each(work: Sequence[tuple[str, str, int]]) -> list[tuple[list[float], Any]]:
+    return [_train_rank(*one) for one in work]
 
 
 def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any]:
