@@ -230,6 +230,7 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
         )
         ranks = workers * tensor
         members = tuple(share for share in shares for _ in range(tensor))
-        found.append(Row(members, tuple(range(device, device + ranks)), tensor))
+        sequence = tensor > 1 and draw(st.booleans())
+        found.append(Row(members, tuple(range(device, device + ranks)), tensor, sequence))
         device += ranks
     return found, sorted(cuts), settings

@@ -14,7 +14,7 @@ from gpumix.cost.teams import in_team
 from gpumix.planner.base import WORTHWHILE, PlanRequest, Strategy, fit, predicted, ranked_devices
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan, Prediction, Stage
 from gpumix.spec.profile import Profile
 
 Teams = dict[str, tuple[Device, ...]]
@@ -84,18 +84,23 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, way: W
             why="a team is devices of one class on one host",
             fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
         )
-    cluster = of_team.cluster.only(leaders)
-    found = strategy(
-        of_team.model_copy(update={"cluster": cluster}),
-        request.model_copy(
-            update={
-                "devices": tuple(leaders),
-                "space": request.space.model_copy(update={"tensor": (1,)}),
-            }
-        ),
+    request = request.model_copy(
+        update={
+            "devices": tuple(leaders),
+            "space": request.space.model_copy(update={"tensor": (1,)}),
+        }
     )
-    plan = _expanded(found, teams, way, devices)
-    expected = predict(profile, plan)
+    of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
+
+    def expanded(found: Plan) -> tuple[Plan, Prediction]:
+        plan = _expanded(found, teams, way, devices)
+        return plan, predict(profile, plan)
+
+    found = strategy(of_team, request)
+    plan, expected = expanded(found)
+    if not fit(expected.workers):
+        found = strategy(_with_room(of_team, expected), request)
+        plan, expected = expanded(found)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
             f"teams of {degree} have no room for what their ranks tell each other in",
@@ -104,6 +109,18 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, way: W
     bound_s = predicted(found).bound_s
     bound_s = None if bound_s is None else min(bound_s, expected.step_s)
     return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def _with_room(of_team: Profile, expected: Prediction) -> Profile:
+    """The same with less memory: twice what a plan was short of, for what ranks of a team tell each
+    other in."""
+    part = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers) ** 2
+    cluster = of_team.cluster
+    classes = tuple(
+        c.model_copy(update={"memory_bytes": int(c.memory_bytes / part)}) for c in cluster.classes
+    )
+    smaller = cluster.model_copy(update={"classes": classes})
+    return of_team.model_copy(update={"cluster": smaller})
 
 
 def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
