@@ -41,6 +41,7 @@ PLANS = {
     "a team each": ([(2, [Share(6, 1, 1, KEEP)], 2), (4, [Share(6, 1, 1, KEEP)], 2)],
                     {"zero_stage": 0}),
     "sequence": ([(6, [Share(6, 2, 1)], 2, True)], {"zero_stage": 0}),
+    "sequence, joined": ([(6, [Share(6, 2, 1)], 2, True)], {"zero_stage": 3}),
     "sequence, kept": ([(6, [Share(6, 2, 1, KEEP)], 2, True)], {"zero_stage": 1}),
     "sequences, stage 3": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2, True)], {"zero_stage": 3}),
     "sequence, then one": ([(3, [Share(6, 2, 1)], 2, True), (3, [Share(6, 2, 1)], 1)],
@@ -71,6 +72,8 @@ def _plan(profile: Profile, name: str) -> Plan:
                 sequence=sequence,
             )
         )
+    if "joined" in name:
+        found = [stage.model_copy(update={"joined": 4}) for stage in found]
     whole = plan_for(model, [Share(6, 2, 1)])
     update = {"stages": tuple(found), **settings}
     return Plan.model_validate(whole.model_dump() | update)

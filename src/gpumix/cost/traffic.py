@@ -93,9 +93,11 @@ def _told(
     for told in of_units:
         passes += told.forward
         passes += told.backward if worker.mode.recompute else told.gradient
-        if told.summed:
-            times = plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
-            yield "all_reduce", times, times * told.summed * GRADIENT_BYTES
+    stage, times = plan.stages[number], plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
+    summed = list({name: t.summed for name, t in zip(stage.units, of_units)}.values())
+    for first in range(0, len(summed), stage.joined):
+        if size := sum(summed[first : first + stage.joined]):
+            yield "all_reduce", times, times * size * GRADIENT_BYTES
     for one, size in product(passes, worker.micro_batches):
         yield one.operation, one.times, int(float(bytes_at(one.bytes, size)))
 

@@ -152,7 +152,7 @@ class _Recording(_Call):
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         self.values.append(leave(value, self.team))
-        return self.values[-1]
+        return self.values[-1].clone()  # the unit may write into it
 
 
 class _Replay(_Call):
