@@ -7,7 +7,8 @@ with teams is counted as that of their first workers, on such a profile; the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.wire import team_seconds
@@ -106,7 +107,8 @@ def told_in(profile: Profile, plan: Plan, stage: int, name: str) -> list[TeamTra
     calls = profile.model.kind_of_call[first : first + len(one.units)]
     of_class, nothing = team.told[name], TeamTraffic()
     root = of_class.get(ROOT, nothing)
-    forward, backward = (tuple(way) for way in _positions_told(profile, plan, stage, name))
+    ends = _Ends.of(profile, plan, stage, name)
+    forward, backward = (*ends.sent, *ends.left), ends.entered
     if stage == 0:
         forward = (*root.forward, *forward)
     if stage == len(plan.stages) - 1:
@@ -115,33 +117,38 @@ def told_in(profile: Profile, plan: Plan, stage: int, name: str) -> list[TeamTra
     return [*(of_class.get(kind, nothing) for kind in calls), between]
 
 
-def _positions_told(
-    profile: Profile, plan: Plan, stage: int, name: str
-) -> tuple[list[TeamCollective], list[TeamCollective]]:
+class _Ends(NamedTuple):
     """What makes divided positions whole between the units of a stage, and at its ends: forward
-    hidden states that others use, or take; backward the gradients of what is divided."""
-    one, first = plan.stages[stage], plan.first_call(stage)
-    team, calls = (
-        team_of(profile, one.tensor, sequence=one.sequence),
-        range(first, first + len(one.units)),
+    what is sent to other stages and what the code between units uses; backward the gradients of
+    what comes whole."""
+
+    sent: tuple[TeamCollective, ...]
+    left: tuple[TeamCollective, ...]
+    entered: tuple[TeamCollective, ...]
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan, stage: int, name: str) -> _Ends:
+        one, first = plan.stages[stage], plan.first_call(stage)
+        team = team_of(profile, one.tensor, sequence=one.sequence)
+        calls = range(first, first + len(one.units))
+        entered = {*team.enters, *([first] if first else [])}
+        taken = {t for later in plan.stages[stage + 1 :] for t in later.takes if t.call in calls}
+        return cls(
+            sent=_gathers(team, name, (t.call for t in taken if _is_part(profile, team, t))),
+            left=_gathers(team, name, (call for call in team.leaves if call in calls[:-1])),
+            entered=_gathers(team, name, (call for call in calls if call in entered)),
+        )
+
+
+def _gathers(team: TeamProfile, name: str, calls: Iterable[int]) -> tuple[TeamCollective, ...]:
+    """Of the hidden states of calls, as far as they are divided."""
+    kinds, told = team.model.kind_of_call, team.told[name]
+    parts = (told[kinds[call]].part for call in calls if kinds[call] in told)
+    return tuple(
+        TeamCollective(operation="exchange", times=1, bytes=part)
+        for part in parts
+        if part is not None
     )
-    parts = {kind: told.part for kind, told in team.told[name].items()}
-
-    def gathers(numbers: Iterable[int]) -> list[TeamCollective]:
-        found = (parts.get(profile.model.kind_of_call[number]) for number in numbers)
-        return [_gather(part) for part in found if part is not None]
-
-    entered = {*team.enters, *([first] if first else [])}
-    taken = {t for later in plan.stages[stage + 1 :] for t in later.takes if t.call in calls}
-    sent = [t.call for t in taken if _is_part(profile, team, t)]
-    return (
-        gathers([*sent, *(number for number in team.leaves if number in calls[:-1])]),
-        gathers(number for number in calls if number in entered),
-    )
-
-
-def _gather(part: Curve) -> TeamCollective:
-    return TeamCollective(operation="exchange", times=1, bytes=part)
 
 
 def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
@@ -161,9 +168,8 @@ def end_seconds(
         return 0.0, 0.0
     team = team_of(profile, one.tensor, sequence=True)
     device = profile.of_class(worker.device_class)
-    forward, backward = _positions_told(profile, plan, stage, worker.device_class)
-    if stage == 0:
-        forward, backward = forward[: len(forward) - len(team.leaves)], []
+    ends = _Ends.of(profile, plan, stage, worker.device_class)
+    forward, backward = (ends.sent, ()) if stage == 0 else ((*ends.sent, *ends.left), ends.entered)
     waits = (_seconds(profile, team, device, samples, way) for way in (forward, backward))
     return next(waits), next(waits)
 
@@ -183,22 +189,16 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
 
 
 def _with_waits(profile: Profile, team: TeamProfile, device: ClassProfile) -> ClassProfile:
-    nothing = TeamTraffic()
+    name, nothing = device.device_class, TeamTraffic()
 
-    of_class, kinds = team.told[device.device_class], team.model.kind_of_call
-
-    def gathers(calls: Iterable[int]) -> Iterator[TeamCollective]:
-        parts = (of_class.get(kinds[call], nothing).part for call in calls)
-        return (_gather(part) for part in parts if part is not None)
-
-    def told_of(name: str) -> TeamTraffic:
-        told = of_class.get(name, nothing)
-        if name != ROOT:
+    def told_of(unit: str) -> TeamTraffic:
+        told = team.told[name].get(unit, nothing)
+        if unit != ROOT:
             return told
-        entered = tuple(gathers(team.enters))
+        entered = _gathers(team, name, team.enters)
         return told.model_copy(
             update={
-                "forward": (*told.forward, *gathers(team.leaves)),
+                "forward": (*told.forward, *_gathers(team, name, team.leaves)),
                 "backward": (*told.backward, *entered),
                 "gradient": entered,
             }
