@@ -1,9 +1,9 @@
 """Any plan of several stages, or of ranks that compute together, trains any model as one process.
 
 Hypothesis draws plans on up to 4 ranks (gloo, loopback): workers of each stage, the tensor parallel
-degree of each, where the layers are cut, micro-batches and who gets which, shares of the state,
-ZeRO stage, schedule, with and without recompute. A single process, without gpumix, trains on the
-whole batch with the model's own mean loss.
+degree of each, whether it divides the sequence too, where the layers are cut, micro-batches and who
+gets which, shares of the state, ZeRO stage, schedule, with and without recompute. A single process,
+without gpumix, trains on the whole batch with the model's own mean loss.
 
     python benchmarks/stages_parity.py [--json] [--only gpt2 ...] [--steps 3] [--plans 40]
 
@@ -73,6 +73,8 @@ def _errors(name: str, steps: int, plans: int) -> list[float]:
         _, trained = train_in_stages(name, plan, steps)
         errors.append(worst_error(trained, alone[size]))
         teams = ", in teams" if plan.in_teams else ""
+        if any(stage.sequence for stage in plan.stages):
+            teams = ", in teams that divide the sequence"
         schedule = plan.schedule if len(plan.stages) > 1 else "one stage"
         drawn[f"{schedule}, ZeRO {plan.zero_stage}{teams}"] += 1
 

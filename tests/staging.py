@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,23 +24,30 @@ from reference import SEED, Share, Trained, batches, joined, optimizer_for, piec
 
 
 class Row(NamedTuple):
-    """The workers of a stage: each one's part, and the number of its device; in teams of
-    `tensor`."""
+    """The workers of a stage: each one's part, and the number of its device; in teams of `tensor`,
+    which may divide the sequence too."""
 
     shares: tuple[Share, ...]
     devices: tuple[int, ...]
     tensor: int = 1
+    sequence: bool = False
 
 
 def rows(
-    *samples: Sequence[int], micro_batch: int = 2, tensor: Sequence[int] = (), **share: Any
+    *samples: Sequence[int],
+    micro_batch: int = 2,
+    tensor: Sequence[int] = (),
+    sequence: bool = False,
+    **share: Any,
 ) -> list[Row]:
-    """Stages on devices of their own, by the samples of each worker, or team of so many."""
+    """Stages on devices of their own, by the samples of each worker, or team of so many, which
+    divide the sequence too or not."""
     found, device = [], 0
     for of_stage, members in zip(samples, tensor or [1] * len(samples), strict=True):
         each = [Share(n, min(n, micro_batch), 1, **share) for n in of_stage]
         shares = tuple(share for share in each for _ in range(members))
-        found.append(Row(shares, tuple(range(device, device + len(shares))), members))
+        devices = tuple(range(device, device + len(shares)))
+        found.append(Row(shares, devices, members, sequence and members > 1))
         device += len(shares)
     return found
 
@@ -88,6 +95,7 @@ def staged_plan(
                 units=calls[begin:end],
                 workers=tuple(_worker(row, n) for n in range(len(row.shares))),
                 tensor=row.tensor,
+                sequence=row.sequence,
                 root=tuple(dict.fromkeys(name for one in wanted for name in one.root)),
                 takes=tuple(
                     dict.fromkeys(t for one in wanted for t in one.outputs if t.call < begin)
@@ -133,6 +141,26 @@ def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
     """A rank's part of a global batch."""
     own = [n for rows in plan.rows_of(rank) for n in rows]
     return {key: value[own] for key, value in batch.items()}
+
+
+def train_in_turn(
+    plans: Mapping[str, tuple[str, Plan]], steps: int
+) -> dict[str, tuple[list[list[float]], Trained]]:
+    """The same of several architectures and plans, by what they are called; ranks of as many as a
+    plan has are started once."""
+    found = {}
+    for world in sorted({len(plan.workers) for _, plan in plans.values()}):
+        alike = {key: one for key, one in plans.items() if len(one[1].workers) == world}
+        work = [(name, plan.model_dump_json(), steps) for name, plan in alike.values()]
+        results = run_ranks(_train_each, world, work)
+        for number, key in enumerate(alike):
+            losses, pieces = zip(*(of_rank[number] for of_rank in results))
+            found[key] = list(losses), Trained(losses[0], joined(pieces))
+    return found
+
+
+def _train_each(work: Sequence[tuple[str, str, int]]) -> list[tuple[list[float], Any]]:
+    return [_train_rank(*one) for one in work]
 
 
 def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any]:
@@ -202,6 +230,7 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
         )
         ranks = workers * tensor
         members = tuple(share for share in shares for _ in range(tensor))
-        found.append(Row(members, tuple(range(device, device + ranks)), tensor))
+        sequence = tensor > 1 and draw(st.booleans())
+        found.append(Row(members, tuple(range(device, device + ranks)), tensor, sequence))
         device += ranks
     return found, sorted(cuts), settings

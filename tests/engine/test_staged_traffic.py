@@ -19,7 +19,7 @@ from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
-# many ranks each worker is a team.
+# many ranks each worker is a team, and whether it divides the sequence too.
 PLANS = {
     "1f1b": ([(3, [Share(6, 2, 1)]), (3, [Share(6, 2, 1)])], {"zero_stage": 0}),
     "kept": ([(4, [Share(6, 2, 1, KEEP)]), (2, [Share(6, 2, 1, KEEP)])], {"zero_stage": 0}),
@@ -40,6 +40,14 @@ PLANS = {
                          {"zero_stage": 1}),
     "a team each": ([(2, [Share(6, 1, 1, KEEP)], 2), (4, [Share(6, 1, 1, KEEP)], 2)],
                     {"zero_stage": 0}),
+    "sequence": ([(6, [Share(6, 2, 1)], 2, True)], {"zero_stage": 0}),
+    "sequence, joined": ([(6, [Share(6, 2, 1)], 2, True)], {"zero_stage": 3}),
+    "sequence, kept": ([(6, [Share(6, 2, 1, KEEP)], 2, True)], {"zero_stage": 1}),
+    "sequences, stage 3": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2, True)], {"zero_stage": 3}),
+    "sequence, then one": ([(3, [Share(6, 2, 1)], 2, True), (3, [Share(6, 2, 1)], 1)],
+                           {"zero_stage": 1}),
+    "a sequence each": ([(2, [Share(6, 1, 1, KEEP)], 2, True),
+                         (4, [Share(6, 1, 1, KEEP)], 2, True)], {"zero_stage": 0}),
 }  # fmt: skip
 
 
@@ -48,8 +56,8 @@ def _plan(profile: Profile, name: str) -> Plan:
     model = gpumix.build(llama, SEED)
     ends = [0, *accumulate(layers for layers, *_ in stages)]
     found, device = [], 0
-    for (begin, end), (_, shares, *degree) in zip(pairwise(ends), stages):
-        one, (tensor, *_) = plan_for(model, shares), (*degree, 1)
+    for (begin, end), (_, shares, *team) in zip(pairwise(ends), stages):
+        one, (tensor, sequence) = plan_for(model, shares), [*team, *(1, False)[len(team) :]]
         needs = profile.model.needs_of(begin, end)
         members = [worker for worker in one.workers for _ in range(tensor)]
         workers = [w.model_copy(update={"device": f"d{device + n}"}) for n, w in enumerate(members)]
@@ -61,8 +69,11 @@ def _plan(profile: Profile, name: str) -> Plan:
                 root=needs.root,
                 takes=needs.outputs,
                 tensor=tensor,
+                sequence=sequence,
             )
         )
+    if "joined" in name:
+        found = [stage.model_copy(update={"joined": 4}) for stage in found]
     whole = plan_for(model, [Share(6, 2, 1)])
     update = {"stages": tuple(found), **settings}
     return Plan.model_validate(whole.model_dump() | update)

@@ -296,40 +296,14 @@ def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile
     return found.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def with_teams(found: Profile, degree: int, *, faster: float, waits: float = 0.0) -> Profile:
+def with_teams(
+    found: Profile, degree: int, *, faster: float, waits: float = 0.0, divided: float | None = None
+) -> Profile:
     """Where so many devices compute a unit together, `faster` than one alone, and with so many
-    seconds for each of the four times that they tell each other something of a call."""
-    model = found.model
-
-    def smaller(kind: UnitKind) -> UnitKind:
-        return kind.model_copy(update={"trainable": kind.trainable // degree})
-
-    classes = tuple(
-        c.model_copy(
-            update={
-                "units": {
-                    name: UnitTimes(
-                        forward=times.forward.scaled(1 / faster),
-                        backward=times.backward.scaled(1 / faster),
-                    )
-                    for name, times in c.units.items()
-                }
-            }
-        )
-        for c in found.classes
-    )
-    told = TeamCollective(operation="all_reduce", times=2, bytes=line(1.0))
-    team = TeamProfile(
-        degree=degree,
-        model=model.model_copy(update={"kinds": tuple(map(smaller, model.kinds))}),
-        classes=classes,
-        told={
-            c.device_class: {
-                kind.name: TeamTraffic(forward=(told,), backward=(told,)) for kind in model.kinds
-            }
-            for c in classes
-        },
-    )
+    seconds for each of the four times that they tell each other something of a call. Where they
+    divide the sequence too, they are `divided` as fast, and keep their part; None: they do not."""
+    ways = {False: faster} if divided is None else {False: faster, True: divided}
+    teams = tuple(_team(found, degree, speed, sequence=way) for way, speed in ways.items())
     sums = CollectiveTimes(
         operation="sum",
         form=str(degree),
@@ -337,4 +311,38 @@ def with_teams(found: Profile, degree: int, *, faster: float, waits: float = 0.0
         times=Curve(sizes=(1.0, 1e9), values=(waits, waits)),
     )
     network = (*found.network, sums)
-    return found.model_copy(update={"teams": (team,), "network": network})
+    return found.model_copy(update={"teams": teams, "network": network})
+
+
+def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> TeamProfile:
+    model, part = found.model, 1 / degree if sequence else 1.0
+
+    def smaller(kind: UnitKind) -> UnitKind:
+        outputs = {place: curve.scaled(part) for place, curve in kind.outputs.items()}
+        update = {"kept": kind.kept.scaled(part), "outputs": outputs}
+        return kind.model_copy(update={"trainable": kind.trainable // degree, **update})
+
+    def times(of_kind: UnitTimes) -> UnitTimes:
+        forward, backward = (c.scaled(1 / faster) for c in (of_kind.forward, of_kind.backward))
+        return UnitTimes(forward=forward, backward=backward)
+
+    told = TeamCollective(operation="all_reduce", times=2, bytes=line(1.0))
+    of_kinds = {
+        kind.name: TeamTraffic(
+            forward=(told,),
+            backward=(told,),
+            part=smaller(kind).outputs.get(0) if sequence else None,
+        )
+        for kind in model.kinds
+    }
+    return TeamProfile(
+        degree=degree,
+        sequence=sequence,
+        enters=(0,) if sequence else (),
+        model=model.model_copy(update={"kinds": tuple(map(smaller, model.kinds))}),
+        classes=tuple(
+            c.model_copy(update={"units": {name: times(t) for name, t in c.units.items()}})
+            for c in found.classes
+        ),
+        told={c.device_class: of_kinds for c in found.classes},
+    )

@@ -21,7 +21,14 @@ from gpumix.spec.space import Space
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
 
 
-def cards(*, memory: int = GIB, faster: float = 1.9, waits: float = 0.0) -> Profile:
+def cards(
+    *,
+    memory: int = GIB,
+    faster: float = 1.9,
+    waits: float = 0.0,
+    divided: float | None = None,
+    kept: float = 1e4,
+) -> Profile:
     """Four of one class on two hosts, and one of another."""
     found = profile(
         [
@@ -29,9 +36,11 @@ def cards(*, memory: int = GIB, faster: float = 1.9, waits: float = 0.0) -> Prof
             Card("old", 1, memory, steady(3e-3), per_host=1),
         ],
         calls=("block",) * 4,
-        kinds=[block(trainable=1_000_000, kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+        kinds=[block(trainable=1_000_000, kept=line(kept), gradient=line(1e4), backward=line(1e5))],
     )
-    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, waits=waits)
+    return with_teams(
+        in_a_row(found, message=line(1e4)), 2, faster=faster, waits=waits, divided=divided
+    )
 
 
 def request(batch: int, **space) -> PlanRequest:
@@ -108,6 +117,53 @@ def test_all_devices_are_wanted_and_not_all_make_teams():
 def test_a_degree_that_was_not_measured_is_told():
     with pytest.raises(InputError, match="does not say how 4 ranks compute units together"):
         optimal(cards(), request(8, tensor=4, leave_out=True))
+
+
+def test_the_sequence_is_divided_where_that_is_faster():
+    space = {"tensor": 2, "most_stages": 1, "leave_out": True}
+    assert all(stage.sequence for stage in optimal(cards(divided=2.0), request(1, **space)).stages)
+    for speed in (1.901, 1.8):  # a little faster is not worth it
+        plan = optimal(cards(divided=speed), request(1, **space))
+        assert plan.in_teams and not any(stage.sequence for stage in plan.stages)
+
+
+def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
+    found = cards(memory=48 * MIB, divided=1.0, kept=1.2e7)
+    space = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
+    whole = request(1, sequence=False, **space)
+    with pytest.raises(NoFeasiblePlanError):
+        optimal(found, whole)
+    plan = optimal(found, request(1, **space))
+    assert all(stage.sequence for stage in plan.stages)
+    for worker in predicted(plan).workers:
+        assert worker.peak_bytes <= worker.memory_limit_bytes
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_whether_the_sequence_is_divided_can_be_said(wanted):
+    found = cards(divided=1.5 if wanted else 3.0)
+    plan = optimal(found, request(1, tensor=2, sequence=wanted, most_stages=1, leave_out=True))
+    assert {stage.sequence for stage in plan.stages} == {wanted}
+    other = Space(sequence=not wanted)
+    assert ("without" in other.missing(plan)) != wanted and other.missing(plan)
+
+
+def test_a_divided_sequence_without_teams_is_refused():
+    with pytest.raises(ValueError, match="no effect without a tensor degree above 1"):
+        Space(sequence=True, tensor=1)
+
+
+def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
+    """And wait for that."""
+    found = cards(waits=1e-4, divided=1.9)
+    settings = {"tensor": 2, "leave_out": True, "most_stages": 2, "schedules": "1f1b"}
+    plan = staged(found, request(8, sequence=True, **settings))
+    assert len(plan.stages) == 2 and all(stage.sequence for stage in plan.stages)
+    whole = plan.model_copy(
+        update={"stages": tuple(s.model_copy(update={"sequence": False}) for s in plan.stages)}
+    )
+    assert predict(found, plan).step_s > predict(found, whole).step_s
+    assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
 
 
 def test_the_plan_says_why():

@@ -8,7 +8,7 @@ import pytest
 from profiles import Card, block, in_a_row, line, profile, steady
 
 from gpumix.cost.predict import predict
-from gpumix.planner.manner import Manner
+from gpumix.planner.manner import ALONE, Manner
 from gpumix.planner.way import Way, assemble_stages
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
@@ -41,7 +41,9 @@ def staged(found: Profile, groups: list[int], batches: int, **settings) -> Plan:
         at += size
     calls = len(found.model.calls)
     cut = tuple(calls * (n + 1) // len(groups) for n in range(len(groups)))
-    way = Way(tuple(row), (Manner(1, Mode()),) * len(groups), settings.pop("schedule", "1f1b"), 1)
+    way = Way(
+        tuple(row), (Manner(ALONE, Mode()),) * len(groups), settings.pop("schedule", "1f1b"), 1
+    )
     counts = tuple(tuple([batches // size] * size) for size in groups)
     return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
 

@@ -129,11 +129,11 @@ def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
     job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
     alone = train(job, f"output={tmp_path / 'alone'}")
     team = f"output={tmp_path / 'team'}"
-    train(job, team, "steps=3", "techniques.tensor=2")
+    train(job, team, "steps=3", "techniques.tensor=2", "techniques.sequence=true")
     plan = Plan.load(tmp_path / "team" / "plan.json")
-    assert [stage.tensor for stage in plan.stages] == [2]
+    assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
     train(job, team, "steps=4", resume=True)
-    train(job, team, "techniques.tensor=2", resume=True)
+    train(job, team, "techniques.tensor=2", "techniques.sequence=false", resume=True)
     seen = [record["loss"] for record in metrics(tmp_path / "team")]
     assert seen == pytest.approx(alone.losses, rel=1e-5)
     assert evaluations(tmp_path / "team") == pytest.approx(

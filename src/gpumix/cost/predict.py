@@ -52,8 +52,14 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
     if len(plan.stages) > 1:
         found = predict_stages(profile, plan)
     else:
-        found = _Step(in_team(profile, plan.stages[0].tensor), leaders).prediction()
+        found = _Step(_in_team(profile, plan), leaders).prediction()
     return of_members(profile, plan, found) if plan.in_teams else found
+
+
+def _in_team(profile: Profile, plan: Plan) -> Profile:
+    """What the ranks of a plan of one stage are."""
+    (stage,) = plan.stages
+    return in_team(profile, stage.tensor, sequence=stage.sequence)
 
 
 def plan_seconds(profile: Profile, plan: Plan) -> float:
@@ -65,7 +71,7 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
     check_match(profile, plan)
     if len(plan.stages) > 1:
         return StagedStep(profile, plan).seconds
-    return _Step(in_team(profile, plan.stages[0].tensor), plan.of_leaders).seconds
+    return _Step(_in_team(profile, plan), plan.of_leaders).seconds
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from gpumix.cost.of_stage import Shared, staged_model
 from gpumix.cost.pipeline import NOTHING_SENT, Action, Kind, Pipeline, Times, Transfer, replay
 from gpumix.cost.slots import aligned
 from gpumix.cost.stage_cost import StageCost, larger
-from gpumix.cost.teams import in_team
+from gpumix.cost.teams import end_seconds, in_team
 from gpumix.cost.wire import Messages, wire_among
 from gpumix.spec.plan import (
     DTYPE_BYTES,
@@ -84,14 +84,16 @@ class StagedStep:
     """
 
     def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
-        degrees = [stage.tensor for stage in plan.stages]
+        teams = [(stage.tensor, stage.sequence) for stage in plan.stages]
         self._whole, plan = plan, plan.of_leaders
         self.profile, self.plan = profile, plan
         self.pipeline = Pipeline.of(plan)
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
-            StageCost(in_team(profile, degree), self.cut, plan, number, moved=moved)
-            for number, degree in enumerate(degrees)
+            StageCost(
+                in_team(profile, degree, sequence=sequence), self.cut, plan, number, moved=moved
+            )
+            for number, (degree, sequence) in enumerate(teams)
         ]
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
@@ -171,7 +173,7 @@ class StagedStep:
         """Seconds of an action, on the slowest of those that do it together."""
         cost = self.stages[action.stage]
         return max(
-            cost.passes(worker, action.batch).forward_s
+            cost.passes(worker, action.batch).forward_s + self._told_s(action, worker)
             if self._gathered_before(action, worker)
             else self._pass_s(action, worker)
             for worker in self._together(action)
@@ -202,6 +204,16 @@ class StagedStep:
 
     def _pass_s(self, action: Action, worker: int) -> float:
         """Of an action that nothing was gathered before for."""
+        return self._computed_s(action, worker) + self._told_s(action, worker)
+
+    def _told_s(self, action: Action, worker: int) -> float:
+        """What a team tells each other at the ends of its stage."""
+        cost = self.stages[action.stage]
+        samples, one = cost.micro_batches(worker, action.batch)[0], cost.workers[worker]
+        ends = end_seconds(self.profile, self._whole, action.stage, one, samples)
+        return {"forward": ends[0], "backward": ends[1], "weights": 0.0}[action.kind]
+
+    def _computed_s(self, action: Action, worker: int) -> float:
         passes = self.stages[action.stage].passes(worker, action.batch)
         if action.kind == "forward":
             gathers = self._gathers_once(action, worker)

@@ -8,12 +8,13 @@ with teams is counted as that of their first workers, on such a profile; the oth
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.wire import team_seconds
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction, Worker
+from gpumix.spec.plan import Plan, Prediction, Taken, Worker
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -25,15 +26,16 @@ from gpumix.spec.profile import (
 )
 
 
-def in_team(profile: Profile, degree: int) -> Profile:
-    """The profile of a rank that computes together with others, `degree` in all.
+def in_team(profile: Profile, degree: int, *, sequence: bool = False) -> Profile:
+    """The profile of a rank that computes together with others, `degree` in all, and divides the
+    positions of samples with them too or not.
 
     Raises:
         InputError: such teams were not measured.
     """
     if degree == 1:
         return profile
-    team = team_of(profile, degree)
+    team = team_of(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
         # All members of teams divide state with their likes at once, over the same links.
@@ -58,16 +60,18 @@ def in_team(profile: Profile, degree: int) -> Profile:
     )
 
 
-def team_of(profile: Profile, degree: int) -> TeamProfile:
+def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
     """What was measured of teams of so many ranks; see `in_team`."""
     for team in profile.teams:
-        if team.degree == degree:
+        if (team.degree, team.sequence) == (degree, sequence):
             return team
-    known = ", ".join(str(team.degree) for team in profile.teams) or "none"
+    alike = [str(team.degree) for team in profile.teams if team.sequence == sequence]
+    how = " and divide the positions of samples" if sequence else ""
     raise InputError(
-        f"the profile does not say how {degree} ranks compute units together",
-        why=f"tensor parallel degrees that were measured: {known}",
-        fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree",
+        f"the profile does not say how {degree} ranks compute units together{how}",
+        why=f"tensor parallel degrees that were measured so: {', '.join(alike) or 'none'}",
+        fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree"
+        + (", or `techniques: {sequence: false}`" if sequence else ""),
     )
 
 
@@ -96,36 +100,112 @@ def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
 
 
 def told_in(profile: Profile, plan: Plan, stage: int, name: str) -> list[TeamTraffic]:
-    """What a team of a class tells each other, by the unit calls of a stage; then of the root, as
-    far as the stage computes it."""
-    team, first = team_of(profile, plan.stages[stage].tensor), plan.first_call(stage)
-    calls = profile.model.kind_of_call[first : first + len(plan.stages[stage].units)]
+    """What a team of a class tells each other, by the unit calls of a stage; then between them: of
+    the root, as far as the stage computes it, and where positions are divided."""
+    one = plan.stages[stage]
+    team, first = team_of(profile, one.tensor, sequence=one.sequence), plan.first_call(stage)
+    calls = profile.model.kind_of_call[first : first + len(one.units)]
     of_class, nothing = team.told[name], TeamTraffic()
-    root, left = of_class.get(ROOT, nothing), {}
-    if stage > 0:
-        left["forward"] = ()
-    if stage < len(plan.stages) - 1:
-        left["backward"] = ()
-    return [*(of_class.get(kind, nothing) for kind in calls), root.model_copy(update=left)]
+    root = of_class.get(ROOT, nothing)
+    ends = _Ends.of(profile, plan, stage, name)
+    forward, backward = (*ends.sent, *ends.left), ends.entered
+    if stage == 0:
+        forward = (*root.forward, *forward)
+    if stage == len(plan.stages) - 1:
+        backward = (*root.backward, *backward)
+    between = root.model_copy(update={"forward": forward, "backward": backward})
+    return [*(of_class.get(kind, nothing) for kind in calls), between]
+
+
+class _Ends(NamedTuple):
+    """What makes divided positions whole between the units of a stage, and at its ends: forward
+    what is sent to other stages and what the code between units uses; backward the gradients of
+    what comes whole."""
+
+    sent: tuple[TeamCollective, ...]
+    left: tuple[TeamCollective, ...]
+    entered: tuple[TeamCollective, ...]
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan, stage: int, name: str) -> _Ends:
+        one, first = plan.stages[stage], plan.first_call(stage)
+        team = team_of(profile, one.tensor, sequence=one.sequence)
+        calls = range(first, first + len(one.units))
+        entered = {*team.enters, *([first] if first else [])}
+        taken = {t for later in plan.stages[stage + 1 :] for t in later.takes if t.call in calls}
+        return cls(
+            sent=_gathers(team, name, (t.call for t in taken if _is_part(profile, team, t))),
+            left=_gathers(team, name, (call for call in team.leaves if call in calls[:-1])),
+            entered=_gathers(team, name, (call for call in calls if call in entered)),
+        )
+
+
+def _gathers(team: TeamProfile, name: str, calls: Iterable[int]) -> tuple[TeamCollective, ...]:
+    """Of the hidden states of calls, as far as they are divided."""
+    kinds, told = team.model.kind_of_call, team.told[name]
+    parts = (told[kinds[call]].part for call in calls if kinds[call] in told)
+    return tuple(
+        TeamCollective(operation="exchange", times=1, bytes=part)
+        for part in parts
+        if part is not None
+    )
+
+
+def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
+    """Whether each rank of a team has a part of what a call returns: it is smaller there."""
+    kind = profile.model.kind_of_call[taken.call]
+    whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, team.model))
+    return whole is not None and own is not None and own.values[0] < whole.values[0]
+
+
+def end_seconds(
+    profile: Profile, plan: Plan, stage: int, worker: Worker, samples: int
+) -> tuple[float, float]:
+    """That a micro-batch waits forward and backward at the ends of one stage of several, where
+    hidden states come whole and leave whole; what the first stage does is in `in_team`."""
+    one = plan.stages[stage]
+    if not one.sequence:
+        return 0.0, 0.0
+    team = team_of(profile, one.tensor, sequence=True)
+    device = profile.of_class(worker.device_class)
+    ends = _Ends.of(profile, plan, stage, worker.device_class)
+    forward, backward = (ends.sent, ()) if stage == 0 else ((*ends.sent, *ends.left), ends.entered)
+    waits = (_seconds(profile, team, device, samples, way) for way in (forward, backward))
+    return next(waits), next(waits)
 
 
 def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
     """What a worker keeps to tell its team things in: over gloo, which CPUs use."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
         return 0
-    degree, largest = plan.stages[stage].tensor, {"all_reduce": 0, "exchange": 0}
+    degree = plan.stages[stage].tensor
+    largest = {"all_reduce": 0, "exchange": 0, "reduce": 0}
     for told in told_in(profile, plan, stage, worker.device_class):
         for one in (*told.forward, *told.backward):
             size = int(float(bytes_at(one.bytes, worker.micro_batch))) // max(1, one.times)
             largest[one.operation] = max(largest[one.operation], size)
-    return largest["all_reduce"] + (degree + 1) * largest["exchange"]
+    # What is reduced lies there in rows, and what of it arrives.
+    return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
 def _with_waits(profile: Profile, team: TeamProfile, device: ClassProfile) -> ClassProfile:
-    nothing = TeamTraffic()
+    name, nothing = device.device_class, TeamTraffic()
+
+    def told_of(unit: str) -> TeamTraffic:
+        told = team.told[name].get(unit, nothing)
+        if unit != ROOT:
+            return told
+        entered = _gathers(team, name, team.enters)
+        return told.model_copy(
+            update={
+                "forward": (*told.forward, *_gathers(team, name, team.leaves)),
+                "backward": (*told.backward, *entered),
+                "gradient": entered,
+            }
+        )
 
     def lengthened(name: str, times: UnitTimes) -> UnitTimes:
-        told = team.told[device.device_class].get(name, nothing)
+        told = told_of(name)
 
         def by(curve: Curve, of_pass: Iterable[TeamCollective]) -> Curve:
             waits = [_seconds(profile, team, device, size, of_pass) for size in curve.sizes]

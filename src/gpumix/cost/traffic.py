@@ -42,7 +42,8 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """
     check_match(profile, plan)
     if len(plan.stages) == 1:
-        alone = _in_one(in_team(profile, plan.stages[0].tensor), plan.of_leaders)
+        (first,) = plan.stages
+        alone = _in_one(in_team(profile, first.tensor, sequence=first.sequence), plan.of_leaders)
         return _with_members(profile, plan, list(alone))
     in_stages = _InStages(profile, plan)
     found = _with_members(profile, plan, list(in_stages.of_leaders()))
@@ -92,9 +93,11 @@ def _told(
     for told in of_units:
         passes += told.forward
         passes += told.backward if worker.mode.recompute else told.gradient
-        if told.summed:
-            times = plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
-            yield "all_reduce", times, times * told.summed * GRADIENT_BYTES
+    stage, times = plan.stages[number], plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
+    summed = list({name: t.summed for name, t in zip(stage.units, of_units)}.values())
+    for first in range(0, len(summed), stage.joined):
+        if size := sum(summed[first : first + stage.joined]):
+            yield "all_reduce", times, times * size * GRADIENT_BYTES
     for one, size in product(passes, worker.micro_batches):
         yield one.operation, one.times, int(float(bytes_at(one.bytes, size)))
 

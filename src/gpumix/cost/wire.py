@@ -21,7 +21,7 @@ from gpumix.cost.pipeline import NOTHING_SENT, Transfer
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
+from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup, TeamOperation
 
 # Devices of each class on each host.
 OnHosts = Mapping[str, Mapping[str, int]]
@@ -262,19 +262,21 @@ def wire_among(profile: Profile, places: Sequence[tuple[str, str]]) -> Wire:
 
 def team_seconds(
     profile: Profile,
-    operation: Literal["all_reduce", "exchange"],
+    operation: TeamOperation,
     name: str,
     degree: int,
     size: float,
 ) -> float:
     """Of one collective between so many devices of a class on one host, to which each gives `size`
-    bytes: an all-reduce as it was timed, or a reduction and a gather; an exchange of what each has
-    is a gather."""
-    if operation == "exchange":
-        return team_seconds(profile, "all_reduce", name, degree, size * degree) / 2
+    bytes: as it was timed, or an all-reduce as a reduction and a gather, and these as half of it;
+    an exchange of what each has is a gather."""
+    timed = {"all_reduce": "sum", "exchange": "team_gather", "reduce": "team_reduce"}[operation]
+    whole = size * degree if operation == "exchange" else size
     for times in profile.network:
-        if (times.operation, times.form) == ("sum", str(degree)):
-            return seconds_of(times.times, size)
+        if (times.operation, times.form) == (timed, str(degree)):
+            return seconds_of(times.times, whole)
+    if operation != "all_reduce":
+        return team_seconds(profile, "all_reduce", name, degree, whole) / 2
     wire, forms = wire_among(profile, [("", name)] * degree), forms_for(profile)
     if not wire.knows("reduce", forms.reduce, "all"):
         return 0.0

@@ -9,7 +9,7 @@ from there through the code between units to the outputs of earlier units.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from gpumix.engine.glue import Link, hand, without_memory
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
+from gpumix.engine.regions import own_part
+from gpumix.engine.sequence import DIM, is_divided
 from gpumix.engine.split_backward import SplitBackward
 
 Forward = Callable[..., Any]
@@ -58,6 +60,7 @@ class Cut:
         self.unit = unit
         self._sends = sends
         self.sent: list[torch.Tensor] = []
+        self._sent_by_all: list[int] = []  # places of what each rank of a team had a part of
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
@@ -101,7 +104,7 @@ class Cut:
         if not self.differentiable:
             outputs, structure = self._run(inputs)
             refuse_outputs(self.unit, outputs)
-            self.sent = self._chosen(outputs)
+            self.sent = self._chosen(outputs, structure)
             return self._hand_over(outputs, structure)
         wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
         leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
@@ -120,7 +123,7 @@ class Cut:
         del run
         buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
-        self.sent = self._chosen(outputs)
+        self.sent = self._chosen(outputs, structure)
         self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
         self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
         handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
@@ -135,6 +138,9 @@ class Cut:
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Of the output at `place`, from another stage."""
         leaf = self._leaves[place]
+        if place in self._sent_by_all:
+            assert self.unit.positions is not None, "a team's part of it was sent"
+            gradient = own_part(gradient, DIM, self.unit.positions.team)
         if leaf is not None:  # else nothing that is trained comes before it
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
@@ -174,9 +180,17 @@ class Cut:
         self._ran = self._given = None
         return [source.grad for source in sources]
 
-    def _chosen(self, outputs: list[Any]) -> list[torch.Tensor]:
-        """The outputs that other stages take; the model may write into its own."""
-        return [outputs[place].detach().clone() for place in self._sends]
+    def _chosen(self, outputs: list[Any], structure: TreeSpec) -> list[torch.Tensor]:
+        """The outputs that other stages take, whole; the model may write into its own."""
+        if not self._sends:
+            return []
+        result = tree_leaves(tree_unflatten(outputs, structure), is_leaf=is_divided)
+        self._sent_by_all = [place for place in self._sends if is_divided(result[place])]
+        with torch.no_grad():
+            return [
+                result[place].gathered() if is_divided(result[place]) else outputs[place].clone()
+                for place in self._sends
+            ]
 
     def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
         """The model gets what the unit returned, and what it collects beside that."""
@@ -230,6 +244,13 @@ class Run:
                 why="gradients cross a unit's boundary through its arguments and its result only",
                 fix="return what is new from the unit",
             )
+
+
+def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
+    """A call with what the unit takes of what it is given."""
+    with call.state.applied():
+        args, kwargs = unit.taken(call.args, call.kwargs)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumix.engine.boundary import Cut
+from gpumix.engine.boundary import Cut, taken
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
 from gpumix.engine.glue import Glue
 from gpumix.engine.host import HostStore
@@ -80,7 +80,7 @@ class MicroBatch:
         """Run unit call `number`; `keep` what its backward needs."""
         call = self._called(len(self._earlier) + number, unit.name)
         cut = Cut(
-            call,
+            taken(call, unit),
             unit,
             compute_dtype=self._dtype,
             seed=partial(self._randomness.start, 2 * (len(self._earlier) + number) + 1),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -43,10 +44,18 @@ class ShardedUnit:
         self.kind = unit.kind
         self.module = unit.module
         self.forward: Callable[..., object] = unit.module.forward
+        self.positions = unit.positions
         self.bucket = bucket
         self.with_buffers = [module for module in unit.module.modules() if module._buffers]
         # Also where the unit's parameters are the root's, because it shares them with other units.
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
+
+    def taken(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What it takes of what the model gives it: hidden states with this rank's positions only,
+        where a team divides them."""
+        if self.positions is None:
+            return args, kwargs
+        return self.positions.divided(self.name, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,14 @@ def _divided(
     team = next(iter(teams.values()), None)
     if team is None:
         return anatomy, Changes()
+    own = [plan.stages[number] for number in teams]
     return divide(
         anatomy,
         team,
         tensor_plan(anatomy.root.module, styles),
         part=own_parts(anatomy, plan, rank),
         whole=[head.layer] if head is not None and head.layer is not None else [],
+        sequence={name for stage in own if stage.sequence for name in stage.units},
     )
 
 

@@ -32,9 +32,14 @@ class Randomness:
         """Seed the generators for stretch number `stretch`."""
         # An odd multiplier spreads neighbouring numbers over the seeds' space.
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index].manual_seed(seed)
+        _seed(seed, self._device)
+
+
+def apart(number: int, device: torch.device) -> None:
+    """From here on draw other numbers than those who were seeded alike and have another `number`,
+    the same whenever it is called after the same seed."""
+    seed = (torch.default_generator.initial_seed() + number * 0xD1B54A32D192ED03) % 2**63
+    _seed(seed, device)
 
 
 @contextlib.contextmanager
@@ -43,3 +48,9 @@ def untouched(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)

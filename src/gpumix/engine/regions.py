@@ -2,14 +2,17 @@
 
 What enters such a region is alike on every rank, and so is the gradient that comes out of it: the
 sum of what came to each. What leaves it is alike again: the sum of all ranks' parts (Shoeybi et al.
-2019, Megatron-LM, f and g), or the parts side by side.
+2019, Megatron-LM, f and g), or the parts side by side. Where positions are divided between regions
+(Korthikanti et al. 2022), each rank enters with its part of them, and leaves with that of the sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from gpumix.engine.comm import Communicator
 
@@ -31,9 +34,37 @@ def part_of(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
     return _Part.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def side_by_side(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    """What all ranks have, along `dim`. All do the same with it: so each has the whole gradient."""
-    return _SideBySide.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+def side_by_side(
+    value: torch.Tensor, dim: int, team: Communicator, length: int | None = None
+) -> torch.Tensor:
+    """What all ranks have, along `dim`. All do the same with it: so each has the whole gradient.
+
+    Args:
+        length: of the whole, where parts are not equal.
+    """
+    return _SideBySide.apply(value, dim, team, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def enter_together(
+    part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
+) -> torch.Tensor:
+    """`whole`, which all ranks' parts are along `dim`; each rank has a part of its gradient, and
+    `part` gets its own of their sum."""
+    if not (torch.is_grad_enabled() and part.requires_grad):
+        return whole
+    return _EnterTogether.apply(part, whole.detach(), dim, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave_apart(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    """This rank's part, along `dim`, of the sum of what all ranks have."""
+    return _LeaveApart.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def own_part(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    """A copy of this rank's part along `dim`: a view would hold the whole. Where that cannot be
+    divided evenly, the first parts are longer by one."""
+    part = value.tensor_split(team.world, dim)[team.rank]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(torch.autograd.Function):
@@ -66,27 +97,50 @@ class _Leave(torch.autograd.Function):
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-        ctx.dim, ctx.team = dim, team
-        return _own(value, dim, team)
+        ctx.dim, ctx.team, ctx.length = dim, team, value.shape[dim]
+        return own_part(value, dim, team)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all(gradient, ctx.dim, ctx.team), None, None
+        return _all(gradient, ctx.dim, ctx.team, ctx.length), None, None
 
 
 class _SideBySide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int, team: Communicator, length: int | None
+    ) -> torch.Tensor:
         ctx.dim, ctx.team = dim, team
-        return _all(value, dim, team)
+        return _all(value, dim, team, value.shape[dim] * team.world if length is None else length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return own_part(gradient, ctx.dim, ctx.team), None, None, None
+
+
+class _EnterTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
+    ) -> torch.Tensor:
+        ctx.dim, ctx.team = dim, team
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        label = "sum of gradients in a team, each rank its part"
+        return _scattered(gradient, ctx.dim, ctx.team, label), None, None, None
+
+
+class _LeaveApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.team, ctx.length = dim, team, value.shape[dim]
+        return _scattered(value, dim, team, "sum of outputs in a team, each rank its part")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(gradient, ctx.dim, ctx.team), None, None
-
-
-def _own(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    return value.chunk(team.world, dim)[team.rank].contiguous()
+        return _all(gradient, ctx.dim, ctx.team, ctx.length), None, None
 
 
 def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
@@ -108,22 +162,78 @@ def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Te
     return value
 
 
-def _all(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def _all(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
+    """What all ranks have, `length` in all along `dim`."""
     team.record.meets("team")
-    whole = _all_now(value, dim, team, "gather of parts in a team")
+    whole = _all_now(value, dim, team, length)
     team.record.goes_on()
     return whole
 
 
-def _all_now(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+def _all_now(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
+    label = "gather of parts in a team"
+    shapes = _shapes(value.shape, dim, team.world, length)
+    room = shapes[0].numel()  # of the longest part, which the first one is
     if not team.on_gloo:
-        rows, gathered = team.exchange(value.reshape(-1), label)
+        own = value.reshape(-1)
+        rows, gathered = team.exchange(_filled_up(own, room), label)
         gathered.wait()
-        return torch.cat([row.view(value.shape) for row in rows], dim)
-    room = team.borrow("team gather", value, team.world + 1, value.numel())
-    rows, own = room.tensor[:-1], room.tensor[-1]
-    _, gathered = team.exchange(own.copy_(value.reshape(-1)), label, into=rows)
+        return _joined(rows, shapes, dim)
+    borrowed = team.borrow("team gather", value, team.world + 1, room)
+    rows, own = borrowed.tensor[:-1], borrowed.tensor[-1]
+    own[: value.numel()] = value.reshape(-1)
+    _, gathered = team.exchange(own, label, into=rows)
     gathered.wait()
-    whole = torch.cat([row.view(value.shape) for row in rows], dim)
-    room.give_back()
+    whole = _joined(rows, shapes, dim)
+    borrowed.give_back()
     return whole
+
+
+def _scattered(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+    """This rank's part of the sum of what all ranks have."""
+    team.record.meets("team")
+    part = _scattered_now(value, dim, team, label)
+    team.record.goes_on()
+    return part
+
+
+def _scattered_now(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+    parts = value.tensor_split(team.world, dim)
+    room, found = (
+        parts[0].numel(),
+        torch.empty_like(parts[team.rank], memory_format=torch.contiguous_format),
+    )
+    borrowed = team.borrow("team scatter", value, team.world, room) if team.on_gloo else None
+    rows = value.new_empty(team.world, room) if borrowed is None else borrowed.tensor
+    for row, part in zip(rows, parts):
+        row[: part.numel()].view(part.shape).copy_(part)
+
+    def deliver(summands: torch.Tensor) -> None:
+        torch.sum(summands[:, : found.numel()], 0, out=found.view(-1))
+
+    offsets = [number * room for number in range(team.world + 1)]
+    team.reduce(rows.view(-1), offsets, label, deliver).wait()
+    if borrowed is not None:
+        borrowed.give_back()
+    return found
+
+
+def _filled_up(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    if flat.numel() == numel:
+        return flat
+    return functional.pad(flat, (0, numel - flat.numel()))
+
+
+def _joined(rows: torch.Tensor, shapes: Sequence[torch.Size], dim: int) -> torch.Tensor:
+    parts = [row[: shape.numel()].view(shape) for row, shape in zip(rows, shapes)]
+    return torch.cat(parts, dim)
+
+
+def _shapes(of_part: torch.Size, dim: int, parts: int, length: int) -> list[torch.Size]:
+    """Of all parts, where one looks so and they are `length` in all along `dim`."""
+    found = []
+    for number in range(parts):
+        sizes = list(of_part)
+        sizes[dim] = length // parts + (number < length % parts)
+        found.append(torch.Size(sizes))
+    return found

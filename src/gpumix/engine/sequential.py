@@ -187,6 +187,7 @@ class _Answers:
         self._gathering.reach(number)
         unit = parts.call(number)
         parts.record.computes("forward", name)
+        args, kwargs = unit.taken(args, kwargs)
         seed = partial(self._batch.randomness.start, 2 * number + 1)
         if self._batch.keeps(number) or not torch.is_grad_enabled():
             outputs = self._kept(unit, seed, args, kwargs)

@@ -92,7 +92,8 @@ def stand_ins(
     own = [plan.stages[number] for number in plan.stages_of(rank)]
     units = {name for stage in own for name in stage.units}
     used = {name for stage in own for name in stage.root or ()}
-    elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute, changes.undone)
+    with changes.undone():
+        elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute, changes.undone)
     elsewhere.install([s for unit in anatomy.units if unit.name not in units for s in unit.slots])
     elsewhere.install([slot for slot in anatomy.root.slots if slot.name not in used])
     return elsewhere

@@ -3,7 +3,8 @@
 A linear layer is divided by its outputs (`colwise`) or by its inputs (`rowwise`). From the first to
 the second each rank computes its part of the heads, or of the inner width (`engine.regions`).
 Wherever else the model's code runs, values and gradients are the same on all ranks of the team: so
-nothing but the modules that a plan names knows of it, and no unit's inputs or outputs change.
+nothing but the modules that a plan names knows of it, and no unit's inputs or outputs change. Or
+each has its part of the positions there (`engine.sequence`).
 
 A parameter of a divided module is one of a smaller shape, a `Window` of the whole one. To all that
 comes after, shards and checkpoints and the optimizer, it is a parameter like any other.
@@ -15,48 +16,33 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.regions import enter, leave, part_of, side_by_side
+from gpumix.engine.entrances import Entrances, entering
+from gpumix.engine.regions import leave, part_of, side_by_side
+from gpumix.engine.sequence import Positions
 from gpumix.engine.tensor_plans import style_of
 from gpumix.engine.units import Anatomy, Slot, Unit
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
+from gpumix.spec.profile import ROOT
 
 Forward = Callable[..., Any]
 
 
-class Entrances:
-    """What goes into the divided modules of one parent, which begin a region: where several take
-    the same tensor, it enters once, and its gradient is summed once.
+class Style:
+    """How a module is divided.
 
-    Args:
-        shared: whether it is remembered, until `forget`.
+    Attributes:
+        begins: whether a region begins with it.
     """
 
-    def __init__(self, team: Communicator, *, shared: bool) -> None:
-        self._team = team
-        self.shared = shared
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def enter(self, value: torch.Tensor) -> torch.Tensor:
-        if not self.shared:
-            return enter(value, self._team)
-        if self._last is None or self._last[0] is not value:
-            self._last = value, enter(value, self._team)
-        return self._last[1]
-
-    def forget(self) -> None:
-        self._last = None
-
-
-class Style:
-    """How a module is divided."""
+    begins: ClassVar[bool] = False
 
     def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
         """What this rank has of those of its parameters that are divided.
@@ -86,6 +72,7 @@ class Colwise(Style):
 
     gathers: bool = False
     packed: int = 1
+    begins: ClassVar[bool] = True
 
     def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
         found = {"weight": _window(module, "weight", _outputs(module), team, self.packed)}
@@ -114,7 +101,7 @@ class Rowwise(Style):
         parameters, transposed = module._parameters, _transposed(module)
 
         def forward(value: torch.Tensor) -> torch.Tensor:
-            found = leave(_product(value, parameters["weight"], None, transposed), team)
+            found = entrances.leave(_product(value, parameters["weight"], None, transposed))
             bias = parameters.get("bias")
             return found if bias is None else found + bias
 
@@ -205,17 +192,21 @@ module has as an attribute: how many heads there are, say."""
 class Changes:
     """What was changed of a model's modules so that a team computes it together."""
 
-    _changes: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
+    _changes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
     def make(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Set an attribute, but inside of `undone`."""
-        self._changes.append((module, attribute, vars(module).get(attribute), value))
+        self._changes.append((module, attribute, vars(module).get(attribute)))
         setattr(module, attribute, value)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Inside, modules do what they do on one rank alone."""
-        for module, attribute, before, _ in reversed(self._changes):
+        now = [
+            (module, attribute, getattr(module, attribute))
+            for module, attribute, _ in self._changes
+        ]
+        for module, attribute, before in reversed(self._changes):
             if before is None:
                 delattr(module, attribute)
             else:
@@ -223,7 +214,7 @@ class Changes:
         try:
             yield
         finally:
-            for module, attribute, _, value in self._changes:
+            for module, attribute, value in now:  # a unit's stops at its boundary by now
                 setattr(module, attribute, value)
 
 
@@ -248,6 +239,7 @@ def divide(
     *,
     part: Part,
     whole: Collection[nn.Module] = (),
+    sequence: Collection[str] = (),
 ) -> tuple[Anatomy, Changes]:
     """Make a team's ranks compute parts of a model together, as a plan says.
 
@@ -255,6 +247,8 @@ def divide(
         plan: style by pattern of names of modules.
         part: what this team computes, and nobody else does.
         whole: modules of the root that are not divided.
+        sequence: units between whose divided modules, if they have any, each rank has its part of
+            the positions.
 
     Returns:
         The anatomy with the windows of this rank, and what was changed.
@@ -282,17 +276,107 @@ def divide(
         for key in [key for key, value in vars(module).items() if type(value) is int]:
             if style_of(f"{name}.{key}", plan) == "divided":
                 changes.make(module, key, _divided(module, key, team, name))
+    found = _with_windows(anatomy, windows, styles)
+    apart = _Apart.of(team, found, sequence, styles, names) if sequence else None
     entrances: dict[str, Entrances] = {}
     for number, (module, style) in styles.items():
         parent = names[number].rpartition(".")[0]
         if parent not in entrances:
-            entrances[parent] = Entrances(team, shared=number in inside)
+            divided = apart is not None and inside.get(number) in apart.units
+            entrances[parent] = Entrances(
+                team,
+                shared=number in inside,
+                positions=apart.positions if apart is not None and divided else None,
+                early=apart is not None and parent in apart.early,
+            )
         changes.make(module, "forward", style.forward(module, entrances[parent], team))
     for parent, of_parent in entrances.items():
         if of_parent.shared:
             module = model.get_submodule(parent)
-            changes.make(module, "forward", _forgetting(plain_forward(module), of_parent))
-    return _with_windows(anatomy, windows, styles), changes
+            changes.make(module, "forward", entering(plain_forward(module), of_parent))
+    return (found if apart is None else apart.made(found, changes)), changes
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Units between whose divided modules positions are divided.
+
+    Attributes:
+        early: parents of the modules that begin a region: what they do with hidden states before,
+            they do with all positions.
+    """
+
+    positions: Positions
+    units: frozenset[str]
+    early: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        team: Communicator,
+        anatomy: Anatomy,
+        units: Collection[str],
+        styles: Mapping[int, tuple[nn.Module, Style]],
+        names: Mapping[int, str],
+    ) -> _Apart:
+        """
+        Raises:
+            InputError: of some parameter it is not clear whether each rank comes to a part of its
+                gradient or to all of it.
+        """
+        parents = {names[n].rpartition(".")[0] for n, (_, s) in styles.items() if s.begins}
+        early = frozenset(parents - {unit.name for unit in anatomy.units})
+        # Of which nothing is divided, all ranks of the team compute the whole.
+        divided = {name for name in units if any(_is_in(parent, name) for parent in parents)}
+        found = cls(Positions(team), frozenset(divided), early)
+        for unit in anatomy.all:
+            for slot in unit.slots:
+                found._refuse_unclear(unit, slot, styles, names)
+        return found
+
+    def _refuse_unclear(
+        self,
+        unit: Unit,
+        slot: Slot,
+        styles: Mapping[int, tuple[nn.Module, Style]],
+        names: Mapping[int, str],
+    ) -> None:
+        if slot.summed or not slot.window.whole or not slot.parameter.requires_grad:
+            return
+        for module, attribute in slot.places:
+            name = names[id(module)]
+            if unit.name == ROOT and any(_is_in(name, of_unit) for of_unit in self.units):
+                why = "several units have it, or the code outside of them"
+            elif any(_is_in(name, parent) for parent in self.early) and not (
+                id(module) in styles and isinstance(styles[id(module)][1], Rowwise)
+            ):
+                why = "it lies beside divided modules, and the tensor plan does not say how it is"
+            else:
+                continue
+            raise InputError(
+                f"positions cannot be divided beside parameter '{slot.name}': {attribute} of "
+                f"module '{name}'",
+                why=why,
+                fix="make a plan without: `techniques: {sequence: false}`",
+            )
+
+    def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
+        """The same anatomy, of which these units compute a part of the positions: each rank comes
+        to a part of the gradient of what is not divided."""
+
+        def changed(unit: Unit) -> Unit:
+            if unit.name not in self.units:
+                return unit
+            inner = plain_forward(unit.module)
+            forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner)
+            changes.make(unit.module, "forward", forward)
+            slots = tuple(
+                replace(slot, summed=slot.window.whole and slot.parameter.requires_grad)
+                for slot in unit.slots
+            )
+            return replace(unit, slots=slots, positions=self.positions)
+
+        return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
 
 
 def _own_modules(
@@ -395,6 +479,11 @@ def _with_windows(
     return Anatomy(tuple(map(changed, anatomy.units)), changed(anatomy.root))
 
 
+def _is_in(name: str, outer: str) -> bool:
+    """Whether a module is another one or in it, by their names."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
 def _divided(module: nn.Module, key: str, team: Communicator, name: str) -> int:
     value = int(vars(module)[key])
     if value % team.world:
@@ -403,16 +492,6 @@ def _divided(module: nn.Module, key: str, team: Communicator, name: str) -> int:
             fix="take another tensor parallel degree",
         )
     return value // team.world
-
-
-def _forgetting(inner: Forward, entrances: Entrances) -> Forward:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            entrances.forget()
-
-    return forward
 
 
 def plain_forward(module: nn.Module) -> Forward:

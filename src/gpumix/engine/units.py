@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gpumix.engine.sequence import Positions
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT
@@ -37,12 +38,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit: its module name (`ROOT` for the root unit), its module and its own parameters."""
+    """A unit: its module name (`ROOT` for the root unit), its module and its own parameters.
+
+    Attributes:
+        positions: what divides them, where ranks that compute it together do.
+    """
 
     name: str
     module: nn.Module
     kind: str
     slots: tuple[Slot, ...]
+    positions: Positions | None = None
 
     @property
     def trainable(self) -> int:

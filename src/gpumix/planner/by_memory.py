@@ -18,7 +18,7 @@ from gpumix.cost.memory import MASTER_BYTES, SHARD_GRADIENT_BYTES, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.time import can
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
-from gpumix.planner.manner import Manner
+from gpumix.planner.manner import ALONE, Manner
 from gpumix.planner.misfit import Misses
 from gpumix.planner.staged import refuse_one_stage
 from gpumix.planner.way import Cut, Way, assemble_stages
@@ -66,7 +66,7 @@ def _ways(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -
         for recompute in (False, True):
             if recompute in request.space.recompute and (recompute or keep):
                 mode = Mode(recompute=recompute, head=head)
-                yield Way(row, (Manner(1, mode),) * len(row), "1f1b", size)
+                yield Way(row, (Manner(ALONE, mode),) * len(row), "1f1b", size)
         size //= 2
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from gpumix.cost.staged import StagedStep
 from gpumix.cost.teams import buffer_bytes
 from gpumix.planner.base import fit
+from gpumix.planner.manner import ALONE
 from gpumix.planner.misfit import Misses
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.way import Counts, Cut, Deal, Way, assemble_stages, leaders
@@ -60,7 +61,7 @@ class Counting:
 
     def __init__(self, pace_of: PaceOf, batch: int) -> None:
         self._pace_of = pace_of
-        self._profile = pace_of.profiles[1]
+        self._profile = pace_of.profiles[ALONE]
         self._batch = batch
         self.work = 0
         self.misses = Misses("a plan of several stages")
@@ -122,13 +123,13 @@ class Counting:
     def _seconds(self, way: Way, cut: Cut, place: int) -> list[float]:
         """Of one micro-batch on each worker of a group, in all of its stages."""
         sizes, stages = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
-        workers = leaders(way.row[place], way.manners[place].degree)
+        workers = leaders(way.row[place], way.manners[place].team.degree)
         of_class: dict[str, float] = {}
         for name in {worker.device_class for worker in workers}:
             of_class[name] = 0.0
             for stage in range(place, len(cut), len(way.row)):
                 manner, (begin, end) = way.manners[stage], stages[stage]
-                pace = self._pace_of(name, manner.degree, manner.mode, sizes)
+                pace = self._pace_of(name, manner.team, manner.mode, sizes)
                 of_class[name] += float(pace.stage_s(np.array(begin), np.array(end))[0])
         return [of_class[worker.device_class] for worker in workers]
 

@@ -15,7 +15,7 @@ from gpumix.cost.curves import FloatArray, IntArray, bytes_at
 from gpumix.cost.memory import element_bytes, free_bytes
 from gpumix.cost.time import can
 from gpumix.cost.wire import Messages
-from gpumix.planner.manner import kind_of
+from gpumix.planner.manner import ALONE, Team, kind_of
 from gpumix.planner.pace import Pace, PaceOf
 from gpumix.planner.way import Cut, Way
 from gpumix.spec.plan import Mode, ZeroStage
@@ -43,7 +43,7 @@ class Cutter:
 
     def __init__(self, pace_of: PaceOf, batch: int) -> None:
         self._pace_of = pace_of
-        self._profile = pace_of.profiles[1]
+        self._profile = pace_of.profiles[ALONE]
         self._batch = batch
         self._calls = len(self._profile.model.calls)
         self._sizes: dict[int, float] = {}
@@ -66,9 +66,9 @@ class Cutter:
         calls = []
         for name, _ in classes:
             seconds = [
-                np.diff(self._pace_of(name, degree, mode, (size,)).both_s[0]) * degree
+                np.diff(self._pace_of(name, team, mode, (size,)).both_s[0]) * team.degree
                 for mode in modes
-                for degree, profile in self._pace_of.profiles.items()
+                for team, profile in self._pace_of.profiles.items()
                 if name in {c.device_class for c in profile.classes} and can(profile, name, mode)
             ]
             if not seconds:
@@ -130,7 +130,7 @@ class Cutter:
 
     def _pace(self, way: Way, stage: int, name: str) -> Pace:
         manner = way.manners[stage]
-        return self._pace_of(name, manner.degree, manner.mode, (min(way.micro_batch, self._batch),))
+        return self._pace_of(name, manner.team, manner.mode, (min(way.micro_batch, self._batch),))
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Cutter:
         """
         least = cuts.least_s
         for place, classes in enumerate(way.teams):
-            if (elements := self._elements(way.manners[place].degree)) is not None:
+            if (elements := self._elements(way.manners[place].team)) is not None:
                 summed = np.zeros(len(least))
                 longest = np.zeros(len(least))
                 for stage in range(place, len(way.stages), len(way.row)):
@@ -148,8 +148,8 @@ class Cutter:
                     summed += (elements[end] - elements[begin]) * GRADIENT_BYTES
                     paces = [self._pace(way, stage, name) for name, _ in classes]
                     longest += np.max([pace.stage_s(begin, end)[0] for pace in paces], axis=0)
-                degree = way.manners[place].degree
-                moved = summed * self._pace_of.s_per_byte(kind_of(way.row[place]), degree)
+                team = way.manners[place].team
+                moved = summed * self._pace_of.s_per_byte(kind_of(way.row[place]), team)
                 computed = self._busy_s(way, cuts, place) - longest if zero_stage < 2 else 0.0
                 least = np.maximum(least, moved + computed)
         return np.where(self._may_fit(way, cuts, zero_stage), least, np.inf)
@@ -169,8 +169,8 @@ class Cutter:
         """Whether the units' state alone, without what micro-batches hold, finds room."""
         fits = np.ones(len(cuts.begins), dtype=bool)
         for place, teams in enumerate(way.teams):
-            degree = way.manners[place].degree
-            elements, profile = self._elements(degree), self._pace_of.profiles[degree]
+            team = way.manners[place].team
+            elements, profile = self._elements(team), self._pace_of.profiles[team]
             if elements is None:
                 continue
             numel = np.zeros(len(fits))
@@ -186,10 +186,10 @@ class Cutter:
             fits &= room >= needed
         return fits
 
-    def _elements(self, degree: int) -> FloatArray | None:
+    def _elements(self, team: Team) -> FloatArray | None:
         """Trained elements of all calls before each, of which each of a team has its part; None
         where a unit is called twice."""
-        model = self._pace_of.profiles[degree].model
+        model = self._pace_of.profiles[team].model
         if len(set(model.calls)) < len(model.calls):
             return None
         sizes = {kind.name: kind.trainable for kind in model.kinds}

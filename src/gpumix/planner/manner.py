@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple
 
 from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.spec.cluster import Device
@@ -23,11 +24,33 @@ Teams = tuple[tuple[str, int], ...]
 """By class, how many workers of a stage are, or are led by, devices of it."""
 
 
-@dataclass(frozen=True)
-class Manner:
-    """Devices compute in teams of `degree`, in this mode."""
+class Team(NamedTuple):
+    """How many devices compute units together, and whether they divide positions too."""
 
     degree: int
+    sequence: bool = False
+
+
+ALONE = Team(1)
+
+
+def teams_of_space(space: Space) -> list[Team]:
+    """What teams a space has, small ones first."""
+    degrees, sequence = sorted(set(space.tensor)), sorted(set(space.sequence))
+    of_several = product((degree for degree in degrees if degree > 1), sequence)
+    return [*([ALONE] if 1 in degrees else []), *(Team(*team) for team in of_several)]
+
+
+def measured_teams(profile: Profile) -> set[Team]:
+    """Those of which it is known how fast they are."""
+    return {Team(team.degree, team.sequence) for team in profile.teams}
+
+
+@dataclass(frozen=True)
+class Manner:
+    """Devices compute in such teams, in this mode."""
+
+    team: Team
     mode: Mode
 
 
@@ -52,10 +75,10 @@ class Manners:
     """Those of a space, as far as they were measured.
 
     Args:
-        profiles: by tensor parallel degree.
+        profiles: of what ranks of a team compute.
     """
 
-    def __init__(self, profiles: Mapping[int, Profile], space: Space) -> None:
+    def __init__(self, profiles: Mapping[Team, Profile], space: Space) -> None:
         self._profiles = profiles
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
@@ -63,14 +86,14 @@ class Manners:
     def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
         """Of a group of this kind, of which the first ones ask for least."""
         found = []
-        for degree in sorted(self._profiles):
-            if any(count % degree for host in kind for _, count in host):
+        for team in sorted(self._profiles):
+            if any(count % team.degree for host in kind for _, count in host):
                 continue
             names = sorted({name for host in kind for name, _ in host})
-            known = {c.device_class for c in self._profiles[degree].classes}
+            known = {c.device_class for c in self._profiles[team].classes}
             if known.issuperset(names):
-                modes = self._modes(self._profiles[degree], names, schedule, last=last)
-                found += [Manner(degree, mode) for mode in modes]
+                modes = self._modes(self._profiles[team], names, schedule, last=last)
+                found += [Manner(team, mode) for mode in modes]
         return tuple(found)
 
     def _modes(

@@ -14,7 +14,7 @@ from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.teams import in_team
 from gpumix.cost.time import Computing
 from gpumix.cost.wire import Operation, forms_for, wire_among
-from gpumix.planner.manner import Kind
+from gpumix.planner.manner import ALONE, Kind, Team
 from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
 
@@ -71,30 +71,32 @@ class Pace:
 class PaceOf:
     """The paces of a profile's classes, alone and in teams, each counted once."""
 
-    def __init__(self, profile: Profile, degrees: Iterable[int] = (1,)) -> None:
-        self.profiles = {degree: in_team(profile, degree) for degree in degrees}
-        self._known: dict[tuple[str, int, Mode, tuple[int, ...]], Pace] = {}
-        self._rates: dict[tuple[Kind, int], float] = {}
+    def __init__(self, profile: Profile, teams: Iterable[Team] = (ALONE,)) -> None:
+        self.profiles = {
+            team: in_team(profile, team.degree, sequence=team.sequence) for team in teams
+        }
+        self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], Pace] = {}
+        self._rates: dict[tuple[Kind, Team], float] = {}
 
-    def __call__(self, name: str, degree: int, mode: Mode, sizes: tuple[int, ...]) -> Pace:
+    def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> Pace:
         """Of a class, or of teams of it."""
-        key = (name, degree, mode, sizes)
+        key = (name, team, mode, sizes)
         if key not in self._known:
-            self._known[key] = Pace.of(self.profiles[degree], name, sizes, mode)
+            self._known[key] = Pace.of(self.profiles[team], name, sizes, mode)
         return self._known[key]
 
-    def s_per_byte(self, kind: Kind, degree: int) -> float:
+    def s_per_byte(self, kind: Kind, team: Team) -> float:
         """Seconds to sum a byte of the gradient over the workers of a group, where many are summed
         at once."""
-        key = (kind, degree)
+        key = (kind, team)
         if key not in self._rates:
             places = [
                 (str(number), name)
                 for number, host in enumerate(kind)
                 for name, count in host
-                for _ in range(count // degree)
+                for _ in range(count // team.degree)
             ]
-            profile = self.profiles[degree]
+            profile = self.profiles[team]
             wire, form = wire_among(profile, places), forms_for(profile).reduce
             size = max(1, profile.model.parameters) * GRADIENT_BYTES
             ways: tuple[tuple[Operation, str], ...] = (("reduce", form), ("sum", "native"))

@@ -24,7 +24,7 @@ from gpumix.cost.memory import element_bytes, free_bytes
 from gpumix.cost.wire import Messages
 from gpumix.planner.arrange import Row
 from gpumix.planner.counted import Candidate
-from gpumix.planner.manner import Kind, Manner, Manners, kind_of, teams_of
+from gpumix.planner.manner import ALONE, Kind, Manner, Manners, Team, kind_of, teams_of
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.plan import Mode, Schedule, ZeroStage
@@ -83,7 +83,7 @@ class Promises:
     ) -> None:
         self._pace_of = pace_of
         self.manners = manners
-        self.profile = pace_of.profiles[1]
+        self.profile = pace_of.profiles[ALONE]
         self._zero_stages = zero_stages
         self.sizes = tuple(sizes)
         self.counts = -(-batch // np.array(sizes))
@@ -92,7 +92,7 @@ class Promises:
         self.edges = np.round(edges).astype(np.int64)
         self._holdings: dict[tuple[str, Manner, bool], _Holding] = {}
         self.stages = lru_cache(maxsize=512)(self._stages_of)
-        self._elements_of: dict[int, FloatArray] = {}
+        self._elements_of: dict[Team, FloatArray] = {}
 
     def of(self, row: Row) -> RowPromises:
         """Those of a row."""
@@ -130,10 +130,11 @@ class Promises:
         }
         begin, end = self.edges[:, None], self.edges[None, :]
         for number, manner in enumerate(self.manners.of(kind, schedule, last=last)):
-            teams, degree = teams_of(kind, manner.degree), manner.degree
+            teams = teams_of(kind, manner.team.degree)
             taken = {
                 name: np.maximum(
-                    self._pace_of(name, degree, manner.mode, self.sizes).stage_s(begin, end), TINY_S
+                    self._pace_of(name, manner.team, manner.mode, self.sizes).stage_s(begin, end),
+                    TINY_S,
                 )
                 for name, _ in teams
             }
@@ -165,8 +166,8 @@ class Promises:
     ) -> npt.NDArray[np.bool_]:
         """Whether what micro-batches hold, and the state, which the workers may divide as they have
         room, is no more than they have."""
-        profile = self._pace_of.profiles[manner.degree]
-        numel = self._elements(manner.degree)
+        profile = self._pace_of.profiles[manner.team]
+        numel = self._elements(manner.team)
         fits: npt.NDArray[np.bool_] = (self.edges[:, None] < self.edges[None, :])[None]
         room, needed = np.zeros(1), np.zeros(1)
         for name, count in teams:
@@ -181,29 +182,29 @@ class Promises:
     def _held(self, name: str, manner: Manner, last: bool) -> _Holding:
         key = (name, manner, last)
         if key not in self._holdings:
-            model = self._pace_of.profiles[manner.degree].model_of(name)
+            model = self._pace_of.profiles[manner.team].model_of(name)
             found = _Holding.of(model, manner.mode, self.sizes, self.edges, last=last)
             found = replace(found, each=found.each + np.array(self.message_bytes)[:, None, None])
             self._holdings[key] = found
         return self._holdings[key]
 
-    def _elements(self, degree: int) -> FloatArray:
+    def _elements(self, team: Team) -> FloatArray:
         """Trained elements of calls between edges, with what the first and the last have of the
         root: [1, edges, edges]."""
-        if degree not in self._elements_of:
-            model = self._pace_of.profiles[degree].model
+        if team not in self._elements_of:
+            model = self._pace_of.profiles[team].model
             rows = [0.0, *(model.kind(name).trainable for name in model.kind_of_call)]
             before, sizes = np.cumsum(rows)[self.edges], {p.name: p for p in model.root.parameters}
             numel = before[None, :] - before[:, None]
             numel[0, :] += sum(sizes[name].trainable for name in model.needs[0].root)
             numel[:, -1] += sum(sizes[name].trainable for name in model.needs[-1].root)
-            self._elements_of[degree] = numel[None]
-        return self._elements_of[degree]
+            self._elements_of[team] = numel[None]
+        return self._elements_of[team]
 
     def _summed_s(self, kind: Kind, manner: Manner, zero_stage: ZeroStage) -> FloatArray:
         """Of sums of gradients, and of gathers of parameters, between the workers of a group."""
-        numel = self._elements(manner.degree)
-        reduced = self._pace_of.s_per_byte(kind, manner.degree) * GRADIENT_BYTES
+        numel = self._elements(manner.team)
+        reduced = self._pace_of.s_per_byte(kind, manner.team) * GRADIENT_BYTES
         gathered = reduced / 2  # in half as many bytes, or of what need not be added up
         times = {
             0: 2 * reduced,
@@ -264,8 +265,8 @@ class RowPromises:
             manners.append(every[found.stages[place].manner[number, begin, at]])
             ends.append(int(promises.edges[at]))
             at = begin
-        degrees = [manner.degree for manner in reversed(manners)]
-        if degrees != degrees[: len(self._row)] * rounds_of(schedule):
+        teams = [manner.team for manner in reversed(manners)]
+        if teams != teams[: len(self._row)] * rounds_of(schedule):
             return None  # a group cannot change its teams between its stages
         way = Way(self._row, tuple(reversed(manners)), schedule, promises.sizes[number])
         return Candidate(float(found.seconds[number]), way, zero_stage, tuple(reversed(ends)))

@@ -28,7 +28,14 @@ from gpumix.planner.arrange import Row, rows
 from gpumix.planner.base import PlanRequest, ranked_devices
 from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found
 from gpumix.planner.cuts import FEW_CUTS, Cutter
-from gpumix.planner.manner import Manner, Manners, kind_of
+from gpumix.planner.manner import (
+    ALONE,
+    Manner,
+    Manners,
+    kind_of,
+    measured_teams,
+    teams_of_space,
+)
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.promise import Promises, RowPromises
 from gpumix.planner.way import Way, rounds_of
@@ -91,8 +98,9 @@ class _Search:
                 f"{len(self._devices)} devices, and {len(profile.model.calls)} units",
                 fix=f"set techniques.least_stages to {most} at most",
             )
-        measured = {1, *(team.degree for team in profile.teams)}
-        pace_of = PaceOf(profile, measured & set(request.space.tensor) or {1})
+        pace_of = PaceOf(
+            profile, {ALONE, *measured_teams(profile).intersection(teams_of_space(request.space))}
+        )
         self._manners = Manners(pace_of.profiles, request.space)
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
@@ -210,7 +218,7 @@ class _Search:
                     yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]))
         for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
             for other in self._manners_at(way.row, way.schedule, place):
-                if other != manner and other.degree == manner.degree:
+                if other != manner and other.team == manner.team:
                     manners = (*way.manners[:place], other, *way.manners[place + 1 :])
                     yield replace(one, way=replace(way, manners=manners))
 
@@ -261,8 +269,8 @@ class _Search:
                 continue
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
-                degrees = [manner.degree for manner in manners]
-                if degrees == degrees[: len(row)] * rounds_of(schedule):
+                teams = [manner.team for manner in manners]
+                if teams == teams[: len(row)] * rounds_of(schedule):
                     yield from (Way(row, manners, schedule, size) for size in self._sizes)
 
     def _nearest_first(self) -> Iterator[Candidate]:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_team
 from gpumix.planner.base import WORTHWHILE, PlanRequest, Strategy, fit, predicted, ranked_devices
+from gpumix.planner.manner import ALONE, Team, measured_teams, teams_of_space
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan, Prediction, Stage
 from gpumix.spec.profile import Profile
 
 Teams = dict[str, tuple[Device, ...]]
@@ -40,12 +41,16 @@ def of_any_degree(
     """
     best: Plan | None = None
     failures: list[InputError | NoFeasiblePlanError] = []
-    wanted, measured = sorted(set(request.space.tensor)), {t.degree for t in profile.teams}
-    for degree in wanted:
-        if degree > 1 and degree not in measured and wanted[0] == 1:
+    wanted, measured = teams_of_space(request.space), measured_teams(profile)
+    if wanted[0] == ALONE:  # stages of their own teams are among what it makes (`planner.staged`)
+        space = request.space.model_copy(update={"most_stages": 1, "least_stages": 1})
+        request = request.model_copy(update={"space": space})
+    for team in wanted:
+        others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
+        if team != ALONE and team not in measured and others:
             continue  # the model, or the cluster, has no such teams
         try:
-            found = alone() if degree == 1 else _in_teams(profile, request, strategy, degree)
+            found = alone() if team == ALONE else _in_teams(profile, request, strategy, team)
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
@@ -57,9 +62,11 @@ def of_any_degree(
     return best
 
 
-def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree: int) -> Plan:
-    """The strategy's plan for teams of so many."""
-    of_team, teams = in_team(profile, degree), _teams(profile, request, degree)
+def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, team: Team) -> Plan:
+    """The strategy's plan for such teams."""
+    degree, sequence = team
+    of_team = in_team(profile, degree, sequence=sequence)
+    teams = _teams(profile, request, degree)
     measured = {c.device_class for c in of_team.classes}
     leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
     devices = ranked_devices(profile, request)
@@ -69,18 +76,23 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree
             why="a team is devices of one class on one host",
             fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
         )
-    cluster = of_team.cluster.only(leaders)
-    found = strategy(
-        of_team.model_copy(update={"cluster": cluster}),
-        request.model_copy(
-            update={
-                "devices": tuple(leaders),
-                "space": request.space.model_copy(update={"tensor": (1,)}),
-            }
-        ),
+    request = request.model_copy(
+        update={
+            "devices": tuple(leaders),
+            "space": request.space.model_copy(update={"tensor": (1,)}),
+        }
     )
-    plan = _expanded(found, teams, degree, devices)
-    expected = predict(profile, plan)
+    of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
+
+    def expanded(found: Plan) -> tuple[Plan, Prediction]:
+        plan = _expanded(found, teams, team, devices)
+        return plan, predict(profile, plan)
+
+    found = strategy(of_team, request)
+    plan, expected = expanded(found)
+    if not fit(expected.workers):
+        found = strategy(_with_room(of_team, expected), request)
+        plan, expected = expanded(found)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
             f"teams of {degree} have no room for what their ranks tell each other in",
@@ -89,6 +101,18 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, degree
     bound_s = predicted(found).bound_s
     bound_s = None if bound_s is None else min(bound_s, expected.step_s)
     return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def _with_room(of_team: Profile, expected: Prediction) -> Profile:
+    """The same with less memory: twice what a plan was short of, for what ranks of a team tell each
+    other in."""
+    part = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers) ** 2
+    cluster = of_team.cluster
+    classes = tuple(
+        c.model_copy(update={"memory_bytes": int(c.memory_bytes / part)}) for c in cluster.classes
+    )
+    smaller = cluster.model_copy(update={"classes": classes})
+    return of_team.model_copy(update={"cluster": smaller})
 
 
 def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
@@ -102,7 +126,7 @@ def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
     }
 
 
-def _expanded(plan: Plan, teams: Teams, degree: int, devices: tuple[Device, ...]) -> Plan:
+def _expanded(plan: Plan, teams: Teams, team: Team, devices: tuple[Device, ...]) -> Plan:
     """A plan for the first devices of teams, for all of them."""
 
     def with_members(stage: Stage) -> Stage:
@@ -111,7 +135,9 @@ def _expanded(plan: Plan, teams: Teams, degree: int, devices: tuple[Device, ...]
             for worker in stage.workers
             for device in teams[worker.device]
         )
-        return stage.model_copy(update={"workers": workers, "tensor": degree})
+        degree, sequence = team
+        update = {"workers": workers, "tensor": degree, "sequence": sequence}
+        return stage.model_copy(update=update)
 
     stages = tuple(map(with_members, plan.stages))
     used = {worker.device for stage in stages for worker in stage.workers}

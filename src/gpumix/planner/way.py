@@ -50,7 +50,8 @@ class Way:
     def teams(self) -> tuple[Teams, ...]:
         """Of each group, its workers by class."""
         return tuple(
-            teams_of(kind_of(group), manner.degree) for group, manner in zip(self.row, self.manners)
+            teams_of(kind_of(group), manner.team.degree)
+            for group, manner in zip(self.row, self.manners)
         )
 
 
@@ -100,7 +101,7 @@ def assemble_stages(
     stages = []
     for number, (begin, end) in enumerate(pairwise((0, *cut))):
         needs, manner = model.needs_of(begin, end), way.manners[number]
-        teams = members(way.stages[number], manner.degree)
+        teams = members(way.stages[number], manner.team.degree)
         samples = _samples(counts[number % len(way.row)], way.micro_batch, batch)
         classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
         workers = tuple(
@@ -112,7 +113,7 @@ def assemble_stages(
                 micro_batch=min(way.micro_batch, n),
                 state_share=1.0 / len(teams),
                 mode=manner.mode,
-                compile=classes[device.device_class].compiled and manner.degree == 1,
+                compile=classes[device.device_class].compiled and manner.team.degree == 1,
                 compute_dtype=classes[device.device_class].compute_dtype,
             )
             for team, n in zip(teams, samples)
@@ -122,7 +123,8 @@ def assemble_stages(
             Stage(
                 units=model.calls[begin:end],
                 workers=workers,
-                tensor=manner.degree,
+                tensor=manner.team.degree,
+                sequence=manner.team.sequence,
                 takes=needs.outputs,
                 root=needs.root,
             )

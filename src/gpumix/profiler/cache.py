@@ -78,6 +78,7 @@ class MeasurementCache:
             "compiled": name in self.compiled,
             "compute_dtype": self.dtypes[name],
             "degrees": self.degrees.get(name, ()),
+            "sequence": self._job.techniques.sequence if self.degrees.get(name) else (),
         }
         return self._where / f"class-{_hash(work)}.json"
 
@@ -180,12 +181,16 @@ def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
 
 
 def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
-    """By degree, of the classes that were measured so."""
-    for degree in sorted({team.degree for one in measured for team in one.teams}):
-        teams = [(one, team) for one in measured for team in one.teams if team.degree == degree]
+    """By degree, without and with divided positions, of the classes that were measured so."""
+    every = [(one, team) for one in measured for team in one.teams]
+    for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
+        teams = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
         model, *others = _by_dtype(team.model for _, team in teams)
         yield TeamProfile(
             degree=degree,
+            sequence=sequence,
+            enters=teams[0][1].enters,
+            leaves=teams[0][1].leaves,
             model=model,
             other_models=tuple(others),
             classes=tuple(_with_host_bytes(o, t.device_class, cluster) for o, t in teams),

@@ -24,11 +24,12 @@ from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.host import empty_on_host
 from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.engine.sequence import is_divided
 from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.flows import Flows, find_flows
-from gpumix.profiler.specimen import Outputs, Specimens, Walk, tensor_bytes
+from gpumix.profiler.specimen import Outputs, Specimens, Told, Walk, tensor_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT
 
@@ -72,8 +73,10 @@ class Point:
     backward_bytes: dict[str, int] = field(default_factory=dict)
     saved_forward_bytes: dict[str, int] = field(default_factory=dict)
     saved_backward_bytes: dict[str, int] = field(default_factory=dict)
-    # What a team tells each other: by unit kind and pass, by operation the times and the bytes.
-    told: dict[tuple[str, Pass], dict[str, tuple[int, int]]] = field(default_factory=dict)
+    # Bytes of a team member's part of hidden states, where they are divided.
+    part: dict[str, int] = field(default_factory=dict)
+    # What a team tells each other, by unit kind and pass: the operation and the bytes of each.
+    told: dict[tuple[str, Pass], list[Told]] = field(default_factory=dict)
     chunked_head_s: float | None = None  # as `backward_s` of the root; None: it cannot run so
     chunked_head_bytes: int | None = None
 
@@ -89,11 +92,14 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `cut_short`: there was no time for more."""
+    """All points of one device, in growing size; `cut_short`: there was no time for more. See
+    `Walk` for `enters` and `leaves`."""
 
     calls: tuple[str, ...]
     points: list[Point]
     flows: Flows
+    enters: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
     cut_short: bool = False
 
 
@@ -123,7 +129,7 @@ def sweep(
             measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
             measurement.warm_up(batch)
     begun = time.perf_counter()
-    found = Sweep((), [], measurement.flows(batch))
+    found = Sweep((), [], measurement.flows(batch), *measurement.ends)
     sizes, ran_out = list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
@@ -179,6 +185,7 @@ class _Measurement:
         self._runtime = runtime
         self._memory = memory
         self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
+        self.ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def warm_up(self, batch: Batch) -> tuple[str, ...]:
         """Compute everything once; the names of the calls."""
@@ -249,6 +256,7 @@ class _Measurement:
             else:
                 point.backward_bytes[ROOT] = found
             point.flops[ROOT] = flops.total / point.size
+            self.ends = tuple(walk.enters), tuple(walk.leaves)
             return tuple(walk.calls)
 
     @contextmanager
@@ -258,14 +266,10 @@ class _Measurement:
         if team is None:
             yield
             return
-        counts, sizes = team.counts.copy(), team.bytes.copy()
+        before = len(team.told)
         yield
-        found = self._point.told.get((name, way), {}) if more else {}
-        for operation, times in (team.counts - counts).items():
-            before = found.get(operation, (0, 0))
-            size = team.bytes[operation] - sizes[operation]
-            found[operation] = before[0] + times, before[1] + size
-        self._point.told[name, way] = found
+        found = self._point.told.get((name, way), []) if more else []
+        self._point.told[name, way] = found + team.told[before:]
 
     def _count_chunked_head(self, batch: Batch, calls: int) -> None:
         specimens = self._specimens
@@ -304,6 +308,10 @@ class _Measurement:
             returned = self._specimens.returned(call)
         sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
         self._point.outputs[kind] = sizes
+        for divided in filter(
+            is_divided, tree_leaves((call.args, call.kwargs), is_leaf=is_divided)
+        ):
+            self._point.part[kind] = divided.part.nbytes
         self._point.flops[kind] = flops.total / self._point.size
         del returned
         before = self._memory.current()

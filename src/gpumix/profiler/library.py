@@ -89,6 +89,7 @@ def profile(
             compiled=compiled_classes(compile, found, cpp_compiler=has_cpp_compiler()),
             tensor=tensor,
             degrees=degrees_of(found, space),
+            sequence=space.sequence,
             must_divide=1 not in space.tensor,
         )
         device_class = found.class_named(device.device_class)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gpumix.cost.curves import undisturbed
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
@@ -33,7 +35,7 @@ from gpumix.profiler.compute import (
 )
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
@@ -74,7 +76,8 @@ class Subject:
         dtypes: what each class computes in.
         compiled: the classes whose units are compiled.
         degrees: of each class, how many of its devices may compute units together.
-        must_divide: whether a model that cannot be divided so is an error.
+        sequence: whether they divide the positions of samples too.
+        must_divide: whether a model that cannot be divided in any of these ways is an error.
     """
 
     build: Callable[[], nn.Module]
@@ -88,6 +91,7 @@ class Subject:
     compiled: frozenset[str] = frozenset()
     tensor: Mapping[str, Any] | None = None
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence: tuple[bool, ...] = (False, True)
     must_divide: bool = False
 
 
@@ -145,8 +149,11 @@ def _swept(
     device_class: str,
     progress: Progress,
     degree: int = 1,
+    *,
+    sequence: bool = False,
 ) -> tuple[Sweep, Anatomy, ModelProfile]:
-    """All points of the device, as one of `degree` that compute together."""
+    """All points of the device, as one of `degree` that compute together, and divide the positions
+    of samples too or not."""
     model = subject.build()
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
@@ -154,7 +161,8 @@ def _swept(
     if degree > 1:
         team = MadeUpTeam(degree, runtime.torch_device)
         styles = tensor_plan(model, subject.tensor)
-        anatomy, _ = divide(anatomy, team, styles, part=all_of(anatomy))
+        every = [unit.name for unit in anatomy.units] if sequence else []
+        anatomy, _ = divide(anatomy, team, styles, part=all_of(anatomy), sequence=every)
     specimens = Specimens(
         model,
         anatomy,
@@ -166,6 +174,7 @@ def _swept(
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
     name = device_class if team is None else f"{device_class}, one of {degree}"
+    name += ", positions divided" if sequence else ""
     found = sweep(
         specimens,
         runtime,
@@ -182,13 +191,20 @@ def _teams(
     subject: Subject, runtime: DeviceRuntime, alone: ClassProfile, progress: Progress
 ) -> Iterator[TeamMeasurement]:
     """The device as one of so many that compute the units together: those degrees by which the
-    model can be divided."""
+    model can be divided, without and with divided positions if they can be."""
     for degree in subject.degrees.get(alone.device_class, ()):
-        try:
-            yield _team(subject, runtime, alone, degree, progress)
-        except InputError:
-            if subject.must_divide:
-                raise
+        refused: GpumixError | None = None
+        found = False
+        for sequence in sorted(set(subject.sequence)):
+            try:
+                yield _team(subject, runtime, alone, degree, progress, sequence=sequence)
+                found = True
+            except (InputError, ModelError) as error:
+                if isinstance(error, ModelError) and not sequence:
+                    raise  # of a model that does not run alone either
+                refused = refused or error
+        if refused is not None and subject.must_divide and not found:
+            raise refused
 
 
 def _team(
@@ -197,11 +213,17 @@ def _team(
     alone: ClassProfile,
     degree: int,
     progress: Progress,
+    *,
+    sequence: bool,
 ) -> TeamMeasurement:
-    found, anatomy, model = _swept(subject, runtime, alone.device_class, progress, degree)
+    name = alone.device_class
+    found, anatomy, model = _swept(subject, runtime, name, progress, degree, sequence=sequence)
     summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
     return TeamMeasurement(
         degree=degree,
+        sequence=sequence,
+        enters=found.enters,
+        leaves=found.leaves,
         device_class=alone.model_copy(
             update={
                 "units": _times(found),
@@ -217,6 +239,7 @@ def _team(
                 backward=_told(found, name, "backward"),
                 gradient=_told(found, name, "gradient"),
                 summed=summed.get(name, 0),
+                part=_if_known(found, [p.part.get(name) for p in found.points]),
             )
             for name in found.points[0].forward_s
         },
@@ -224,14 +247,14 @@ def _team(
 
 
 def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
-    counted = [point.told.get((name, way), {}) for point in found.points]
+    """Those of the same size are one."""
+    every = zip(*(point.told.get((name, way), []) for point in found.points), strict=True)
+    times = Counter((of_points[0][0], tuple(size for _, size in of_points)) for of_points in every)
     return tuple(
         TeamCollective(
-            operation="all_reduce" if operation == "all_reduce" else "exchange",
-            times=times,
-            bytes=_curve(found, [of_point[operation][1] for of_point in counted]),
+            operation=operation, times=n, bytes=_curve(found, [n * size for size in sizes])
         )
-        for operation, (times, _) in counted[0].items()
+        for (operation, sizes), n in times.items()
     )
 
 

@@ -75,7 +75,7 @@ def measure_links(
             _times("sum", "native", sizes, [_sum_s(comm, n, agree=comm) for n in sizes]),
             *_between_groups(comm, hosts, best, sizes),
             *_messages(comm, hosts, sizes),
-            *_sums(comm, teams or {}, sizes),
+            *_of_teams(comm, teams or {}, sizes),
         ),
         step_overhead_s=SMALL_PER_STEP * _small_s(comm),
         contention=contention,
@@ -196,14 +196,15 @@ def _messages(
         yield _times("send", "native", sizes, seconds, group=group)
 
 
-def _sums(
+def _of_teams(
     comm: Communicator, teams: Mapping[int, Sequence[int]], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
-    """An all-reduce in one team, all other ranks being at rest."""
+    """What one team tells each other, all other ranks being at rest."""
     for degree, ranks in sorted(teams.items()):
-        team = comm.among(ranks)
-        seconds = [_sum_s(team or comm.alone(), size, agree=comm) for size in sizes]
-        yield _times("sum", str(degree), sizes, seconds, group="inside")
+        team = comm.among(ranks) or comm.alone()
+        for operation, seconds_of in TEAM_COLLECTIVES.items():
+            seconds = [seconds_of(team, size, agree=comm) for size in sizes]
+            yield _times(operation, str(degree), sizes, seconds, group="inside")
 
 
 def _message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
@@ -225,6 +226,32 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _sum_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     value = torch.zeros(max(1, size // 4), device=comm.device)
     return _agreed_s(agree, lambda: comm.all_reduce(value, "trial all-reduce"))
+
+
+def _team_gather_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
+    row = torch.zeros(max(1, size // 4 // comm.world), device=comm.device)
+    return _agreed_s(agree, lambda: comm.exchange(row, "trial gather")[1].wait())
+
+
+def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
+    part = max(1, size // 4 // comm.world)
+    full = torch.zeros(part * comm.world, device=comm.device)
+    offsets = [part * rank for rank in range(comm.world + 1)]
+
+    own = torch.empty(part, device=comm.device)
+
+    def add_up(rows: torch.Tensor) -> None:
+        torch.sum(rows, 0, out=own)
+
+    return _agreed_s(agree, lambda: comm.reduce(full, offsets, "trial reduction", add_up).wait())
+
+
+TeamOperation = Literal["sum", "team_gather", "team_reduce"]
+TEAM_COLLECTIVES: dict[TeamOperation, Callable[..., float]] = {
+    "sum": _sum_s,
+    "team_gather": _team_gather_s,
+    "team_reduce": _team_reduce_s,
+}
 
 
 def _small_s(comm: Communicator) -> float:
@@ -269,7 +296,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Operation | Literal["send"],
+    operation: Operation | Literal["send"] | TeamOperation,
     form: str,
     sizes: list[int],
     seconds: list[float],

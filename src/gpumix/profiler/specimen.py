@@ -7,6 +7,7 @@ on a device can be profiled on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.boundary import Cut, cast
-from gpumix.engine.comm import Communicator, Pending
+from gpumix.engine.boundary import Cut, cast, taken
+from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
@@ -25,13 +26,19 @@ from gpumix.engine.glue import Glue, Link
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, Storage, alone
+from gpumix.engine.sequence import Positions
 from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
+from gpumix.hardware.memory import host_memory
+from gpumix.spec.profile import TeamOperation
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
 WEIGHT_STD = 0.02
 # Of the sum of all losses: of the order of one over the tokens of a batch.
 SCALE = 2.0**-16
+
+Told = tuple[TeamOperation, int]
+"""One collective of a team, and the bytes that a rank gives to it."""
 
 
 class Specimens:
@@ -54,7 +61,7 @@ class Specimens:
         device: torch.device,
         compute_dtype: torch.dtype,
         objective: Objective,
-        team: Communicator | None = None,
+        team: MadeUpTeam | None = None,
     ) -> None:
         self.model = model
         self.team = team
@@ -71,6 +78,8 @@ class Specimens:
         self.root = self._alive(anatomy.root)
         self.head.add_to_gradients_of(self.root.bucket.trainable)
         self.root_slots = anatomy.root.slots
+        dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
+        self.positions = next(dividing, None)
         self.of_kind: dict[str, ShardedUnit] = {}
         calls = Calls()
         for unit in anatomy.units:
@@ -125,10 +134,17 @@ class Specimens:
 
 
 class Walk:
-    """One run of the model from unit call to unit call."""
+    """One run of the model from unit call to unit call.
+
+    `enters` and `leaves` are the numbers of the calls before and behind which the positions of
+    hidden states are divided, where that has a gradient, and become whole again; the last one's are
+    the head's affair.
+    """
 
     def __init__(self, specimens: Specimens, coroutine: Coroutine) -> None:
         self.calls: list[str] = []
+        self.enters: list[int] = []
+        self.leaves: list[int] = []
         self._specimens = specimens
         self._coroutine = coroutine
         self._glue = Glue()
@@ -153,10 +169,20 @@ class Walk:
 
     def go_on(self, outputs: Any = None) -> None:
         """Hand over the outputs of the call (nothing at the start) and walk to the next."""
+        positions = self._specimens.positions
+        left = 0 if positions is None else positions.left
         self._at = self._coroutine.resume(outputs)
+        if self.call is not None and positions is not None:
+            self.leaves += [len(self.calls) - 1] * (positions.left - left)
+            self._divide(self.call, positions)
         if self.call is not None:
             self._glue.used(len(self.calls), self._specimens.cut(self.call).links)
             self.calls.append(self.call.unit)
+
+    def _divide(self, call: UnitCall, positions: Positions) -> None:
+        entered, specimens = positions.entered, self._specimens
+        self._at = taken(call, specimens.of_kind[specimens.kind_of[call.unit]])
+        self.enters += [len(self.calls)] * (positions.entered - entered)
 
     def loss_backward(self) -> None:
         """At the end: backward from the loss to the last unit's outputs."""
@@ -187,21 +213,42 @@ class Outputs:
 
 
 class MadeUpTeam(Communicator):
-    """Rank 0 of so many, all of which have what it has; what they tell each other is counted."""
+    """Rank 0 of so many, all of which have what it has; what they tell each other is noted, the
+    memory that gloo keeps for it is not counted (`cost.teams`)."""
 
     def __init__(self, degree: int, device: torch.device) -> None:
         super().__init__(None, rank=0, world=1, device=device)
         self.world = degree
+        self.on_gloo = device.type == "cpu"
+        self.told: list[Told] = []
+
+    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
+        with host_memory():
+            return super().borrow(purpose, like, rows, length)
 
     def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
-        self._count("all_reduce", value)
+        self._note("all_reduce", value)
         return Pending((), label, self)
 
     def exchange(
         self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        self._count("exchange", row)
-        return row.repeat(self.world, 1), Pending((), label, self)
+        self._note("exchange", row)
+        rows = row.new_empty(self.world, row.numel()) if into is None else into
+        return rows.copy_(row.expand(rows.shape)), Pending((), label, self)
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        offsets: Sequence[int],
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        self._note("reduce", full)
+        return Pending((), label, self, lambda: deliver(full[None, : offsets[1]]))
+
+    def _note(self, operation: TeamOperation, value: torch.Tensor) -> None:
+        self.told.append((operation, value.nbytes))
 
 
 class _Bystander(Communicator):

@@ -43,8 +43,8 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
     """
     if len(plan.stages) > 1:
         return _with_members(plan, simulate_stages(profile, plan))
-    leaders = plan.of_leaders
-    program = program_of(in_team(profile, plan.stages[0].tensor), leaders)
+    leaders, first = plan.of_leaders, plan.stages[0]
+    program = program_of(in_team(profile, first.tensor, sequence=first.sequence), leaders)
     running = _Running(program)
     running.run()
     events, moved = tuple(running.events), tuple(running.moved)

@@ -157,6 +157,11 @@ class Stage(Value):
         ge=1,
         description="workers in a row that compute each unit together: the tensor parallel degree",
     )
+    sequence: bool = Field(
+        default=False,
+        description="whether each worker of a team has a part of the positions of a sample where "
+        "units are not divided: sequence parallelism",
+    )
     joined: int = Field(
         default=1, ge=1, description="units in a row that are gathered and reduced as one"
     )
@@ -174,6 +179,8 @@ class Stage(Value):
 
     @model_validator(mode="after")
     def _whole_teams(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("only workers that are a team divide the positions of a sample")
         if len(self.workers) % self.tensor:
             raise ValueError(
                 f"{len(self.workers)} workers cannot form teams of {self.tensor}, the stage's "
@@ -386,7 +393,13 @@ class Plan(Document):
         if not self.in_teams:
             return self
         stages = tuple(
-            stage.model_copy(update={"workers": stage.workers[:: stage.tensor], "tensor": 1})
+            stage.model_copy(
+                update={
+                    "workers": stage.workers[:: stage.tensor],
+                    "tensor": 1,
+                    "sequence": False,
+                }
+            )
             for stage in self.stages
         )
         left = {worker.device for stage in stages for worker in stage.workers}

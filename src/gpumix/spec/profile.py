@@ -260,11 +260,14 @@ def _points(curve: Curve | None) -> Iterable[tuple[float, float]]:
     return () if curve is None else zip(curve.sizes, curve.values)
 
 
+TeamOperation = Literal["all_reduce", "exchange", "reduce"]
+
+
 class TeamCollective(Value):
     """What the ranks of a team tell each other for one call: so many collectives of one kind, and
     the bytes that each rank gives to all of them, by samples of one micro-batch."""
 
-    operation: Literal["all_reduce", "exchange"]
+    operation: TeamOperation
     times: Count
     bytes: Curve
 
@@ -281,6 +284,11 @@ class TeamTraffic(Value):
     summed: Count = Field(
         default=0, description="elements of whose gradients each rank has a part, summed in a step"
     )
+    part: Curve | None = Field(
+        default=None,
+        description="bytes of a rank's part of a unit's hidden states, by samples; None: each rank "
+        "has the whole",
+    )
 
 
 class TeamProfile(Value):
@@ -289,9 +297,16 @@ class TeamProfile(Value):
     Attributes:
         classes: with the times of computing alone; of those classes that were measured.
         told: by class, and by unit kind or `ROOT`.
+        enters, leaves: numbers of the calls whose hidden states come whole and are divided, and of
+            those behind which they become whole again before the next call.
     """
 
     degree: int = Field(ge=2, description="ranks of a team")
+    sequence: bool = Field(
+        default=False, description="whether each has its part of the positions between them"
+    )
+    enters: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
     model: ModelProfile
     other_models: tuple[ModelProfile, ...] = ()
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
@@ -306,12 +321,12 @@ class CollectiveTimes(Value):
 
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all. A `send` is one message between two ranks, of one host or of two; a `sum`
-    one all-reduce, to which each rank gives the whole buffer; of a team inside a host its form is
-    the number of the team's ranks.
+    one host holds in all. A `send` is one message between two ranks, of one host or of two. A `sum`
+    is an all-reduce, to which each rank gives the whole buffer; of a team inside a host its form is
+    the number of the team's ranks, as that of its halves, `team_gather` and `team_reduce`, is.
     """
 
-    operation: Literal["gather", "reduce", "send", "sum"]
+    operation: Literal["gather", "reduce", "send", "sum", "team_gather", "team_reduce"]
     form: str
     group: RankGroup = "all"
     times: Curve
@@ -375,7 +390,9 @@ class Profile(Document):
                 raise ValueError(
                     f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
                 )
-        refuse_twins("tensor parallel degree", (str(team.degree) for team in self.teams))
+        refuse_twins(
+            "team", (f"{t.degree}, {t.sequence}" for t in self.teams), "is described twice"
+        )
         if any(team.model.fingerprint != self.model.fingerprint for team in self.teams):
             raise ValueError("what teams compute is another model")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
@@ -422,9 +439,12 @@ class Profile(Document):
 
 
 class TeamMeasurement(Value):
-    """The same as one rank of a team of so many."""
+    """The same as one rank of a team of so many; see `TeamProfile`."""
 
     degree: int = Field(ge=2)
+    sequence: bool = False
+    enters: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
     device_class: ClassProfile
     model: ModelProfile
     told: dict[str, TeamTraffic]

@@ -58,6 +58,11 @@ class Space(Value):
         description="tensor parallel degrees: how many devices of one class and host compute each "
         "block together",
     )
+    sequence: Some[bool] = Field(
+        default=(False, True),
+        description="whether devices that compute each block together also divide the positions of "
+        "a sample where blocks are not divided: sequence parallelism",
+    )
     most_stages: int | None = Field(
         default=None,
         ge=1,
@@ -82,11 +87,13 @@ class Space(Value):
     )
 
     @model_validator(mode="after")
-    def _some_number_of_stages(self) -> Self:
+    def _possible(self) -> Self:
         if self.most_stages is not None and self.most_stages < self.least_stages:
             raise ValueError(
                 f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}"
             )
+        if self.sequence == (True,) and max(self.tensor) == 1:
+            raise ValueError("`sequence: true` has no effect without a tensor degree above 1")
         return self
 
     def leaving_out(self) -> Space:
@@ -117,6 +124,9 @@ class Space(Value):
             return f"ZeRO stage {plan.zero_stage}"
         if other := {stage.tensor for stage in plan.stages} - set(self.tensor):
             return f"tensor parallel degree {min(other)}"
+        ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
+        if unwanted := ways - set(self.sequence):
+            return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
         if not self.least_stages <= len(plan.stages) <= (self.most_stages or len(plan.stages)):
             return f"{len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:

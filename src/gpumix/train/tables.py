@@ -223,6 +223,8 @@ def _schedule(plan: Plan) -> str:
     """How micro-batches go through teams and stages."""
     degrees = dict.fromkeys(str(stage.tensor) for stage in plan.stages)
     teams = f"; blocks computed by teams of {', '.join(degrees)}" if plan.in_teams else ""
+    if any(stage.sequence for stage in plan.stages):
+        teams += ", which divide the sequence too"
     if len(plan.stages) == 1:
         return teams
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""

@@ -39,6 +39,7 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             compiled=cache.compiled,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
+            sequence=job.techniques.sequence,
             must_divide=1 not in job.techniques.tensor,
         )
         profiler = ClusterProfiler(

@@ -1,0 +1,91 @@
+"""What goes into the divided modules of a unit, and what comes out of them: by way of their parent,
+for modules of one parent take the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.regions import enter, leave
+from gpumix.engine.sequence import Positions
+
+Forward = Callable[..., Any]
+
+
+class Entrances:
+    """What goes into the divided modules of one parent, which begin a region: where several take
+    the same tensor, it enters once, and its gradient is summed once.
+
+    Args:
+        shared: whether it is remembered, until `forget`.
+        positions: what divides them outside of the region, if they are.
+        early: whether the parent itself is given all of them, not the modules one by one.
+    """
+
+    def __init__(
+        self,
+        team: Communicator,
+        *,
+        shared: bool,
+        positions: Positions | None = None,
+        early: bool = False,
+    ) -> None:
+        self._team = team
+        self.shared = shared
+        self._positions = positions
+        self._early = early
+        self._known: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the parent is given, the first of it with all positions."""
+        if self._positions is None or not self._early:
+            return args, kwargs
+        leaves, structure = tree_flatten((args, kwargs))
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if (found := self._positions.enter(leaf)) is not None:
+                    leaves[number] = found[0]
+                    self._known.append(found)
+                break
+        whole: tuple[Any, Any] = tree_unflatten(leaves, structure)
+        return whole
+
+    def enter(self, value: torch.Tensor) -> torch.Tensor:
+        if not self.shared:
+            return enter(value, self._team)
+        for known, entered in self._known:
+            if known is value:
+                return entered
+        self._known.append((value, self._entered(value)))
+        return self._known[-1][1]
+
+    def _entered(self, value: torch.Tensor) -> torch.Tensor:
+        found = None
+        if self._positions is not None and not self._early:
+            found = self._positions.enter(value)
+        return enter(value, self._team) if found is None else found[1]
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """What a region comes to, of which each rank has a summand."""
+        return leave(value, self._team) if self._positions is None else self._positions.leave(value)
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def entering(inner: Forward, entrances: Entrances) -> Forward:
+    """The forward of a parent, with what it is to be given."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = entrances.given(args, kwargs)
+            return inner(*args, **kwargs)
+        finally:
+            entrances.forget()
+
+    return forward

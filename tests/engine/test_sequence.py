@@ -1,0 +1,270 @@
+"""Teams that divide the positions of samples too train like one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.deferred import build
+from gpumix.engine.prepare import prepare
+from gpumix.engine.units import dissect
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import PLAIN, Mode, Plan, Stage
+from harness import run_ranks
+from models import ARCHITECTURES, Batch, mean_loss
+from reference import SEED, batches, initialised, optimizer_for, train_alone, worst_error
+from staging import own_samples, rows, staged_engine, staged_plan, train_in_turn
+
+STEPS = 2
+TOLERANCE = 1e-5
+KEPT = Mode(recompute=False)
+TEAM = rows([5], tensor=[2], sequence=True)
+TWO = rows([4, 3], tensor=[2], sequence=True)
+THEN_ONE = rows([6], [6], tensor=[2, 1], sequence=True)
+ONE_THEN = rows([6], [6], tensor=[1, 2], sequence=True)
+EACH = rows([6], [6], tensor=[2, 2], sequence=True)
+IN_ONES = rows([6], [6], tensor=[2, 2], sequence=True, micro_batch=1, mode=KEPT)
+ROUND = rows([8], [8], tensor=[2, 2], sequence=True) * 2
+
+
+def team(mode: Mode) -> Any:
+    return rows([5], tensor=[2], sequence=True, mode=mode)
+
+
+CASES = {
+    "GPT-2": ("gpt2", TEAM, {"zero_stage": 1}),
+    "Llama": ("llama", TEAM, {"zero_stage": 0}),
+    "Qwen3": ("qwen3", TEAM, {"zero_stage": 3}),
+    "BERT": ("bert", TEAM, {"zero_stage": 1}),
+    "T5": ("t5", TEAM, {"zero_stage": 1}),
+    "kept": ("qwen3", team(KEPT), {"zero_stage": 1}),
+    "sequential": ("gpt2", team(Mode(order="sequential")), {"zero_stage": 1}),
+    "sequential, kept": ("t5", team(Mode(order="sequential", recompute=False)), {"zero_stage": 0}),
+    "head in chunks": ("llama", team(Mode(head="chunked")), {"zero_stage": 2}),
+    "inputs on the host": ("bert", team(Mode(boundary="host")), {"zero_stage": 3}),
+    "more ranks in a team": ("gpt2", rows([3], tensor=[4], sequence=True), {"zero_stage": 1}),
+    "two teams": ("qwen3", TWO, {"zero_stage": 2}),
+    "two teams that divide all": ("bert", TWO, {"zero_stage": 3}),
+    "a team, then one": ("qwen3", THEN_ONE, {"zero_stage": 3}),
+    "one, then a team": ("qwen3", ONE_THEN, {"zero_stage": 0}),
+    "a team each": ("t5", EACH, {"zero_stage": 1}),
+    "only one of two teams": ("llama", [EACH[0], EACH[1]._replace(sequence=False)], {}),
+    "gpipe": ("t5", IN_ONES, {"zero_stage": 0, "schedule": "gpipe"}),
+    "zero-bubble": ("qwen3", IN_ONES, {"zero_stage": 1, "schedule": "zero-bubble"}),
+    "interleaved": ("bert", ROUND, {"zero_stage": 3, "schedule": "interleaved"}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    plans = {key: (name, staged_plan(name, rows, **s)) for key, (name, rows, s) in CASES.items()}
+    return {key: (plans[key][1], *done) for key, done in train_in_turn(plans, STEPS).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(trained, case):
+    plan, losses, found = trained[case]
+    expected = train_alone(ARCHITECTURES[CASES[case][0]], plan.global_batch, STEPS)
+    assert worst_error(found, expected) < TOLERANCE
+    assert all(of_rank == losses[0] for of_rank in losses)
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+
+LENGTHS = (11, 2, 12, 3)  # of which some ranks of four have a position less, or none
+
+
+def test_lengths_that_cannot_be_divided_evenly():
+    plan = staged_plan("gpt2", rows([3], tensor=[4], sequence=True), zero_stage=1)
+    losses = run_ranks(_of_lengths, 4, plan.model_dump_json())
+    model = initialised(ARCHITECTURES["gpt2"].factory)
+    optimizer, expected = optimizer_for(model.parameters()), []
+    for batch in _shortened(plan.global_batch):
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == [pytest.approx(expected, rel=1e-5)] * 4
+
+
+def _shortened(samples: int) -> list[Batch]:
+    every = batches(ARCHITECTURES["gpt2"], samples, len(LENGTHS))
+    return [{k: v[:, :n] for k, v in batch.items()} for batch, n in zip(every, LENGTHS)]
+
+
+def _of_lengths(plan_json: str) -> list[float]:
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("gpt2", plan)
+    optimizer, losses = optimizer_for(engine.parameters()), []
+    for batch in _shortened(plan.global_batch):
+        optimizer.zero_grad()
+        losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
+        optimizer.step()
+    return losses
+
+
+# -- models of one's own ---------------------------------------------------------------------------
+
+WIDTH, POSITIONS, SAMPLES = 16, 8, 4
+
+
+class Block(nn.Module):
+    """Linear layers in the block itself, not in a module that could be given all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Mixed(Block):
+    """Its positions depend on each other outside of the linear layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Dropping(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Own(nn.Module):
+    """Two blocks; `seen` is what comes out of them."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        self.seen.append(x.detach() * 1.0)
+        return x.square().sum(), torch.tensor(float(x.numel()))
+
+
+STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def own(block: type[Block], mode: Mode = PLAIN) -> Any:
+    model = build(lambda: Own(block), SEED)
+    (row,) = rows([SAMPLES], micro_batch=SAMPLES, tensor=[2], mode=mode)
+    plan = staged_plan("llama", [row])
+    names = ["blocks.0", "blocks.1"]
+    stage = Stage(units=names, workers=plan.stages[0].workers, tensor=2, sequence=True)
+    update = {"stages": (stage,), "model": dissect(model).fingerprint()}
+    return prepare(model, plan.model_copy(update=update), tensor=STYLES)
+
+
+def _vectors(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_blocks_whose_own_layers_are_divided():
+    losses = run_ranks(_steps_of_own, 2)
+    model = initialised(lambda: Own(Block))
+    optimizer, expected = optimizer_for(model.parameters()), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, count = model(_vectors(SAMPLES, POSITIONS, WIDTH))
+        (loss / count).backward()
+        optimizer.step()
+        expected.append((loss / count).item())
+    assert losses == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def _steps_of_own() -> list[float]:
+    engine = own(Block)
+    optimizer, losses = optimizer_for(engine.parameters()), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(engine.step(_vectors(SAMPLES, POSITIONS, WIDTH)).item())
+        optimizer.step()
+    return losses
+
+
+def test_dropout_differs_by_position_and_is_the_same_when_a_unit_is_run_again():
+    """And evaluation drops nothing."""
+    one, other = run_ranks(_dropped, 2)
+    seen, norms, evaluated = one
+    assert torch.equal(seen[0], other[0][0]) and torch.equal(seen[0], seen[1])
+    first, second = (seen[0] == 0).chunk(2, 1)
+    assert not torch.equal(first, second)
+    assert 0.3 < (seen[0] == 0).float().mean() < 0.7
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    model = initialised(lambda: Own(Dropping)).eval()
+    loss, count = model(_vectors(SAMPLES, POSITIONS, WIDTH))
+    assert evaluated == pytest.approx((loss / count).item(), rel=1e-6)
+
+
+def _dropped() -> tuple[list[torch.Tensor], list[float], float]:
+    """With recompute and without: what came out, and the norm of the gradient."""
+    seen, norms = [], []
+    for mode in (Mode(), KEPT):
+        engine = own(Dropping, mode)
+        engine.step(_vectors(SAMPLES, POSITIONS, WIDTH))
+        seen.append(engine.model.seen[-1])
+        norms.append(engine.gradient_norm().item())
+    return seen, norms, engine.evaluate(_vectors(SAMPLES, POSITIONS, WIDTH)).item()
+
+
+BAD: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+    "the positions of unit 'blocks.0' cannot be divided": (
+        ModelError, lambda: own(Mixed).step(_vectors(SAMPLES, POSITIONS, WIDTH))),
+    "given no hidden states whose positions could be divided": (
+        ModelError, lambda: own(Block).step(_vectors(SAMPLES, WIDTH))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_divided_is_refused(message):
+    with pytest.raises(BAD[message][0], match=message):
+        run_ranks(_bad, 2, message)
+
+
+def _bad(message: str) -> None:
+    BAD[message][1]()
+
+
+class Inner(nn.Module):
+    """A parameter beside divided layers: used before them, or behind them?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+
+class Unclear(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.up, self.down
+        self.inner = Inner()
+
+
+def test_a_parameter_whose_gradient_is_unclear_is_refused():
+    with pytest.raises(InputError, match=r"beside parameter 'blocks.0.inner.scale'"):
+        run_ranks(_unclear, 2)
+
+
+def _unclear() -> None:
+    global STYLES
+    STYLES = {"**.up": "colwise", "**.down": "rowwise"}
+    own(Unclear)
+
+
+def test_positions_are_divided_in_teams_alone():
+    with pytest.raises(ValueError, match="only workers that are a team divide the positions"):
+        staged_plan("llama", [rows([4])[0]._replace(sequence=True)])
