@@ -62,9 +62,9 @@ def of_any_degree(
     return best
 
 
-def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, team: Team) -> Plan:
+def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: Team) -> Plan:
     """The strategy's plan for such teams."""
-    degree, sequence = team
+    degree, sequence = size
     of_team = in_team(profile, degree, sequence=sequence)
     teams = _teams(profile, request, degree)
     measured = {c.device_class for c in of_team.classes}
@@ -85,7 +85,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, team: 
     of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
 
     def expanded(found: Plan) -> tuple[Plan, Prediction]:
-        plan = _expanded(found, teams, team, devices)
+        plan = _expanded(found, teams, size, devices)
         return plan, predict(profile, plan)
 
     found = strategy(of_team, request)
@@ -126,7 +126,7 @@ def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
     }
 
 
-def _expanded(plan: Plan, teams: Teams, team: Team, devices: tuple[Device, ...]) -> Plan:
+def _expanded(plan: Plan, teams: Teams, size: Team, devices: tuple[Device, ...]) -> Plan:
     """A plan for the first devices of teams, for all of them."""
 
     def with_members(stage: Stage) -> Stage:
@@ -135,7 +135,7 @@ def _expanded(plan: Plan, teams: Teams, team: Team, devices: tuple[Device, ...])
             for worker in stage.workers
             for device in teams[worker.device]
         )
-        degree, sequence = team
+        degree, sequence = size
         update = {"workers": workers, "tensor": degree, "sequence": sequence}
         return stage.model_copy(update=update)
 
