@@ -49,6 +49,17 @@ def test_ranks_may_be_in_any_order():
 
 
 @pytest.mark.parametrize(
+    ("part", "told"),
+    [("workers", "a stage without devices"), ("units", "more stages than units")],
+)
+def test_a_stage_computes_something_on_some_device(part, told):
+    tree = plan(*GOOD).model_dump(mode="json")
+    tree["stages"][1][part] = []
+    with pytest.raises(ValidationError, match=told):
+        Plan.model_validate(tree)
+
+
+@pytest.mark.parametrize(
     ("stages", "changes", "told"),
     [
         ((GOOD[0], stage(1, "b", worker={"micro_batch": 2})), {}, "same micro-batches"),
@@ -60,6 +71,11 @@ def test_ranks_may_be_in_any_order():
         ),
         (GOOD, {"waves": 2, "zero_stage": 1}, "several waves are for ZeRO stages 2 and 3"),
         (GOOD, {"schedule": "zero-bubble", "zero_stage": 2}, "keeps gradients whole"),
+        (
+            GOOD,
+            {"waves": 3, "zero_stage": 3},
+            "3 waves need as many micro-batches: no worker of stage 2 has more than 2",
+        ),
         (GOOD, {"sharding": "host"}, "the hosts of a stage repeat no state"),
         (
             (*GOOD, stage(2, "a"), stage(3, "b")),

@@ -131,13 +131,10 @@ class Promises:
         begin, end = self.edges[:, None], self.edges[None, :]
         for number, manner in enumerate(self.manners.of(kind, schedule, last=last)):
             teams = teams_of(kind, manner.team.degree)
-            taken = {
-                name: np.maximum(
-                    self._pace_of(name, manner.team, manner.mode, self.sizes).stage_s(begin, end),
-                    TINY_S,
-                )
-                for name, _ in teams
-            }
+            taken = {}
+            for name, _ in teams:
+                pace = self._pace_of(name, manner.team, manner.mode, self.sizes)
+                taken[name] = np.maximum(pace.stage_s(begin, end), TINY_S)
             speed = sum((count / taken[name] for name, count in teams), np.zeros(shape))
             counts, held = self.counts[:, None, None], {}
             for name, _ in teams:
@@ -146,7 +143,7 @@ class Promises:
                 held[name] = self._held(name, manner, last).at(here)
             one_s = sum(count for _, count in teams) / speed
             for zero_stage, best in found.items():
-                room = self._has_room(teams, manner, zero_stage, held, rounds_of(schedule), last)
+                room = self._has_room(teams, manner, zero_stage, held, rounds_of(schedule))
                 summed = self._summed_s(kind, manner, zero_stage)
                 busy = np.where(room, counts / speed + summed, np.inf)
                 better = busy < best.busy_s
@@ -162,7 +159,6 @@ class Promises:
         zero_stage: ZeroStage,
         held: Mapping[str, FloatArray],
         rounds: int,
-        last: bool,
     ) -> npt.NDArray[np.bool_]:
         """Whether what micro-batches hold, and the state, which the workers may divide as they have
         room, is no more than they have."""
@@ -327,9 +323,8 @@ class _Holding:
             if not mode.recompute and kind.saved and kind.saved_backward:
                 kept, backward = kind.saved, kind.saved_backward
             left[name] = bytes_at(kept, sizes)
-            working = np.maximum(
-                working, bytes_at(backward, sizes) + bytes_at(kind.gradient, sizes)
-            )
+            needed = bytes_at(backward, sizes) + bytes_at(kind.gradient, sizes)
+            working = np.maximum(working, needed)
         head = model.root.head if mode.head == "whole" else model.root.chunked_head
         if last and head is not None:
             working = np.maximum(working, bytes_at(head, sizes))

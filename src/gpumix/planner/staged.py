@@ -98,9 +98,8 @@ class _Search:
                 f"{len(self._devices)} devices, and {len(profile.model.calls)} units",
                 fix=f"set techniques.least_stages to {most} at most",
             )
-        pace_of = PaceOf(
-            profile, {ALONE, *measured_teams(profile).intersection(teams_of_space(request.space))}
-        )
+        teams = measured_teams(profile).intersection(teams_of_space(request.space))
+        pace_of = PaceOf(profile, {ALONE, *teams})
         self._manners = Manners(pace_of.profiles, request.space)
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
@@ -114,7 +113,10 @@ class _Search:
     def run(self) -> Plan:
         bound_s = self._least_s
         if bound_s < self._best_s * (1 - ENOUGH):
-            self._count_what_promises()
+            for schedule in self._schedules:  # the others are alike, where there is room for one
+                self._count_what_promises(schedule)
+                if self._best is not None:
+                    break
             self._count_what_is_alike()
             bound_s = max(bound_s, self._prove())
         if self._best is None:
@@ -166,9 +168,10 @@ class _Search:
 
     # -- what promises most --------------------------------------------------------------------
 
-    def _count_what_promises(self) -> None:
+    def _count_what_promises(self, first: Schedule) -> None:
+        """With this schedule, or with more micro-batches under way where they are too few."""
         found: list[tuple[bool, float, int, RowPromises, ZeroStage, Schedule, int]] = []
-        first = self._schedules[0]
+        within = self._counting.work + PROMISING
         for row in self._rows[0]:
             promises = self._promises.of(row)
             for zero_stage in self._zero_stages(row, first):
@@ -185,8 +188,10 @@ class _Search:
                     if not of_row.waits.any():
                         break
         for _, seconds, _, promises, zero_stage, schedule, number in sorted(found):
-            if seconds * PESSIMISM > self._best_s or self._counting.work > PROMISING:
+            if self._counting.work > within:
                 return
+            if seconds * PESSIMISM > self._best_s:
+                continue
             if candidate := promises.candidate(zero_stage, schedule, number):
                 self._count(candidate)
 

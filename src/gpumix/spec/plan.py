@@ -150,8 +150,8 @@ class Stage(Value):
     and `root` are all that a stage needs of what lies outside of its units.
     """
 
-    units: tuple[str, ...] = Field(min_length=1)
-    workers: tuple[Worker, ...] = Field(min_length=1)
+    units: tuple[str, ...]
+    workers: tuple[Worker, ...]
     tensor: int = Field(
         default=1,
         ge=1,
@@ -176,6 +176,14 @@ class Stage(Value):
     root: tuple[str, ...] | None = Field(
         default=None, description="parameters of the root that the stage uses; null: all"
     )
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if not self.workers:
+            raise ValueError("a stage without devices: nobody computes its units")
+        if not self.units:
+            raise ValueError("a stage without units: there are more stages than units to compute")
+        return self
 
     @model_validator(mode="after")
     def _whole_teams(self) -> Self:
@@ -332,6 +340,12 @@ class Plan(Document):
             raise ValueError("the stages do not cut the batch into the same micro-batches")
         if self.waves > 1 and not self.in_waves:
             raise ValueError("several waves are for ZeRO stages 2 and 3: others gather nothing")
+        for number, stage in enumerate(self.stages, 1):
+            if self.waves > (most := max(len(w.micro_batches) for w in stage.workers)):
+                raise ValueError(
+                    f"{self.waves} waves need as many micro-batches: no worker of stage {number} "
+                    f"has more than {most}"
+                )
         if self.schedule == "zero-bubble" and self.zero_stage > 1:
             raise ValueError(
                 "schedule 'zero-bubble' keeps gradients whole until a step's end, ZeRO stage "
