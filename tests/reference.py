@@ -6,6 +6,7 @@ the values of the model's own initialiser and see the same batches.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def expected_counts(engine: Engine) -> dict[str, int]:
     return dict(counts)
 
 
-Pieces = list[tuple[str, tuple[int, ...], int, Array]]
+Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Array]]
 
 
 def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
@@ -260,9 +261,8 @@ def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
     for piece in engine.pieces():
         tensor = piece.local.grad if gradients else piece.local
         if tensor is not None:
-            found.append(
-                (piece.name, tuple(piece.shape), piece.start, tensor.detach().cpu().numpy())
-            )
+            for (offset, _), part in piece.window.boxes(piece.start, tensor.detach().cpu()):
+                found.append((piece.name, tuple(piece.shape), offset, part.numpy()))
     return found
 
 
@@ -270,9 +270,9 @@ def joined(of_ranks: Sequence[Pieces]) -> dict[str, Array]:
     """Whole tensors from all ranks' pieces; what nobody has is nan."""
     whole: dict[str, Array] = {}
     for pieces in of_ranks:
-        for name, shape, start, values in pieces:
-            flat = whole.setdefault(name, np.full(shape, np.nan, values.dtype)).reshape(-1)
-            flat[start : start + len(values)] = values
+        for name, shape, offset, values in pieces:
+            tensor = whole.setdefault(name, np.full(shape, np.nan, values.dtype))
+            tensor[tuple(slice(at, at + n) for at, n in zip(offset, values.shape))] = values
     return whole
 
 
@@ -364,5 +364,6 @@ def tensor_errors(
     for name, reference in references.items():
         least = floor * np.sqrt(reference.size)
         distance = np.linalg.norm(values[name] - reference)
-        errors[name] = float(distance / max(np.linalg.norm(reference), least))
+        error = float(distance / max(np.linalg.norm(reference), least))
+        errors[name] = math.inf if math.isnan(error) else error  # which no maximum hides
     return errors

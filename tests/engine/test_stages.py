@@ -69,6 +69,12 @@ def test_weights_come_later(stage):
     assert_parity("gpt2", layout, schedule="zero-bubble", zero_stage=stage)
 
 
+def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before():
+    """T5's first block returns its position bias, which depends on weights alone."""
+    layout = rows([6], [6], mode=KEPT)
+    assert_parity("t5", layout, schedule="zero-bubble", zero_stage=1)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_stages_go_round(stage):
     """Four units on two ranks, of which each has two stages."""

@@ -8,7 +8,7 @@ each computed once. `torch.distributed.pipelining` finds the places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class SplitBackward:
         # What has no path to an input in common with it gets its gradient from the beginning.
         apart = {id(p) for group in self._groups for p in group.parameters}
         self._edges, self._gradients = edges, gradients
+        # Where no input comes before, nothing came by in the first part.
+        leading = _users([_node(i) for i in inputs], reverse)
+        self._aside = [
+            (edge, gradient) for edge, gradient in zip(edges, gradients) if edge.node not in leading
+        ]
         self._others = [p for node, p in leaves.items() if node in reverse and id(p) not in apart]
 
     def backward(self) -> None:
@@ -63,6 +68,10 @@ class SplitBackward:
             torch.autograd.backward(
                 self._edges, self._gradients, inputs=self._others, retain_graph=True
             )
+        grouped = [p for group in self._groups for p in group.parameters]
+        if self._aside and grouped:
+            aside, gradients = zip(*self._aside)
+            torch.autograd.backward(aside, gradients, inputs=grouped, retain_graph=True)
         for group in self._groups:
             group.backward()
 
@@ -102,6 +111,17 @@ class _Group:
             for handle in handles:
                 handle.remove()
         self._nodes, self._came = [], []
+
+
+def _users(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
+    """These nodes, and all in whose backward they come."""
+    found, wanted = set(nodes), list(nodes)
+    while wanted:
+        for user in reverse.get(wanted.pop(), ()):
+            if user not in found:
+                found.add(user)
+                wanted.append(user)
+    return found
 
 
 def _node(tensor: torch.Tensor) -> Node:
