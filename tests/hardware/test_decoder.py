@@ -150,10 +150,11 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         config |= {"resid_pdrop": dropout}
     expected = decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
-    assert found.teams
+    teams = [team for team in found.teams if not team.sequence]  # the others are not estimated
+    assert teams
     parts = expected.parts(SHORT, "fp32", kind)
     both = [(found.model, expected.model(SHORT, "fp32", kind))]
-    both += [(team.model, parts[team.degree].model) for team in found.teams]
+    both += [(team.model, parts[team.degree].model) for team in teams]
     for measured_model, model in both:
         assert flow(model) == flow(measured_model)
         assert model.root.before.trainable == measured_model.root.before.trainable
@@ -164,7 +165,7 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         assert ours.outputs[0].values[0] == theirs.outputs[0].values[0]
         assert ours.flops == pytest.approx(theirs.flops, rel=0.02)
         assert model.root.flops == pytest.approx(measured_model.root.flops, rel=0.02)
-    for team in found.teams:
+    for team in teams:
         (block,) = team.model.kinds
         ours = parts[team.degree].told
         assert told(ours[KIND]) == told(team.told[block.name])

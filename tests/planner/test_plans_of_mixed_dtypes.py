@@ -16,10 +16,12 @@ from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import DTYPE_BYTES
 from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
 from gpumix.train.tables import why
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
 MODEL = llama_shaped(3e8)
+ONE_STAGE = Space(most_stages=1)
 
 
 def profile(text: str = f"2x {V100}, 1x {A100}", precision="auto") -> Profile:
@@ -66,7 +68,8 @@ def test_a_class_that_is_left_out_does_not_decide_what_is_gathered():
 
 
 def test_fp16_takes_less_time_and_less_memory_than_fp32_on_a_v100():
-    fast, slow = plan(profile(), 32), plan(profile(precision={V100: "fp32"}), 32)
+    of_slow = profile(precision={V100: "fp32"})
+    fast, slow = (plan(of, 32, space=ONE_STAGE) for of in (profile(), of_slow))
     assert fast.prediction.step_s < slow.prediction.step_s
     forced = fast.model_copy(
         update={
@@ -98,7 +101,8 @@ def test_fp16_takes_less_time_and_less_memory_than_fp32_on_a_v100():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_walk_through_the_step_finds_the_same(precision, stage):
     of = profile(precision=precision)
-    made = plan(of, 32).model_copy(update={"zero_stage": stage, "prediction": None})
+    made = plan(of, 32, space=ONE_STAGE)
+    made = made.model_copy(update={"zero_stage": stage, "prediction": None})
     found = predict(of, made)
     assert found.step_s == pytest.approx(step_seconds(of, made), rel=1e-9)
     for rank, worker in enumerate(found.workers):
@@ -107,7 +111,7 @@ def test_a_walk_through_the_step_finds_the_same(precision, stage):
 
 def test_what_is_gathered_is_counted_in_the_communication_dtype():
     of = profile(precision={V100: "fp32"})
-    made = plan(of, 32).model_copy(update={"zero_stage": 1})
+    made = plan(of, 32, space=ONE_STAGE).model_copy(update={"zero_stage": 1})
     width = DTYPE_BYTES[made.communication_dtype]
     assert (dtypes(made)[V100], width) == ("fp32", 2)
     for counted in traffic(of, made):
