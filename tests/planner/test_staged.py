@@ -143,6 +143,25 @@ def test_layers_go_where_they_are_computed_fast():
     assert layers == {"c0": 6, "c1": 2}
 
 
+@pytest.mark.parametrize("most", [2, 4])
+def test_stages_that_go_round_count_each_time(most):
+    space = Space(most_stages=most, schedules=("1f1b", "interleaved"), recompute=True)
+    plan = staged(cluster([(1e-3, 2)], calls=8), PlanRequest(global_batch=4, space=space))
+    assert len(plan.stages) == most and space.missing(plan) == ""
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        Space(schedules="interleaved", most_stages=2),
+        Space(schedules="zero-bubble", zero_stages=(2, 3), recompute=False),
+    ],
+)
+def test_schedules_that_are_not_possible_are_told(space):
+    with pytest.raises(NoFeasiblePlanError, match="there is no plan of at most"):
+        staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
+
+
 def test_micro_batches_go_to_workers_as_they_are_fast():
     assert spread(8, [1.0, 3.0]) == (6, 2)
     assert spread(3, [1.0, 1.0]) == (2, 1)

@@ -40,7 +40,7 @@ from gpumix.planner.pace import PaceOf
 from gpumix.planner.promise import Promises, RowPromises
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
@@ -111,6 +111,16 @@ class _Search:
         self._seen: set[Candidate] = set()
 
     def run(self) -> Plan:
+        ways = product(self._rows[0], self._schedules)
+        if not any(self._zero_stages(row, schedule) for row, schedule in ways):
+            raise NoFeasiblePlanError(
+                f"there is no plan of at most {self._most_stages} stages by "
+                f"{' or '.join(self._schedules)} at ZeRO stage "
+                f"{', '.join(map(str, sorted(set(self._space.zero_stages))))}",
+                why=f"interleaved has {rounds_of('interleaved')} stages for each group of devices, "
+                "and zero-bubble divides no gradients",
+                fix="allow `techniques: {schedules: [1f1b, ...]}`, or more stages",
+            )
         bound_s = self._least_s
         if bound_s < self._best_s * (1 - ENOUGH):
             for schedule in self._schedules:  # the others are alike, where there is room for one
@@ -133,9 +143,13 @@ class _Search:
 
     @cached_property
     def _rows(self) -> tuple[list[Row], bool]:
-        calls = len(self._profile.model.calls)
-        found, complete = rows(self._devices, min(calls, self._space.most_stages or calls))
+        found, complete = rows(self._devices, self._most_stages)
         return [row for row in found if len(row) >= self._space.least_stages], complete
+
+    @property
+    def _most_stages(self) -> int:
+        calls = len(self._profile.model.calls)
+        return min(calls, self._space.most_stages or calls)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -151,7 +165,9 @@ class _Search:
 
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
         """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
-        are."""
+        are. None if the row has too many stages by this schedule."""
+        if len(row) * rounds_of(schedule) > self._most_stages:
+            return []
         every = sorted(set(self._space.zero_stages))
         found = [stage for stage in every if stage <= 1 or schedule != "zero-bubble"]
         return found[:1] if max(map(len, row)) == 1 else found
@@ -270,7 +286,7 @@ class _Search:
     def _ways(self) -> Iterator[Way]:
         for row, schedule in product(self._rows[0], self._schedules):
             stages = len(row) * rounds_of(schedule)
-            if stages > len(self._profile.model.calls):
+            if not self._zero_stages(row, schedule):
                 continue
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
