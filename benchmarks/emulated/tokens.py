@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 from emulated.setting import SEED
 
 
-class Tokens(TensorDataset):
-    """Samples that are guessed from themselves."""
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Samples that are guessed from themselves. They are kept outside of torch's memory, which is
+    that of an emulated device."""
+
+    def __init__(self, tokens: npt.NDArray[np.int64]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        (tokens,) = super().__getitem__(index)
+        tokens = torch.tensor(self._tokens[index])
         return {"input_ids": tokens, "labels": tokens}
 
 
 def samples(*, vocabulary: int, length: int, count: int = 512) -> Tokens:
     """So many samples."""
-    generator = torch.Generator().manual_seed(SEED)
-    return Tokens(torch.randint(0, vocabulary, (count, length), generator=generator))
+    return Tokens(np.random.default_rng(SEED).integers(0, vocabulary, (count, length)))
