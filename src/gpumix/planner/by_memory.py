@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
-from gpumix.cost.memory import MASTER_BYTES, SHARD_GRADIENT_BYTES, free_bytes
+from gpumix.cost.memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.time import can
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
@@ -24,7 +24,7 @@ from gpumix.planner.staged import refuse_one_stage
 from gpumix.planner.way import Cut, Way, assemble_stages
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Mode, Plan
+from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.profile import Profile
 
 
@@ -115,10 +115,7 @@ def _ends(profile: Profile, device: Device, first: FloatArray, last: FloatArray)
 
 
 def _per_element(profile: Profile, device: Device) -> float:
-    dtype = profile.of_class(device.device_class).compute_dtype
-    masters = 0 if dtype == "fp32" else MASTER_BYTES
-    held = DTYPE_BYTES[dtype] + SHARD_GRADIENT_BYTES + masters
-    return held + profile.optimizer_bytes_per_element
+    return element_bytes(profile, device.device_class, zero_stage=0)[0]
 
 
 def _least_most(

@@ -12,6 +12,7 @@ from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_team
 from gpumix.planner.base import WORTHWHILE, PlanRequest, Strategy, fit, predicted, ranked_devices
 from gpumix.planner.manner import ALONE, Team, measured_teams, teams_of_space
+from gpumix.planner.way import members
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Prediction, Stage
@@ -66,10 +67,10 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: 
     """The strategy's plan for such teams."""
     degree, sequence = size
     of_team = in_team(profile, degree, sequence=sequence)
-    teams = _teams(profile, request, degree)
+    devices = ranked_devices(profile, request)
+    teams = {team[0].id: team for team in members(devices, degree)}
     measured = {c.device_class for c in of_team.classes}
     leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
-    devices = ranked_devices(profile, request)
     if not leaders or (len(leaders) * degree < len(devices) and request.space.leave_out is False):
         raise NoFeasiblePlanError(
             f"the devices cannot all be divided into teams of {degree}",
@@ -113,17 +114,6 @@ def _with_room(of_team: Profile, expected: Prediction) -> Profile:
     )
     smaller = cluster.model_copy(update={"classes": classes})
     return of_team.model_copy(update={"cluster": smaller})
-
-
-def _teams(profile: Profile, request: PlanRequest, degree: int) -> Teams:
-    alike: dict[tuple[str, str], list[Device]] = {}
-    for device in ranked_devices(profile, request):
-        alike.setdefault((device.host, device.device_class), []).append(device)
-    return {
-        devices[begin].id: tuple(devices[begin : begin + degree])
-        for devices in alike.values()
-        for begin in range(0, len(devices) - degree + 1, degree)
-    }
 
 
 def _expanded(plan: Plan, teams: Teams, size: Team, devices: tuple[Device, ...]) -> Plan:

@@ -66,14 +66,15 @@ def leaders(group: Group, degree: int) -> tuple[Device, ...]:
 
 
 def members(group: Group, degree: int) -> tuple[Group, ...]:
-    """A group's teams: devices of one class on one host that follow one another."""
+    """A group's teams: devices of one class on one host that follow one another. Those that are too
+    few for one more team are in none."""
     alike: dict[tuple[str, str], list[Device]] = {}
     for device in group:
         alike.setdefault((device.host, device.device_class), []).append(device)
     return tuple(
         tuple(devices[begin : begin + degree])
         for devices in alike.values()
-        for begin in range(0, len(devices), degree)
+        for begin in range(0, len(devices) - degree + 1, degree)
     )
 
 
