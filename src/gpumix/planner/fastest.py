@@ -50,7 +50,8 @@ def fastest_beside(
             found = finished(profile, request, found, paces)
             found = _of_one_class(profile, request, _worth_leaving(found), paces) or found
         found = _staged(profile, request, _worth_leaving(found)) or found
-    for _, alone in single_classes(profile, request) if request.space.leave_out else ():
+    classes = list(single_classes(profile, request)) if request.space.leave_out else []
+    for _, alone in classes if len(classes) > 1 else ():  # all of one were looked at
         found = _staged(profile, alone, _worth_leaving(found)) or found
     if isinstance(found, NoFeasiblePlanError):
         raise found
