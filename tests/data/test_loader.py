@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,11 +15,18 @@ from data_helpers import Numbers
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, TrainingError
 
 
 def take(loader: Loader, steps: int) -> list[int]:
     return [int(k) for _ in range(steps) for k in next(loader)["k"]]
+
+
+def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    begun = time.monotonic()
+    while not done():
+        assert time.monotonic() - begun < timeout_s, "it did not come to that"
+        time.sleep(0.01)
 
 
 def threads() -> list[str]:
@@ -57,8 +66,8 @@ def test_what_is_fetched_ahead_does_not_count():
     with Loader(source, [4], 0, prefetch=3) as loader:
         assert loader.state_dict()["position"] == 0
         next(loader)
-        loader._thread.submit(lambda: None).result()  # the thread has done all it was given
-        assert len(source.asked) == 4  # one returned, three ahead, never more
+        until(lambda: all(map(loader._feed.is_ready, (4, 8, 12))))
+        assert sum(map(bool, source.asked)) == 4  # one returned, three ahead, never more
         assert loader.state_dict()["position"] == 4
 
 
@@ -115,11 +124,12 @@ def test_an_error_in_the_thread_is_raised_in_its_turn_and_loses_nothing():
     with Loader(source, [4], 0) as loader:
         assert take(loader, 2) == order[:8]
         for _ in range(2):
-            with pytest.raises(OSError, match="the disk is gone"):
+            with pytest.raises(TrainingError, match="the disk is gone") as caught:
                 next(loader)
+            assert f"sample {order[9]} of" in caught.value.what
+            assert "data_helpers.py" in caught.value.where and "in rows" in caught.value.where
             assert loader.cursor.position == 8
         source.broken = set()
-        loader.load_state_dict(loader.state_dict())  # forgets the failure
         assert take(loader, 2) == order[8:16]
 
 
@@ -207,7 +217,7 @@ def test_an_error_that_goes_away_costs_no_sample():
     source.broken = set(range(100))
     expected = GlobalOrder(100, 3).span(0, 20)
     with Loader(source, [4], 0, seed=3) as loader:
-        with pytest.raises(OSError, match="the disk is gone"):
+        with pytest.raises(TrainingError, match="the disk is gone"):
             next(loader)
         source.broken = set()
         assert take(loader, 5) == expected.tolist()

@@ -1,55 +1,82 @@
-"""Feeds one rank: its share of every global batch, fetched ahead in one background thread.
+"""Feeds one rank: its share of every global batch, fetched ahead by as many workers as that takes.
 
 The plan's shares decide who reads what, never what is read: the state is one position in the
 global order, so shares may change and runs may resume on other hardware without losing a sample.
+Who fetches, and how far ahead, is measured and put right while the loader is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
+from gpumix.data.crew import Kind
+from gpumix.data.feed import Feed
+from gpumix.data.fetch import BadSamples, Skipped, fetch
+from gpumix.data.host import batch_memory_bytes, cores_for
+from gpumix.data.layout import Batch
+from gpumix.data.nursery import can_fork
 from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
+from gpumix.data.streams import StreamSource, is_stream
+from gpumix.data.tuning import Bounds, Setting, Step, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of
 
-Batch = dict[str, Tensor]
-
-NO_INDICES = np.empty(0, dtype=np.int64)
+TOLD = 5  # bad samples that a line is said of, each
+_LOG = logging.getLogger(__name__)
 
 
 class Loader(Iterator[Batch]):
     """The endless iterator over one rank's share of the global batches, in the global order.
 
     Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, B the sum of `shares`;
-    rank r gets its contiguous part of it, in rank order, or what a plan of several stages says.
-    Batches are dictionaries
-    of tensors with samples in the first dimension; a share of zero gives tensors of no rows.
+    rank r gets its contiguous part of it, in rank order, or what a plan of several stages says; of
+    samples of unlike length those that `data.deal` gives it. Batches are dictionaries of tensors
+    with samples in the first dimension; a share of zero gives tensors of no rows.
 
         with Loader(dataset, [6, 2], rank, device="cuda:0") as loader:
             for step, batch in zip(range(1000), loader):
                 ...
 
-    One thread fetches up to `prefetch` batches ahead. It belongs to an executor, which ends it when
-    the loader is closed or collected, and before the interpreter exits. An error in it is raised by
-    `next()`, with the loader's place unchanged.
+    Batches are fetched ahead by threads or by processes that are forked, so that a dataset need not
+    be one that can be pickled; a worker that dies or is stuck is replaced, and its samples are
+    fetched again. How many there are and how far ahead they fetch is chosen from what samples take
+    and what the device takes, in the first steps, and put right later; `setting` says what it is
+    now, `reasons` why. Workers end when the loader is closed or collected, and with this process.
+    An error in the dataset is raised by `next()`, with the loader's place unchanged.
 
     Args:
-        dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors.
+        dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors; or
+            a stream of them: an iterable, a function that makes a generator, a generator. That is
+            read in its own order; see `data.streams`.
         shares: samples of each global batch per rank, in rank order, zeros are allowed; or a plan.
         rank: whose share to read.
         seed: of the global order; the same on every rank.
         device: where the batches will go; for a CUDA device they lie in pinned memory.
+        workers: how many fetch at once; 0: one thread.
+        kind: of the workers: threads of this process, for which the dataset must be safe to be read
+            by several at once, or processes.
         prefetch: batches to fetch ahead of the one that is used.
+        transform: of a stream's sample, in a worker; what costs time belongs here.
+        collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
+        bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
+            the same in every plan, takes its place (`skipped` tells).
+        timeout_s: after so long over one part of a batch a worker process is stuck.
+        by_length: how samples of unlike length are read, where the dataset knows their lengths.
+        cores: of this host, for this rank's data; default: its share of those that there are, by
+            how many of its host's samples it reads.
 
     Raises:
         InputError: the shares or the dataset are unfit; see `share_of` and `SampleSource`.
@@ -63,21 +90,47 @@ class Loader(Iterator[Batch]):
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        prefetch: int = 4,
+        workers: int | Literal["auto"] = "auto",
+        kind: Kind | Literal["auto"] = "auto",
+        prefetch: int | Literal["auto"] = "auto",
+        transform: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        bad_samples: BadSamples = "stop",
+        timeout_s: float = 300.0,
+        by_length: ByLength = AS_THEY_COME,
+        cores: float | None = None,
     ) -> None:
-        self._source = as_source(dataset)
+        _check(workers, kind, prefetch, bad_samples, timeout_s)
+        safe = True if kind == "threads" else None
         self._share = share_of(shares, rank)
+        self._source = _source_of(dataset, self._share.total, transform, collate, safe)
         self._rank = rank
-        if prefetch < 1:
-            raise InputError(f"prefetch must be 1 or more, not {prefetch}")
-        self._prefetch = prefetch
-        self._pin = pin_device(device)
-        self._cursor = Cursor(seed, len(self._source), self._source.fingerprint)
-        self._order = self._cursor.order
-        self._ahead: dict[int, Future[tuple[Batch, np.ndarray]]] = {}  # by first position
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpumix-loader")
+        self._by_length = by_length
+        mark = mark_of(self._source.fingerprint, by_length, self._share.total)
+        self._cursor = Cursor(seed, len(self._source), mark)
+        self.course = self._course_of(shares)
+        self._bounds = Bounds(
+            cores=cores_for(shares, rank) if cores is None else cores,
+            processes=can_fork() and not self._source.once,
+            threads=self._source.thread_safe or kind == "threads",
+            memory_bytes=batch_memory_bytes(),
+            kind=None if kind == "auto" else kind,
+            workers=workers if workers != "auto" else None if self._source.parallel else 1,
+            ahead=None if prefetch == "auto" else prefetch,
+        )
+        self._feed = Feed(
+            self._source,
+            bad_samples=bad_samples,
+            pin=pin_device(device),
+            timeout_s=timeout_s,
+        )
+        self._end = weakref.finalize(self, self._feed.close)
+        self._tuner = self._new_tuner()
+        self._returned_s: float | None = None
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
+        self.skipped: list[Skipped] = []
+        """The samples that could not be read, and those in their places."""
 
     @property
     def global_batch(self) -> int:
@@ -88,24 +141,34 @@ class Loader(Iterator[Batch]):
         """The place of the next batch that has not been returned; the same on every rank."""
         return self._cursor
 
+    @property
+    def setting(self) -> Setting:
+        """How batches are fetched now."""
+        return self._feed.setting
+
+    @property
+    def reasons(self) -> list[tuple[int, str]]:
+        """Why: each change with the number of steps before it."""
+        return list(self._tuner.reasons)
+
     def __next__(self) -> Batch:
+        asked_s = time.perf_counter()
         position = self._cursor.position
         self._fetch_ahead()
+        ready = self._feed.is_ready(position)
         # Only once the batch is there does anything change, so that an error or an interrupt while
         # waiting loses nothing.
-        try:
-            batch, self.last_indices = self._ahead[position].result()
-        except Exception:
-            self._forget_ahead()  # a disk that was away for a moment may be back
-            raise
+        batch, self.last_indices = self._feed.take(position)
         self._cursor = self._cursor.advanced(self.global_batch)
-        del self._ahead[position]
+        waited_s = time.perf_counter() - asked_s
+        self._tune(waited_s, asked_s, ready)
         self._fetch_ahead()
+        self._returned_s = time.perf_counter()
         return batch
 
     def indices(self, step: int) -> np.ndarray:
         """The dataset's indices of this rank's share of global batch `step`, counted from 0."""
-        return self._indices(step * self.global_batch)
+        return self.course.indices(step * self.global_batch)
 
     def replan(self, shares: Shares) -> None:
         """Take new shares, as many ranks or not, from the next batch that has not been returned.
@@ -121,8 +184,10 @@ class Loader(Iterator[Batch]):
                 f"the new samples per rank add up to {share.total}, not to the global batch of "
                 f"{self.global_batch}"
             )
-        self._forget_ahead()
-        self._share = share
+        self._feed.forget()
+        self._share, self.course = share, self._course_of(shares)
+        self._tuner = self._new_tuner()
+        self._returned_s = None
 
     def state_dict(self) -> dict[str, int | str]:
         """The place of the next batch that has not been returned; what is fetched ahead of it does
@@ -136,12 +201,11 @@ class Loader(Iterator[Batch]):
             InputError: it belongs to another dataset, seed or version of the order.
         """
         self._cursor = self._cursor.load_state_dict(state)
-        self._forget_ahead()
+        self._feed.forget()
 
     def close(self) -> None:
-        """Stop fetching and wait for the thread to end."""
-        self._forget_ahead()
-        self._thread.shutdown(wait=True)
+        """Stop fetching and end all workers."""
+        self._end()
 
     def __enter__(self) -> Loader:
         return self
@@ -154,26 +218,86 @@ class Loader(Iterator[Batch]):
     ) -> None:
         self.close()
 
-    def _indices(self, position: int) -> np.ndarray:
-        rows = self._share.rows()
-        spans = [self._order.span(position + r.start, position + r.stop) for r in rows]
-        return np.concatenate([NO_INDICES, *spans])
+    def _course_of(self, shares: Shares) -> Course:
+        lengths, by_length = self._source.lengths, self._by_length
+        return Course(
+            self._cursor,
+            shares,
+            self._rank,
+            lengths=lengths,
+            by_length=by_length,
+            in_order=self._source.in_order,
+        )
 
     def _fetch_ahead(self) -> None:
-        """Have the next `prefetch` batches under way."""
-        for k in range(self._prefetch):
+        """Have the next batches under way: at first one alone, to see what it takes."""
+        ahead = self._feed.setting.ahead if self._tuner.knows else 1
+        for k in range(ahead):
             position = self._cursor.position + k * self.global_batch
-            if position not in self._ahead:
-                # The indices are made here, not in the thread, so that the thread holds no
-                # reference to the loader: one that is dropped is collected, and its thread ends.
-                indices = self._indices(position)
-                job = self._thread.submit(_fetch, self._source, indices, self._pin)
-                self._ahead[position] = job
+            self._feed.want(position, partial(self.course.indices, position))
 
-    def _forget_ahead(self) -> None:
-        for future in self._ahead.values():
-            future.cancel()
-        self._ahead.clear()
+    def _new_tuner(self) -> Tuner:
+        tuner = Tuner(self._bounds, self._source.splits)
+        self._feed.set(tuner.setting)
+        return tuner
+
+    def _tune(self, waited_s: float, asked_s: float, ready: bool) -> None:
+        costs, skipped = self._feed.drain()
+        self._tell(skipped)
+        rows, batch_bytes = len(self.last_indices), self._feed.batch_bytes
+        if not self._tuner.knows:
+            self._feed.set(self._tuner.first(costs, rows, batch_bytes))
+        elif self._returned_s is not None:
+            step = Step(waited_s, asked_s - self._returned_s, ready)
+            self._feed.set(self._tuner.step(step, costs, batch_bytes))
+
+    def _tell(self, skipped: list[Skipped]) -> None:
+        for one in skipped:
+            if len(self.skipped) < TOLD:
+                _LOG.warning(
+                    "sample %d of %s cannot be read, sample %d takes its place: %s",
+                    *(one.index, self._source.name, one.instead, one.why),
+                )
+            self.skipped.append(one)
+
+
+def _source_of(
+    dataset: Any,
+    global_batch: int,
+    transform: Callable[[Any], Any] | None,
+    collate: Callable[[list[Any]], Batch] | None,
+    thread_safe: bool | None,
+) -> Source:
+    if is_stream(dataset):
+        name = getattr(dataset, "__name__", type(dataset).__name__)
+        return StreamSource(dataset, name, global_batch, transform=transform, collate=collate)
+    if transform is not None:
+        raise InputError(
+            "`transform` is for streams, whose samples others must read past",
+            fix="do it in the dataset's __getitem__",
+        )
+    return as_source(dataset, collate, thread_safe=thread_safe)
+
+
+def _check(
+    workers: int | str, kind: str, prefetch: int | str, bad_samples: str, timeout_s: float
+) -> None:
+    if prefetch != "auto" and (not isinstance(prefetch, int) or prefetch < 1):
+        raise InputError(f"prefetch must be 1 or more or 'auto', not {prefetch}")
+    if workers != "auto" and (not isinstance(workers, int) or workers < 0):
+        raise InputError(f"workers must be 0 or more or 'auto', not {workers}")
+    if kind not in ("auto", "threads", "processes"):
+        raise InputError(f"kind must be 'auto', 'threads' or 'processes', not {kind!r}")
+    if kind == "processes" and not can_fork():
+        raise InputError(
+            "data workers cannot be processes here",
+            why="they are forked, and share memory with this one, which is safe on Linux only",
+            fix="leave `kind` out",
+        )
+    if bad_samples not in ("stop", "skip"):
+        raise InputError(f"bad_samples must be 'stop' or 'skip', not {bad_samples!r}")
+    if timeout_s <= 0:
+        raise InputError(f"timeout_s must be above 0, not {timeout_s}")
 
 
 def evaluation_batches(
@@ -204,7 +328,7 @@ def evaluation_batches(
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
     firsts = range(0, min(batches, len(source) // total) * total, total)
-    return ((_fetch(source, first + indices, pin)[0], total) for first in firsts)
+    return ((_pinned(fetch(source, first + indices, "stop")[0], pin), total) for first in firsts)
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:
@@ -214,13 +338,8 @@ def pin_device(device: torch.device | str) -> torch.device | None:
     return indexed(device)  # now: the thread that pins has another current device
 
 
-def _fetch(
-    source: Source, indices: np.ndarray, pin: torch.device | None
-) -> tuple[Batch, np.ndarray]:
-    batch = source.rows(indices)
+def _pinned(batch: Batch, pin: torch.device | None) -> Batch:
     if pin is None:
-        return batch, indices
-    # Pinning goes through the thread's current device; without this every rank would open a
-    # context on device 0.
+        return batch
     with torch.cuda.device(pin):
-        return {key: value.pin_memory() for key, value in batch.items()}, indices
+        return {key: value.pin_memory() for key, value in batch.items()}

@@ -22,7 +22,7 @@ from gpumix.data.lock import exclusive
 from gpumix.data.tokenizer import token_dtype
 from gpumix.spec.errors import InputError, MachineError
 
-_FORMAT = 1  # a change in how files become tokens takes a new number: old caches are built again
+_FORMAT = 2  # a change in how files become tokens takes a new number: old caches are built again
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,6 +71,7 @@ class _Sidecar:
     file: str
     dtype: str
     tokens: int
+    documents: int
     sha256: str
 
 
@@ -78,11 +79,13 @@ class _Sidecar:
 class PackedText:
     """A stream of tokens, cut into samples of `sequence_length`; the tail is dropped.
 
-    `stream` is memory-mapped, one dimension; `sha256` that of its content, which is the same on
-    every machine that packs the same corpus.
+    `stream` is memory-mapped, one dimension; `ends` says behind which tokens of it documents end,
+    memory-mapped too; `sha256` is that of the stream's content, which is the same on every machine
+    that packs the same corpus.
     """
 
     stream: np.ndarray
+    ends: np.ndarray
     sequence_length: int
     sha256: str
 
@@ -102,6 +105,7 @@ class TokenWriter:
     def __init__(self, part: Path, vocab_size: int, heartbeat: Callable[[], None]) -> None:
         self.dtype = token_dtype(vocab_size)
         self.count = 0
+        self.ends: list[np.ndarray] = []
         self._part = part
         self._heartbeat = heartbeat
         self._sha = hashlib.sha256()
@@ -122,14 +126,16 @@ class TokenWriter:
         self._file.close()
         self._part.unlink(missing_ok=True)
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append `tokens`, one dimension of ids below the vocabulary's size.
+    def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """Append `tokens`, one dimension of ids below the vocabulary's size; documents end behind
+        so many of them as `ends` says.
 
         Raises:
             MachineError: the disk is full or fails.
         """
         raw = np.ascontiguousarray(tokens, dtype=self.dtype).view(np.uint8).data
         self._sha.update(raw)
+        self.ends.append(self.count + ends.astype(np.int64))
         self.count += len(tokens)
         try:
             while raw.nbytes:  # an unbuffered write may take only a part
@@ -139,10 +145,14 @@ class TokenWriter:
         self._heartbeat()
 
     def finish(self, folder: Path, key: str) -> tuple[str, str]:
-        """Give the part file its name, which holds its hash; return (name, sha256)."""
+        """Give the part file its name, which holds its hash, and write the ends of documents beside
+        it; return (name, sha256)."""
         sha = self._sha.hexdigest()
         name = f"{key}-{sha[:12]}.tokens"
         try:
+            with (folder / _ends_of(name)).open("wb") as file:
+                np.concatenate([np.empty(0, dtype=np.int64), *self.ends]).tofile(file)
+                os.fsync(file.fileno())
             os.fsync(self._file.fileno())  # no valid name on data that a crash would lose
             self._part.replace(folder / name)
         except OSError as error:
@@ -156,15 +166,17 @@ def packed(
     sequence_length: int,
     fill: Callable[[TokenWriter], None],
     *,
+    at_least: int | None = None,
     wait_s: float = 300.0,
 ) -> PackedText:
     """The token file of `recipe` in the folder `cache`; `fill` writes it where none is current.
+    There must be `at_least` so many tokens in it, by default those of one sample.
 
     Any number of processes may call this at once: one builds, the others wait as long as it makes
     progress, and `wait_s` seconds beyond.
 
     Raises:
-        InputError: there are fewer tokens than one sample takes; whatever `fill` raises.
+        InputError: there are fewer tokens; whatever `fill` raises.
         MachineError: the cache cannot be written, or its builder hangs.
     """
     found = _current(cache, recipe)
@@ -176,29 +188,36 @@ def packed(
                 found = _current(cache, recipe)
     if found is None:
         raise MachineError("the packed text vanished while it was opened", where=str(cache))
-    stream, sha = found
-    if len(stream) < sequence_length:
+    stream, ends, sha = found
+    if len(stream) < (sequence_length if at_least is None else at_least):
         first, others = recipe.sources[0].path, len(recipe.sources) - 1
         raise InputError(
             f"the text has {len(stream)} tokens, one sample takes {sequence_length}",
             where=f"{first} and {others} more" if others else str(first),
             fix="give more text, or lower sequence_length",
         )
-    return PackedText(stream, sequence_length, sha)
+    return PackedText(stream, ends, sequence_length, sha)
 
 
-def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, str] | None:
-    """(stream, sha256) of the token file that the cache holds for `recipe`, if it is up to date."""
+def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, str] | None:
+    """(stream, ends, sha256) of what the cache holds for `recipe`, if it is up to date."""
     try:
         card = _Sidecar(**json.loads((cache / f"{recipe.key}.json").read_text(encoding="utf-8")))
         if (card.format, card.recipe) != (_FORMAT, recipe.sources_digest):
             return None
         if not card.tokens:
-            return np.empty(0, dtype=card.dtype), card.sha256
+            return np.empty(0, dtype=card.dtype), np.empty(0, dtype=np.int64), card.sha256
         stream = np.memmap(cache / card.file, dtype=card.dtype, mode="r")
+        ends = np.memmap(cache / _ends_of(card.file), dtype=np.int64, mode="r")
     except (OSError, ValueError, TypeError):  # missing, or torn by a crash: it is built again
         return None
-    return (stream, card.sha256) if len(stream) == card.tokens else None
+    whole = (len(stream), len(ends)) == (card.tokens, card.documents)
+    return (stream, ends, card.sha256) if whole else None
+
+
+def _ends_of(name: str) -> str:
+    """The file beside a token file that says where its documents end."""
+    return f"{name.removesuffix('.tokens')}.ends"
 
 
 def _build(
@@ -217,15 +236,20 @@ def _build(
         file=name,
         dtype=writer.dtype.str,
         tokens=writer.count,
+        documents=sum(map(len, writer.ends)),
         sha256=sha,
     )
     try:
         _write_sidecar(cache / f"{recipe.key}.json", card)
     except MachineError:
         (cache / name).unlink(missing_ok=True)
+        (cache / _ends_of(name)).unlink(missing_ok=True)
         raise
-    for old in cache.glob(f"{recipe.key}-*.tokens"):
-        if old.name != name:  # whoever has it mapped keeps it until the mapping goes
+    for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
+        if old.name not in (
+            name,
+            _ends_of(name),
+        ):  # whoever has it mapped keeps it until the mapping goes
             old.unlink(missing_ok=True)
     _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
 

@@ -18,11 +18,27 @@ from gpumix.spec.errors import InputError
 
 
 class Source(ABC):
-    """Samples 0 to len - 1, each a dictionary of tensors with the same keys, shapes and dtypes.
+    """Samples 0 to len - 1, each a dictionary of tensors with the same keys, shapes and dtypes;
+    those of unlike length are padded to the longest that is asked for.
 
     `rows` is called from one background thread and, in an evaluation, from the caller's at the
-    same time.
+    same time; or from several processes, each with a copy of its own.
+
+    Attributes:
+        name: what errors call it.
+        splits: whether a batch can be fetched in parts, each sample by itself.
+        thread_safe: whether several threads may call `rows` at once.
+        in_order: whether samples come in an order of their own: index is position.
+        parallel: whether several workers are faster than one.
+        once: whether only this process can read them, and once.
     """
+
+    name: str = "the dataset"
+    splits: bool = True
+    thread_safe: bool = False
+    in_order: bool = False
+    parallel: bool = True
+    once: bool = False
 
     @property
     @abstractmethod
@@ -39,6 +55,15 @@ class Source(ABC):
         For no indices: tensors of no rows, with the right dtypes and trailing dimensions.
         """
 
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Tokens of each sample, where they differ and are known."""
+        return None
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        """Some batch that takes no less time and memory than any other of so many samples."""
+        return self.rows(np.arange(samples) % len(self))
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -47,6 +72,9 @@ class Source(ABC):
 
 class PackedSource(Source):
     """Packed text: `input_ids` and, with the same values, `labels`, both int64[k, L]."""
+
+    name = "the text"
+    thread_safe = True
 
     def __init__(self, text: PackedText) -> None:
         self._text = text
@@ -70,16 +98,27 @@ class KnownTokens(Source):
     def __init__(self, whole: Source, vocabulary: int) -> None:
         self._whole = whole
         self._vocabulary = vocabulary
+        self.name, self.splits = whole.name, whole.splits
+        self.thread_safe = whole.thread_safe
 
     @property
     def fingerprint(self) -> str:
         return self._whole.fingerprint
 
+    @property
+    def lengths(self) -> np.ndarray | None:
+        return self._whole.lengths
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        return self._known(self._whole.specimen(samples), np.arange(samples) % len(self))
+
     def __len__(self) -> int:
         return len(self._whole)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        batch = self._whole.rows(indices)
+        return self._known(self._whole.rows(indices), indices)
+
+    def _known(self, batch: dict[str, Tensor], indices: np.ndarray) -> dict[str, Tensor]:
         tokens = batch.get("input_ids")
         if tokens is not None and tokens.numel() and not tokens.is_floating_point():
             unknown = ((tokens < 0) | (tokens >= self._vocabulary)).flatten(1).any(1)
@@ -105,10 +144,20 @@ class View(Source):
         self._whole = whole
         self._start = start
         self._stop = stop
+        self.name, self.splits = whole.name, whole.splits
+        self.thread_safe = whole.thread_safe
 
     @property
     def fingerprint(self) -> str:
         return digest(self._whole.fingerprint, self._start, self._stop)
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        of_all = self._whole.lengths
+        return None if of_all is None else of_all[self._start : self._stop]
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        return self._whole.specimen(samples)
 
     def __len__(self) -> int:
         return self._stop - self._start

@@ -6,15 +6,22 @@ The first sample sets the keys, shapes and dtypes; one that differs is an error 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpumix.data.fetch import DataChangedError
+from gpumix.data.layout import Batch
 from gpumix.data.rows import Source, digest
 from gpumix.spec.errors import InputError
+
+Collate = Callable[[list[Any]], Batch]
+"""Makes a batch of a list of samples: a dictionary of tensors with samples in the first dimension.
+"""
 
 
 class SampleSource(Source):
@@ -27,45 +34,78 @@ class SampleSource(Source):
         dataset: the dataset.
         name: what to call it in errors and in the fingerprint, which holds the name, the length and
             the shape of a sample, but not the content: that may be augmented at random.
+        thread_safe: whether several threads may index it at once; default: if it says so itself by
+            an attribute of that name.
 
     Raises:
         InputError: it is not map-style, it is empty, or its first sample is not such a dictionary.
     """
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset = dataset
-        self._name = name
-        self._lock = threading.Lock()  # a dataset of the user's need not be safe for two threads
-        self._len = _length(dataset, name)
-        self._template = self._tensors(0, self._fetch([0])[0])
+    def __init__(self, dataset: Any, name: str, *, thread_safe: bool | None = None) -> None:
+        self._dataset = MapStyle(dataset, name, thread_safe)
+        self.name, self.thread_safe = name, self._dataset.thread_safe
+        self._stack = Stack(name, self._dataset.fetch([0])[0])
 
     @property
     def fingerprint(self) -> str:
-        shapes = [(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(self._template.items())]
-        return digest(self._name, self._len, shapes)
+        return digest(self.name, len(self), self._stack.shapes)
 
     def __len__(self) -> int:
-        return self._len
+        return len(self._dataset)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         if not len(indices):
-            return {
-                key: value.new_empty((0, *value.shape)) for key, value in self._template.items()
-            }
-        wanted = [int(i) for i in indices]
-        samples = [self._tensors(i, s) for i, s in zip(wanted, self._fetch(wanted), strict=True)]
-        for index, sample in zip(wanted, samples, strict=True):
+            return self._stack.empty
+        return self._stack.of(indices, self._dataset.fetch(indices.tolist()))
+
+    def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
+        """The samples at `indices`, of any shapes."""
+        found = self._dataset.fetch(indices.tolist())
+        return [self._stack.tensors(i, s) for i, s in zip(indices.tolist(), found, strict=True)]
+
+
+class Stack:
+    """Puts samples together that are all like the first one.
+
+    Args:
+        name: what to call the dataset in errors.
+        first: the first sample.
+
+    Raises:
+        InputError: it is no dictionary of what can be a tensor.
+    """
+
+    def __init__(self, name: str, first: Any) -> None:
+        self._name = name
+        self._template = self.tensors(0, first)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Of a sample, by key."""
+        return [(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(self._template.items())]
+
+    @property
+    def empty(self) -> Batch:
+        """A batch of no samples."""
+        return {key: value.new_empty((0, *value.shape)) for key, value in self._template.items()}
+
+    def of(self, indices: np.ndarray, samples: Sequence[Any]) -> Batch:
+        """The samples, which have these numbers, one behind the other.
+
+        Raises:
+            InputError: one is not like the first.
+        """
+        found = [self.tensors(i, s) for i, s in zip(indices.tolist(), samples, strict=True)]
+        for index, sample in zip(indices.tolist(), found):
             self._check(index, sample)
-        return {key: torch.stack([sample[key] for sample in samples]) for key in self._template}
+        return {key: torch.stack([sample[key] for sample in found]) for key in self._template}
 
-    def _fetch(self, indices: list[int]) -> Sequence[Any]:
-        with self._lock:
-            if hasattr(self._dataset, "__getitems__"):
-                samples: Sequence[Any] = self._dataset.__getitems__(indices)
-                return samples
-            return [self._dataset[i] for i in indices]
+    def tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
+        """Of one sample.
 
-    def _tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
+        Raises:
+            InputError: it is no dictionary of what can be a tensor.
+        """
         if not isinstance(sample, Mapping) or not sample:
             raise InputError(
                 f"sample {index} is a {type(sample).__name__}, not a dictionary of tensors",
@@ -104,15 +144,123 @@ class SampleSource(Source):
                     f"sample 0 {first.dtype}{list(first.shape)}",
                     where=self._name,
                     why="samples are stacked, so all need one shape and dtype",
-                    fix="pad or cut the samples in the dataset",
+                    fix="set data.packing to none (pads each micro-batch) or documents; or pad and "
+                    "cut the samples in the dataset, or by a `collate`",
                 )
 
 
-def as_source(dataset: Any) -> Source:
-    """`dataset` itself if it is a source, a `SampleSource` around it otherwise."""
+class CollatedSource(Source):
+    """A map-style dataset of samples of any kind, and what makes batches of them.
+
+    Args:
+        dataset, name, thread_safe: see `SampleSource`.
+        collate: is given the samples of a whole batch.
+
+    Raises:
+        InputError: it is not map-style, it is empty, or what comes of its first sample is no batch.
+    """
+
+    splits = False
+
+    def __init__(
+        self, dataset: Any, name: str, collate: Collate, *, thread_safe: bool | None = None
+    ) -> None:
+        self._dataset = MapStyle(dataset, name, thread_safe)
+        self.name, self.thread_safe = name, self._dataset.thread_safe
+        self._collate = collate
+        self._empty = {key: value[:0] for key, value in self.rows(np.array([0])).items()}
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(self.name, len(self), sorted(self._empty))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        if not len(indices):
+            return self._empty
+        wanted = [int(i) for i in indices]
+        return collated(self._collate, self._dataset.fetch(wanted), self.name)
+
+
+def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
+    """What `collate` makes of samples.
+
+    Raises:
+        InputError: it is no batch of them.
+    """
+    batch = collate(list(samples))
+    if not isinstance(batch, Mapping) or not batch:
+        raise InputError(
+            f"`collate` returns a {type(batch).__name__}, not a dictionary of tensors", where=name
+        )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (len(samples),):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(
+                f"`collate` makes of {len(samples)} samples '{key}': {found}",
+                where=name,
+                why="each rank takes some of the samples: tensors have them in the first dimension",
+            )
+    return dict(batch)
+
+
+class MapStyle:
+    """A dataset with `len` and indexing; one that offers `__getitems__` (a list of indices to a
+    list of samples) is asked that way.
+
+    Raises:
+        InputError: it is not map-style, or it is empty.
+    """
+
+    def __init__(self, dataset: Any, name: str, thread_safe: bool | None = None) -> None:
+        self._dataset, self._name = dataset, name
+        self._len = _length(dataset, name)
+        said = bool(getattr(dataset, "thread_safe", False))
+        self.thread_safe = said if thread_safe is None else thread_safe
+        # A dataset of the user's need not be safe for two threads.
+        self._lock = nullcontext() if self.thread_safe else threading.Lock()
+
+    def __reduce__(self) -> tuple[type[MapStyle], tuple[Any, str, bool]]:
+        # A lock goes to no other process.
+        return MapStyle, (self._dataset, self._name, self.thread_safe)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def fetch(self, indices: list[int]) -> Sequence[Any]:
+        with self._lock:
+            if len(self._dataset) != self._len:
+                raise DataChangedError(
+                    f"the dataset had {self._len} samples when it was opened, and has "
+                    f"{len(self._dataset)} now",
+                    where=self._name,
+                    why="the order of samples goes by their number",
+                    fix="begin a new run, or let the dataset keep its length",
+                )
+            if hasattr(self._dataset, "__getitems__"):
+                samples: Sequence[Any] = self._dataset.__getitems__(indices)
+                return samples
+            return [self._dataset[i] for i in indices]
+
+
+def as_source(
+    dataset: Any, collate: Collate | None = None, *, thread_safe: bool | None = None
+) -> Source:
+    """`dataset` itself if it is a source, a `SampleSource` or `CollatedSource` around it otherwise.
+
+    Raises:
+        InputError: it is a source already, and is to be collated.
+    """
+    name = type(dataset).__name__
     if isinstance(dataset, Source):
+        if collate is not None:
+            raise InputError("a source makes batches itself: `collate` is for datasets", where=name)
         return dataset
-    return SampleSource(dataset, type(dataset).__name__)
+    if collate is not None:
+        return CollatedSource(dataset, name, collate, thread_safe=thread_safe)
+    return SampleSource(dataset, name, thread_safe=thread_safe)
 
 
 def _length(dataset: Any, name: str) -> int:

@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.packed import Recipe, SourceFile, TokenWriter, packed
+from gpumix.data.documents import Documents
+from gpumix.data.on_the_fly import TokenizedTexts
+from gpumix.data.own_samples import OwnSamples
+from gpumix.data.packed import PackedText, Recipe, SourceFile, TokenWriter, packed
+from gpumix.data.ragged import Ragged, declared_lengths
 from gpumix.data.rows import PackedSource, Source, digest
 from gpumix.data.text import Piece, write_documents
 from gpumix.data.tokenizer import Tokenizer
@@ -41,6 +45,63 @@ def open_saved(
     name = _column(dataset, column, folder)
     if name == _TOKENS and _lengths_are(dataset, sequence_length, folder):
         return SavedRows(dataset, _mark(folder))
+    return PackedSource(_packed(dataset, name, folder, tokenizer, sequence_length, cache))
+
+
+def open_saved_documents(
+    folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int, cache: Path
+) -> Ragged:
+    """Its rows one by one: texts of `column`, or else `input_ids` and what goes with them, as they
+    are. Errors as those of `open_saved`."""
+    dataset = _load(folder)
+    name = _column(dataset, column, folder)
+    if name != _TOKENS:
+        text = _packed(dataset, name, folder, tokenizer, sequence_length, cache, at_least=1)
+        return Documents(text, pad_token=tokenizer.end_of_text)
+    names = [name for name in _PER_TOKEN if name in dataset.column_names]
+    return OwnSamples(
+        dataset.select_columns(names).with_format("numpy"),
+        str(folder),
+        longest=sequence_length,
+        pad_token=tokenizer.end_of_text,
+        lengths=_row_lengths(dataset, names, folder),
+        content=_mark(folder),
+    )
+
+
+def open_saved_texts(
+    folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int
+) -> TokenizedTexts:
+    """The texts of `column`, to be tokenised as they are read. Errors as those of `open_saved`."""
+    dataset = _load(folder)
+    if _column(dataset, column, folder) != column or column == _TOKENS:
+        raise InputError(
+            "the dataset holds tokens, there is nothing to tokenise on the fly",
+            where=str(folder),
+            fix="leave out `tokenize: on-the-fly`, or set data.column to a column of text",
+        )
+    texts = TokenizedTexts(
+        dataset.select_columns([column]).with_format(None),
+        tokenizer,
+        column=column,
+        longest=sequence_length,
+        name=str(folder),
+        content=_mark(folder),
+    )
+    texts.take_lengths(declared_lengths(dataset, len(dataset), str(folder)))
+    return texts
+
+
+def _packed(
+    dataset: Any,
+    name: str,
+    folder: Path,
+    tokenizer: Tokenizer,
+    length: int,
+    cache: Path,
+    *,
+    at_least: int | None = None,
+) -> PackedText:
     recipe = Recipe(
         _files(folder), tokenizer.fingerprint, tokenizer.vocab_size, how=f"column {name}"
     )
@@ -51,7 +112,7 @@ def open_saved(
         else:
             write_documents(_documents(dataset, name, folder), tokenizer, writer)
 
-    return PackedSource(packed(cache, recipe, sequence_length, fill))
+    return packed(cache, recipe, length, fill, at_least=at_least)
 
 
 class SavedRows(Source):
@@ -166,6 +227,28 @@ def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
     return equal
 
 
+def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
+    """Tokens of each row that its attention mask leaves."""
+    _lengths_are(dataset, 0, folder)
+    wanted = _MASK if _MASK in names else _TOKENS
+    found = [np.empty(0, dtype=np.int32)]
+    for _, columns in _lists(dataset, [wanted], folder):
+        lengths, values = columns[wanted]
+        if wanted == _MASK:
+            seen = np.concatenate([[0], np.cumsum(values != 0)])
+            ends = np.cumsum(lengths)
+            lengths = seen[ends] - seen[ends - lengths]
+        found.append(lengths.astype(np.int32))
+    of_all = np.concatenate(found)
+    if not of_all.all():
+        raise InputError(
+            f"row {int(np.argmin(of_all))} holds no tokens",
+            where=str(folder),
+            fix="drop such rows: dataset.filter(lambda row: any(row['input_ids']))",
+        )
+    return of_all
+
+
 def _lists(
     dataset: Any, names: list[str], folder: Path
 ) -> Iterator[tuple[int, dict[str, tuple[np.ndarray, np.ndarray]]]]:
@@ -203,9 +286,13 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
                 fix="set tokenizer: to the tokenizer.json that the tokens were made with",
             )
         ends = np.cumsum(lengths[lengths > 0])
-        ends = ends[tokens[ends - 1] != tokenizer.end_of_text]
-        kept = np.insert(columns[_MASK][1] != 0, ends, True) if _MASK in columns else slice(None)
-        writer.write(np.insert(tokens, ends, tokenizer.end_of_text)[kept])
+        added = ends[tokens[ends - 1] != tokenizer.end_of_text]
+        tokens = np.insert(tokens, added, tokenizer.end_of_text)
+        ends += np.searchsorted(added, ends, side="right")  # so many were put in up to there
+        if _MASK in columns:
+            kept = np.insert(columns[_MASK][1] != 0, added, True)
+            tokens, ends = tokens[kept], np.unique(np.cumsum(kept)[ends - 1])
+        writer.write(tokens, ends)
 
 
 def _documents(dataset: Any, name: str, folder: Path) -> Iterator[Piece]:

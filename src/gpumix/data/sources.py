@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from gpumix.data.documents import Documents
 from gpumix.data.factory import call_factory
+from gpumix.data.lengths import counted_once
+from gpumix.data.on_the_fly import TokenizedTexts
+from gpumix.data.own_samples import OwnSamples
+from gpumix.data.packed import PackedText
+from gpumix.data.packing import PackedDocuments
+from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
 from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
 from gpumix.data.samples import SampleSource
-from gpumix.data.saved_dataset import open_saved
+from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
 from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import open_tokenizer
+from gpumix.data.tokenizer import Tokenizer, open_tokenizer
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 
@@ -29,41 +37,126 @@ def open_data(
         InputError: the data is missing, unfit, or too little for one sample.
         MachineError: a package is missing, or the cache cannot be written.
     """
-    whole = _open_whole(job, folder, cache)
-    if not isinstance(whole, PackedSource):
-        whole = whole if vocabulary is None else KnownTokens(whole, vocabulary)
-    elif job.model.task != "causal-lm":
+    opened = _Opened(job, folder, cache)
+    whole = opened.whole() if job.data.packing == "concatenate" else opened.from_documents()
+    if opened.is_text and job.model.task != "causal-lm":
         raise InputError(
             f"text has its own tokens as labels, from which a {job.model.task} learns to copy",
             where="model.task",
             fix="give samples with `labels`: data.factory, or a data.dataset that has that column",
         )
+    # Those of a job's own tokenizer are compared with the model before.
+    if vocabulary is not None and (job.data.factory is not None or not opened.is_text):
+        whole = KnownTokens(whole, vocabulary)
     return split_held_out(whole, job.data.held_out)
 
 
-def _open_whole(job: Job, folder: Path, cache: Path) -> Source:
-    data = job.data
-    if data.factory is not None:
-        return _open_factory(job, data.factory, folder)
-    named = job.tokenizer
-    tokenizer = open_tokenizer(folder / named if isinstance(named, Path) else named)
-    if data.dataset is not None:
-        place = folder / data.dataset
-        return open_saved(place, data.column, tokenizer, job.sequence_length, cache)
-    spec = data.model_copy(update={"text": tuple(folder / path for path in data.text)})
-    return PackedSource(pack_text(spec, tokenizer, job.sequence_length, cache))
+class _Opened:
+    """The data of a job, on its way from files to samples. `is_text`: its labels are its tokens."""
 
+    def __init__(self, job: Job, folder: Path, cache: Path) -> None:
+        self._job = job
+        self._folder = folder
+        self._cache = cache
+        self._length = job.sequence_length
+        self.is_text = False
 
-def _open_factory(job: Job, reference: str, folder: Path) -> Source:
-    made = call_factory(reference, job.data.arguments, folder)
-    source = made if isinstance(made, Source) else SampleSource(made, reference)
-    tokens = source[0].get("input_ids") if len(source) else None
-    if tokens is not None and tokens.shape[-1:] != (job.sequence_length,):
-        raise InputError(
-            f"'input_ids' of a sample has the shape {list(tokens.shape)}, the job's "
-            f"sequence_length is {job.sequence_length}",
-            where=reference,
-            why="times and memory are planned for sequence_length",
-            fix="change sequence_length in the job, or cut and pad in the dataset",
+    def whole(self) -> Source:
+        """Documents in a row, cut; or samples that have one length already."""
+        data = self._job.data
+        if data.factory is not None:
+            return self._fixed_samples(data.factory)
+        source: Source
+        if data.dataset is not None:
+            place = self._folder / data.dataset
+            source = open_saved(place, data.column, self._tokenizer(), self._length, self._cache)
+        else:
+            source = PackedSource(self._text())
+        self.is_text = isinstance(source, PackedSource)
+        return source
+
+    def from_documents(self) -> Source:
+        """Documents one by one, or packed without being cut."""
+        data = self._job.data
+        documents = self._documents()
+        self.is_text = isinstance(documents, Documents | TokenizedTexts)
+        if data.packing == "none":
+            if data.bucketing:
+                lengths_needed(documents, "data.bucketing")
+            return documents
+        if self._job.model.task == "seq2seq-lm":
+            raise InputError(
+                "documents of a seq2seq-lm cannot be packed: what its encoder and its decoder see "
+                "must go together",
+                where="data.packing",
+                fix="set data.packing to none",
+            )
+        predicts_next = self._job.model.task == "causal-lm"
+        return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
+
+    def _documents(self) -> Ragged:
+        data = self._job.data
+        if data.text:
+            return Documents(self._text(), pad_token=self._tokenizer().end_of_text)
+        if data.tokenize == "on-the-fly":
+            return self._on_the_fly()
+        if data.factory is not None:
+            made = call_factory(data.factory, data.arguments, self._folder)
+            if isinstance(made, Ragged):
+                return made
+            return OwnSamples(made, data.factory, longest=self._length)
+        assert data.dataset is not None
+        place = self._folder / data.dataset
+        tokenizer = self._tokenizer()
+        return open_saved_documents(place, data.column, tokenizer, self._length, self._cache)
+
+    def _on_the_fly(self) -> TokenizedTexts:
+        data, tokenizer = self._job.data, self._tokenizer()
+        if data.dataset is not None:
+            place = self._folder / data.dataset
+            texts = open_saved_texts(place, data.column, tokenizer, self._length)
+        else:
+            assert data.factory is not None
+            texts = self._texts_of_factory(data.factory, tokenizer)
+        needed = data.packing == "documents" or data.bucketing
+        if needed and texts.lengths is None and texts.has_content:
+            key = f"lengths-{texts.fingerprint}"
+            texts.take_lengths(counted_once(self._cache, key, len(texts), texts.measure))
+        return texts
+
+    def _texts_of_factory(self, reference: str, tokenizer: Tokenizer) -> TokenizedTexts:
+        made = call_factory(reference, self._job.data.arguments, self._folder)
+        texts = TokenizedTexts(
+            made,
+            tokenizer,
+            column=self._job.data.column,
+            longest=self._length,
+            name=reference,
+            content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: what it was made by
         )
-    return source
+        texts.take_lengths(declared_lengths(made, len(texts), reference))
+        return texts
+
+    def _text(self) -> PackedText:
+        data = self._job.data
+        spec = data.model_copy(update={"text": tuple(self._folder / path for path in data.text)})
+        return pack_text(spec, self._tokenizer(), self._length, self._cache)
+
+    def _tokenizer(self) -> Tokenizer:
+        named = self._job.tokenizer
+        return open_tokenizer(self._folder / named if isinstance(named, Path) else named)
+
+    def _fixed_samples(self, reference: str) -> Source:
+        made: Any = call_factory(reference, self._job.data.arguments, self._folder)
+        source = made if isinstance(made, Source) else SampleSource(made, reference)
+        tokens = source[0].get("input_ids") if len(source) else None
+        if tokens is not None and tokens.shape[-1:] != (self._length,):
+            raise InputError(
+                f"'input_ids' of a sample has the shape {list(tokens.shape)}, the job's "
+                f"sequence_length is {self._length}",
+                where=reference,
+                why="times and memory are planned for sequence_length",
+                fix="change sequence_length in the job, or set data.packing to none (pads) or "
+                "documents (packs)",
+            )
+        return source

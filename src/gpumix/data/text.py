@@ -1,7 +1,7 @@
 """Plain text as samples: finds the files, tokenises them once and packs them.
 
-Every file is one document and ends with the tokenizer's end-of-text token. Files are streamed, so
-a corpus may be larger than memory. Numpy only.
+Every file, or every line, is one document and ends with the tokenizer's end-of-text token. Files
+are streamed, so a corpus may be larger than memory. Numpy only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -40,17 +41,21 @@ def pack_text(
 
     Raises:
         InputError: a file is missing, unreadable, named twice, or empty though named; nothing
-            matches `spec.pattern`; there are fewer tokens than one sample.
+            matches `spec.pattern`; there are fewer tokens than one sample that is cut takes.
         MachineError: the cache cannot be written.
     """
     files = find_files(spec)
-    recipe = Recipe(tuple(files), tokenizer.fingerprint, tokenizer.vocab_size)
+    by_line = spec.document == "line"
+    how = "lines" if by_line else "text"
+    recipe = Recipe(tuple(files), tokenizer.fingerprint, tokenizer.vocab_size, how)
 
     def fill(writer: TokenWriter) -> None:
-        pieces = chain.from_iterable(_pieces(file.path, tokenizer) for file in files)
+        of_file = _lines_of if by_line else _pieces
+        pieces = chain.from_iterable(of_file(file.path, tokenizer) for file in files)
         write_documents(pieces, tokenizer, writer)
 
-    return packed(cache, recipe, sequence_length, fill)
+    at_least = None if spec.packing == "concatenate" else 1
+    return packed(cache, recipe, sequence_length, fill, at_least=at_least)
 
 
 def write_documents(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: TokenWriter) -> None:
@@ -153,6 +158,17 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
         yield from _lines(_text_only(path, chunks))
 
 
+def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Every line of the file `path` that is not blank, as a document."""
+    newline: Any = b"\n" if tokenizer.reads_bytes else "\n"
+    rest: Any = newline[:0]
+    for piece, _ in _pieces(path, tokenizer):
+        *lines, rest = (rest + piece).split(newline)
+        yield from ((line, True) for line in lines if line.strip())
+    if rest.strip():
+        yield rest, True
+
+
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb", buffering=0) as file:
@@ -192,13 +208,16 @@ def _write_batch(batch: list[Piece], tokenizer: Tokenizer, writer: TokenWriter) 
     encoded = iter(tokenizer.encode_batch([text for text, _ in batch if text]))
     end = np.array([tokenizer.end_of_text], dtype=writer.dtype)
     parts: list[np.ndarray] = []
+    last: list[int] = []  # parts that end a document
     for text, ends in batch:
         if text:
             parts.append(next(encoded).astype(writer.dtype, copy=False))
         if ends:
+            last.append(len(parts))
             parts.append(end)
     if parts:
-        writer.write(np.concatenate(parts))
+        offsets = np.cumsum([len(part) for part in parts])
+        writer.write(np.concatenate(parts), offsets[last])
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:

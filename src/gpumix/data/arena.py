@@ -1,0 +1,64 @@
+"""Memory that a process shares with those that it forks: slots for batches, lent and given back.
+
+Anonymous shared memory: it takes no room in /dev/shm, which containers keep small, is there as far
+as it was written, and is gone with its processes. What was lent comes back by itself when the last
+tensor in it is collected.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+_PAGE_BYTES = mmap.PAGESIZE
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has no name for it; Linux on all else
+
+
+class Arena:
+    """So many slots of so many bytes."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slots = slots
+        self.slot_bytes = max(1, -(-slot_bytes // _PAGE_BYTES)) * _PAGE_BYTES
+        self._memory = mmap.mmap(
+            -1,
+            self.slots * self.slot_bytes,
+            flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE,
+        )
+        # Last in, first out: what is never needed is never touched.
+        self._free = list(range(slots))[::-1]
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
+        """A slot that nobody uses; None while there is none."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        with self._lock:
+            self._free.append(slot)
+
+    def buffer(self, slot: int, nbytes: int) -> Tensor:
+        """The first bytes of a slot: uint8[nbytes]."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._view(slot, nbytes), dtype=torch.uint8)
+
+    def lend(self, slot: int, nbytes: int) -> Tensor:
+        """The same; once nobody holds it or a part of it the slot is given back."""
+        if not nbytes:
+            self.give_back(slot)
+            return torch.empty(0, dtype=torch.uint8)
+        view = self._view(slot, nbytes)
+        weakref.finalize(view, self.give_back, slot).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _view(self, slot: int, nbytes: int) -> memoryview:
+        if nbytes > self.slot_bytes:
+            raise ValueError(f"{nbytes} bytes do not fit into a slot of {self.slot_bytes}")
+        begin = slot * self.slot_bytes
+        return memoryview(self._memory)[begin : begin + nbytes]

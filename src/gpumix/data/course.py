@@ -1,0 +1,147 @@
+"""Which samples a rank reads, batch by batch: the order of all, and the rank's part of it.
+
+Where samples differ in length, a batch is dealt by what they cost: the set of samples in a batch is
+the same for every plan, and who takes which of them is the plan's affair. Numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from gpumix.data.bucketing import WINDOW_BATCHES, BucketedOrder
+from gpumix.data.deal import costs_of, deal
+from gpumix.data.order import Cursor
+from gpumix.data.rows import digest
+from gpumix.spec.errors import InputError
+from gpumix.spec.shares import Shares, share_of, workers_of
+
+NO_INDICES = np.empty(0, dtype=np.int64)
+_AT_ONCE = 2**16  # samples
+
+
+class Order(Protocol):
+    """A sequence of samples without end."""
+
+    def span(self, start: int, stop: int) -> np.ndarray:
+        """The samples at positions [start, stop)."""
+
+
+class OwnOrder:
+    """That of the dataset."""
+
+    def span(self, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """How samples of unlike length are read.
+
+    Attributes:
+        bucketing: whether those of like length meet in a global batch.
+        attention: what a pair of tokens costs, where a token costs 1: 1 / (6 width) for a
+            transformer of four times as wide perceptrons.
+        window_batches: among how many batches samples are sorted, with `bucketing`.
+    """
+
+    bucketing: bool = False
+    attention: float = 0.0
+    window_batches: int = WINDOW_BATCHES
+
+
+AS_THEY_COME = ByLength()
+
+
+class Course:
+    """The samples of one rank.
+
+    Args:
+        cursor: of the dataset, at any position.
+        shares: samples of each global batch per rank, or a plan.
+        rank: whose samples.
+        lengths: tokens of each sample; None if all are alike, or nobody knows.
+        in_order: the dataset has an order of its own.
+
+    Raises:
+        InputError: the shares are unfit; or bucketing is wanted, and lengths are not known.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        shares: Shares,
+        rank: int,
+        *,
+        lengths: np.ndarray | None = None,
+        by_length: ByLength = AS_THEY_COME,
+        in_order: bool = False,
+    ) -> None:
+        self._share = share_of(shares, rank)
+        self._workers = workers_of(shares)
+        self._lengths = lengths
+        self._attention = by_length.attention
+        self._order: Order = OwnOrder() if in_order else cursor.order
+        if by_length.bucketing:
+            if lengths is None:
+                raise InputError(
+                    "bucketing needs to know how long samples are, and the dataset does not say",
+                    fix="give it a column `length`, or an attribute `lengths` with one integer a "
+                    "sample; leave bucketing out where all are alike",
+                )
+            self._order = BucketedOrder(
+                cursor.order,
+                lengths,
+                self.global_batch,
+                window_batches=by_length.window_batches,
+            )
+
+    @property
+    def global_batch(self) -> int:
+        return self._share.total
+
+    def indices(self, position: int) -> np.ndarray:
+        """The dataset's indices of this rank's part of the global batch that begins at `position`,
+        in the order of its micro-batches."""
+        if self._lengths is None:
+            rows = self._share.rows()
+            spans = [self._order.span(position + r.start, position + r.stop) for r in rows]
+            return np.concatenate([NO_INDICES, *spans])
+        batch = self._order.span(position, position + self.global_batch)
+        parts = self._dealt(self._lengths[batch])
+        return np.concatenate([NO_INDICES, *(batch[parts[n]] for n in self._share.own)])
+
+    def tokens(self, start: int, stop: int) -> int | None:
+        """Tokens of the samples at positions [start, stop), of all ranks and without padding; None
+        where samples are alike, or nobody knows."""
+        if self._lengths is None:
+            return None
+        parts = (
+            self._lengths[self._order.span(first, min(first + _AT_ONCE, stop))]
+            for first in range(start, stop, _AT_ONCE)
+        )
+        return sum(int(part.sum(dtype=np.int64)) for part in parts)
+
+    def _dealt(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Of each part of a batch the places in it, by the lengths of the batch's samples. A worker
+        has its samples longest first, so that those of one micro-batch are alike."""
+        sizes = self._share.sizes
+        counts = [sum(sizes[part] for part in worker.parts) for worker in self._workers]
+        speeds = [worker.speed for worker in self._workers]
+        taken = deal(costs_of(lengths, self._attention), counts, speeds)
+        parts = [NO_INDICES] * len(sizes)
+        for worker, own in zip(self._workers, taken, strict=True):
+            ends = np.cumsum([sizes[part] for part in worker.parts])
+            for part, places in zip(worker.parts, np.split(own, ends[:-1]), strict=True):
+                parts[part] = places
+        return parts
+
+
+def mark_of(fingerprint: str, by_length: ByLength, batch: int) -> str:
+    """What names a dataset's content to cursors: in a bucketed order a position means another
+    sample, for each size of the global batch."""
+    if not by_length.bucketing:
+        return fingerprint
+    return digest(fingerprint, "bucketed", by_length.window_batches, batch)

@@ -1,0 +1,352 @@
+"""Who fetches chunks at the same time: threads of this process, or processes of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection as connections
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import torch
+
+from gpumix.data.arena import Arena
+from gpumix.data.fetch import BadSamples, Chunk, Fetched, Skipped, clocked
+from gpumix.data.layout import Batch, Layout
+from gpumix.data.nursery import Nursery, Worker, picklable, sent
+from gpumix.data.rows import Source
+from gpumix.hardware.memory import host_memory
+from gpumix.spec.errors import TrainingError
+
+Kind = Literal["threads", "processes"]
+Done = Callable[[Chunk, "Fetched | Exception"], None]
+"""Called once a chunk is fetched, or cannot be, in some thread."""
+
+MOST_WORKERS = 128
+WAITING = 1  # chunks that a process has before it, beside the one that it fetches
+TRIES = 2  # of a chunk whose worker died
+LOOK_S = 0.5  # how often stuck workers are looked for
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a chunk are to be written: in `slot` of the arena as `layout` says, or into
+    `target`; or nowhere, and they are handed over."""
+
+    slot: int | None = None
+    layout: Layout | None = None
+    target: Batch | None = None
+
+
+class Crew(ABC):
+    """Fetches chunks, several at once. Not called by two threads at the same time."""
+
+    kind: Kind
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """How many more chunks it would take now."""
+
+    @abstractmethod
+    def begin(self, chunk: Chunk, place: Place) -> None:
+        """Fetch a chunk; `done` is told."""
+
+    @abstractmethod
+    def resize(self, workers: int) -> None:
+        """Have so many workers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """What is under way is dropped."""
+
+
+class Threads(Crew):
+    """Threads of this process. They belong to an executor, which ends them when it is shut down or
+    collected, and before the interpreter exits."""
+
+    kind: Kind = "threads"
+
+    def __init__(self, source: Source, bad_samples: BadSamples, done: Done, workers: int) -> None:
+        super().__init__(workers)
+        self._source, self._bad_samples, self._done = source, bad_samples, done
+        self._executor = _executor(workers)
+        self._running = 0
+        self._lock = threading.Lock()
+
+    @property
+    def room(self) -> int:
+        return max(0, self.workers - self._running)
+
+    def begin(self, chunk: Chunk, place: Place) -> None:
+        with self._lock:
+            self._running += 1
+        self._executor.submit(self._fetch, chunk, place)
+
+    def resize(self, workers: int) -> None:
+        self._executor.shutdown(wait=False)  # once they have done what they were given
+        self.workers, self._executor = workers, _executor(workers)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _fetch(self, chunk: Chunk, place: Place) -> None:
+        found: Fetched | Exception
+        try:
+            with host_memory():
+                values, skipped, cost = clocked(self._source, chunk, self._bad_samples)
+                written = _written(values, place.target, chunk.rows)
+            found = Fetched(cost, skipped, None if written else values)
+        except Exception as error:
+            found = error
+        with self._lock:
+            self._running -= 1
+        self._done(chunk, found)
+
+
+def _executor(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="gpumix-loader")
+
+
+@dataclass
+class _Hand:
+    """A worker process, what it was given and not done yet, and since when it does the first."""
+
+    worker: Worker
+    given: deque[tuple[Chunk, Place]] = field(default_factory=deque)
+    since_s: float = 0.0
+    leaving: bool = False
+
+
+class Processes(Crew):
+    """Processes, and one thread here that listens to them.
+
+    Args:
+        timeout_s: after that long over one chunk a worker counts as stuck.
+    """
+
+    kind: Kind = "processes"
+
+    def __init__(
+        self,
+        source: Source,
+        bad_samples: BadSamples,
+        done: Done,
+        workers: int,
+        *,
+        arena: Arena,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(workers)
+        self._source, self._done, self._timeout_s = source, done, timeout_s
+        self._nursery = Nursery(lambda connection: _work(connection, source, bad_samples, arena))
+        self._hands: dict[Connection, _Hand] = {}
+        self._tries: dict[tuple[int, int], int] = {}
+        self._lock = threading.RLock()
+        self._bell, self._ear = connections.Pipe()
+        self._closed = False
+        self._broken: Exception | None = None
+        for _ in range(workers):
+            self._hire()
+        self._listener = threading.Thread(
+            target=self._listen_on, name="gpumix-loader-listener", daemon=True
+        )
+        self._listener.start()
+
+    @property
+    def room(self) -> int:
+        with self._lock:
+            if self._broken is not None:
+                return 1  # to be told
+            return sum(max(0, 1 + WAITING - len(h.given)) for h in self._staff)
+
+    @property
+    def pids(self) -> list[int]:
+        return [hand.worker.pid for hand in self._hands.values()]
+
+    @property
+    def _staff(self) -> list[_Hand]:
+        return [hand for hand in self._hands.values() if not hand.leaving]
+
+    def begin(self, chunk: Chunk, place: Place) -> None:
+        with self._lock:
+            if self._broken is None:
+                self._give(min(self._staff, key=lambda hand: len(hand.given)), chunk, place)
+                return
+        self._done(chunk, self._broken)
+
+    def resize(self, workers: int) -> None:
+        with self._lock:
+            self.workers = workers
+            staff = self._staff
+            for hand in staff[workers:]:
+                hand.leaving = True
+            for _ in range(workers - len(staff)):
+                self._hire()
+        self._bell.send_bytes(b"!")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        with suppress(OSError):
+            self._bell.send_bytes(b"!")
+        self._listener.join()
+        for hand in self._hands.values():
+            hand.worker.close()
+        self._hands.clear()
+        self._nursery.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _hire(self) -> None:
+        worker = self._nursery.fork()
+        self._hands[worker.connection] = _Hand(worker)
+
+    def _give(self, hand: _Hand, chunk: Chunk, place: Place) -> None:
+        if not hand.given:
+            hand.since_s = time.monotonic()
+        hand.given.append((chunk, place))
+        with suppress(OSError):  # it is gone: the listener is about to find out
+            sent(hand.worker.connection, (chunk, place.slot, place.layout))
+
+    def _listen_on(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # no new worker can be had, say: who waits is to know
+            with self._lock:
+                self._broken = error
+                given = [chunk for hand in self._hands.values() for chunk, _ in hand.given]
+            for chunk in given:
+                self._done(chunk, error)
+
+    def _listen(self) -> None:
+        while not self._closed:
+            with self._lock:
+                waiting = [self._ear, *self._hands]
+            for ready in connections.wait(waiting, timeout=LOOK_S):
+                if ready is self._ear:
+                    self._ear.recv_bytes()
+                elif ready in self._hands:
+                    self._hear(self._hands[ready])  # type: ignore[index]
+            with self._lock:
+                self._dismiss()
+            self._look_for_stuck()
+
+    def _hear(self, hand: _Hand) -> None:
+        try:
+            found: Fetched | Exception = hand.worker.connection.recv()
+        except (OSError, EOFError):
+            self._lose(hand, "")
+            return
+        with self._lock:
+            chunk, _ = hand.given.popleft()
+            hand.since_s = time.monotonic()
+            self._tries.pop((chunk.batch, chunk.start), None)
+        self._done(chunk, found)
+
+    def _dismiss(self) -> None:
+        for hand in [h for h in self._hands.values() if h.leaving and not h.given]:
+            del self._hands[hand.worker.connection]
+            self._nursery.end(hand.worker)
+
+    def _look_for_stuck(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            stuck = [
+                h for h in self._hands.values() if h.given and now - h.since_s > self._timeout_s
+            ]
+        for hand in stuck:
+            self._lose(hand, f"it was at it for more than {self._timeout_s:g} s")
+
+    def _lose(self, hand: _Hand, why: str) -> None:
+        """A worker died or is stuck: another one takes its place and its chunks."""
+        with self._lock:
+            if self._closed:
+                return
+            del self._hands[hand.worker.connection]
+            how = why or self._nursery.end(hand.worker)
+            if why:
+                self._nursery.end(hand.worker)
+            failed: tuple[Chunk, TrainingError] | None = None
+            if hand.given:  # the first is the one that it was at
+                chunk = hand.given[0][0]
+                key = (chunk.batch, chunk.start)
+                self._tries[key] = self._tries.get(key, 0) + 1
+                if self._tries[key] >= TRIES:
+                    hand.given.popleft()
+                    failed = chunk, self._lost(hand.worker.pid, chunk, how)
+            if not hand.leaving:
+                self._hire()
+            for chunk, place in hand.given:
+                self._give(min(self._staff, key=lambda h: len(h.given)), chunk, place)
+        if failed is not None:
+            self._done(*failed)
+
+    def _lost(self, pid: int, chunk: Chunk, how: str) -> TrainingError:
+        some = ", ".join(map(str, chunk.indices[:8].tolist()))
+        more = ", ..." if len(chunk.indices) > 8 else ""
+        killed = "SIGKILL" in how
+        return TrainingError(
+            f"worker {pid} of the data was lost at samples {some}{more} of {self._source.name}, "
+            f"as was one before it: {how}",
+            where=f"process {os.getpid()}",
+            why="the system kills what takes too much memory: see `dmesg`" if killed else "",
+            fix="look at these samples; fewer workers take less memory: `data: {workers: 1}`"
+            if killed
+            else "look at these samples; if they take that long, raise `data: {timeout: ...}`",
+        )
+
+
+def _work(connection: Connection, source: Source, bad_samples: BadSamples, arena: Arena) -> None:
+    """A worker's life."""
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one of several
+    while True:
+        chunk, slot, layout = connection.recv()
+        found: Fetched | Exception
+        try:
+            values, skipped, cost = clocked(source, chunk, bad_samples)
+            found = Fetched(cost, skipped, *_delivered(values, arena, slot, layout, chunk))
+        except Exception as error:
+            found = picklable(error)
+        sent(connection, found)
+
+
+def _delivered(
+    values: Batch, arena: Arena, slot: int | None, layout: Layout | None, chunk: Chunk
+) -> tuple[Batch | None, Layout | None]:
+    """Written into the arena: where, if that was not said; or handed over, if there is no room."""
+    if slot is None:
+        return values, None
+    own = layout or Layout.of(values, len(next(iter(values.values()))))
+    if own.nbytes > arena.slot_bytes:
+        return values, None
+    rows = slice(0, own.rows) if layout is None else chunk.rows
+    if not _written(values, own.views(arena.buffer(slot, own.nbytes)), rows):
+        return values, None
+    return None, own
+
+
+def _written(values: Batch, target: Batch | None, rows: slice) -> bool:
+    """Whether the values could be written into these rows of `target`."""
+    if target is None or values.keys() != target.keys():
+        return False
+    own = {key: tensor[rows] for key, tensor in target.items()}
+    if any(own[k].shape != v.shape or own[k].dtype != v.dtype for k, v in values.items()):
+        return False
+    for key, value in values.items():
+        own[key].copy_(value)
+    return True
+
+
+__all__ = ["Crew", "Done", "Kind", "Place", "Processes", "Skipped", "Threads"]

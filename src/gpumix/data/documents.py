@@ -1,0 +1,57 @@
+"""The documents of a token file, each a sample of its own; longer ones are cut into several."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from gpumix.data.packed import PackedText
+from gpumix.data.ragged import TOKENS, Ragged, Sample
+from gpumix.data.rows import digest
+from gpumix.spec.errors import InputError
+
+
+class Documents(Ragged):
+    """Documents in the order of the file, and of each the parts of at most `longest` tokens, the
+    last one shorter. A part of a single token is left out: nothing is to be learnt from it.
+
+    Raises:
+        InputError: no document has two tokens.
+    """
+
+    def __init__(self, text: PackedText, *, pad_token: int) -> None:
+        super().__init__(longest=text.sequence_length, pad_token=pad_token)
+        self._text = text
+        ends = np.asarray(text.ends)
+        begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+        counts = -(-(ends - begins) // self.longest)
+        # Number of each part among those of its document.
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._begins = np.repeat(begins, counts) + places * self.longest
+        lengths = np.minimum(np.repeat(ends, counts) - self._begins, self.longest)
+        worth = lengths > 1
+        if not worth.any():
+            raise InputError("no document has a token to predict from another", where="data")
+        self._begins, self._lengths = self._begins[worth], lengths[worth].astype(np.int32)
+        cuts = hashlib.sha256(self._begins.tobytes() + self._lengths.tobytes()).hexdigest()
+        self._mark = digest(text.sha256, cuts)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._mark
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def samples(self, indices: np.ndarray) -> list[Sample]:
+        spans = zip(self._begins[indices].tolist(), self._lengths[indices].tolist(), strict=True)
+        return [
+            {TOKENS: torch.from_numpy(self._text.stream[begin : begin + length].astype(np.int64))}
+            for begin, length in spans
+        ]

@@ -1,0 +1,186 @@
+"""Fetches the samples of a part of a batch, in whatever thread or process; and what happens when
+one of them cannot be had."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from gpumix.data.layout import Batch, Layout
+from gpumix.data.rows import Source
+from gpumix.spec.errors import GpumixError, InputError, TrainingError
+
+BadSamples = Literal["stop", "skip"]
+"""Whether a sample that cannot be read stops the run, or another one takes its place."""
+
+TRIES = 8  # of samples that could take the place of a bad one
+_MIX_1, _MIX_2, _WORD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1  # splitmix64
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class DataChangedError(InputError):
+    """The dataset is not what it was when the run began: no sample can be trusted."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a batch that are fetched at once.
+
+    Attributes:
+        batch: the position of the batch in the global order, `start` of the rows in the batch.
+        indices: of the samples in the dataset.
+    """
+
+    batch: int
+    start: int
+    indices: np.ndarray
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + len(self.indices))
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that could not be read, and the one in its place."""
+
+    index: int
+    instead: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What fetching took: seconds by the clock, and of a core."""
+
+    samples: int
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of a chunk: `values`, where they were not written to where the batch lies."""
+
+    cost: Cost
+    skipped: tuple[Skipped, ...] = ()
+    values: Batch | None = None
+    layout: Layout | None = None
+
+
+def fetch(
+    source: Source, indices: np.ndarray, bad_samples: BadSamples
+) -> tuple[Batch, tuple[Skipped, ...]]:
+    """The samples at `indices`, stacked.
+
+    Raises:
+        DataChangedError: whatever is to be done about bad samples.
+        TrainingError: a sample cannot be read, or none of those that could take its place.
+        GpumixError: the source says what is wrong with a sample.
+    """
+    try:
+        return source.rows(indices), ()
+    except DataChangedError:
+        raise
+    except Exception as error:
+        if bad_samples == "stop" and isinstance(error, GpumixError):
+            raise  # it says which sample is bad, and why
+        return _one_by_one(source, indices, bad_samples, error)
+
+
+def _one_by_one(
+    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: Exception
+) -> tuple[Batch, tuple[Skipped, ...]]:
+    """After an error: find whose it is. What does not happen again is over."""
+    taken, skipped = indices.copy(), []
+    for place, index in enumerate(indices.tolist()):
+        problem = _problem(source, index)
+        if problem is None:
+            continue
+        if bad_samples == "stop":
+            raise problem if isinstance(problem, GpumixError) else _in_words(source, index, problem)
+        taken[place] = _instead(source, index, problem)
+        skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
+    try:
+        return source.rows(taken), tuple(skipped)
+    except GpumixError:
+        raise
+    except Exception as again:
+        raise TrainingError(
+            f"{len(indices)} samples of {source.name} cannot be put together: {_first_line(again)}",
+            where=_place(again),
+            why=f"each by itself can be read; the first is sample {indices[0]}",
+        ) from error
+
+
+def _problem(source: Source, index: int) -> Exception | None:
+    try:
+        source.rows(np.array([index]))
+    except DataChangedError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _instead(source: Source, index: int, problem: Exception) -> int:
+    """The sample in the place of a bad one: the same in every plan and in every worker."""
+    for attempt in range(TRIES):
+        if source.in_order:
+            other = index + attempt + 1
+        else:
+            other = _mixed(index * TRIES + attempt + 1) % len(source)
+        if _problem(source, other) is None:
+            return other
+    raise TrainingError(
+        f"sample {index} of {source.name} cannot be read, and {TRIES} that could take its place "
+        "cannot either",
+        where=_place(problem),
+        why=_first_line(problem),
+        fix="look at the dataset: most of it is bad",
+    ) from problem
+
+
+def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
+    found = TrainingError(
+        f"sample {index} of {source.name} cannot be read: {_first_line(error)}",
+        where=_place(error),
+        fix="mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
+        "Loader(bad_samples='skip')",
+    )
+    found.__cause__ = error
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, GpumixError) else f"{type(error).__name__}: {text}"
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_PACKAGE) and "/torch/" not in f.filename]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def _mixed(x: int) -> int:
+    x = (x * 0x9E3779B97F4A7C15) & _WORD
+    x = ((x ^ (x >> 30)) * _MIX_1) & _WORD
+    x = ((x ^ (x >> 27)) * _MIX_2) & _WORD
+    return x ^ (x >> 31)
+
+
+def clocked(
+    source: Source, chunk: Chunk, bad_samples: BadSamples
+) -> tuple[Batch, tuple[Skipped, ...], Cost]:
+    """`fetch`, and what it took."""
+    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    values, skipped = fetch(source, chunk.indices, bad_samples)
+    cost = Cost(len(chunk.indices), time.perf_counter() - wall_s, time.thread_time() - cpu_s)
+    return values, skipped, cost

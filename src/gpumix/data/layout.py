@@ -1,0 +1,57 @@
+"""Where the tensors of a batch lie in one buffer, so that parts of it can be written by several and
+nothing need be copied to put them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+
+_ALIGNED_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a batch: `offset` bytes into the buffer, `shape` without the samples."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a batch of so many rows, one behind the other."""
+
+    rows: int
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, like: Mapping[str, Tensor], rows: int) -> Layout:
+        """For tensors like these, of which the first dimension is the samples."""
+        fields, offset = [], 0
+        for key, value in like.items():
+            fields.append(Field(key, value.dtype, tuple(value.shape[1:]), offset))
+            size = rows * value.shape[1:].numel() * value.element_size()
+            offset += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return cls(rows, tuple(fields), offset)
+
+    def views(self, buffer: Tensor) -> Batch:
+        """The tensors in `buffer`, which is of bytes."""
+        return {field.key: self._view(field, buffer) for field in self.fields}
+
+    def fits(self, values: Mapping[str, Tensor]) -> bool:
+        """Whether `values` are rows of such tensors."""
+        known = {f.key: (f.dtype, f.shape) for f in self.fields}
+        return known == {key: (v.dtype, tuple(v.shape[1:])) for key, v in values.items()}
+
+    def _view(self, field: Field, buffer: Tensor) -> Tensor:
+        shape = torch.Size((self.rows, *field.shape))
+        size = shape.numel() * field.dtype.itemsize
+        return buffer[field.offset : field.offset + size].view(field.dtype).view(shape)

@@ -1,0 +1,63 @@
+"""Lengths of samples that must be counted first: once per machine, kept in the cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from gpumix.data.lock import exclusive
+from gpumix.spec.errors import MachineError
+
+_LOG = logging.getLogger(__name__)
+
+
+def counted_once(
+    cache: Path,
+    key: str,
+    count: int,
+    measure: Callable[[Callable[[], None]], np.ndarray],
+    *,
+    wait_s: float = 300.0,
+) -> np.ndarray:
+    """The lengths that the cache holds under `key`, of `count` samples; `measure` counts them where
+    it holds none. Of several processes one counts, the others wait for it.
+
+    Raises:
+        MachineError: the cache cannot be written, or who counts hangs; whatever `measure` raises.
+    """
+    path = cache / f"{key}.lengths.npy"
+    found = _current(path, count)
+    if found is not None:
+        return found
+    with exclusive(cache / f"{key}.lock", wait_s=wait_s) as heartbeat:
+        found = _current(path, count)
+        if found is None:
+            found = measure(heartbeat)
+            _write(path, found)
+            _LOG.info("counted the tokens of %d samples into %s", count, path)
+    return found
+
+
+def _current(path: Path, count: int) -> np.ndarray | None:
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (OSError, ValueError):  # missing, or torn by a crash: it is counted again
+        return None
+    return found if found.shape == (count,) and found.dtype == np.int32 else None
+
+
+def _write(path: Path, lengths: np.ndarray) -> None:
+    part = path.with_suffix(".part.npy")
+    try:
+        np.save(part, lengths)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise MachineError(
+            f"cannot write the lengths of samples: {error.strerror}",
+            where=str(path),
+            fix=f"free space on the disk of {path.parent}, or use another cache folder",
+        ) from error

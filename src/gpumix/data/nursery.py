@@ -1,0 +1,211 @@
+"""Worker processes, and the one that they are forked from.
+
+The nursery is forked once, on the thread that asks for it, and has no threads of its own: so
+workers can be had later, whenever they are needed, without a fork of a process that trains, which
+takes long and copies whatever locks its threads hold. Nothing is pickled: a dataset is there as it
+is.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from gpumix.spec.errors import MachineError
+
+Work = Callable[[Connection], None]
+"""What a worker does with its end of a connection, until that is closed."""
+
+_FORK, _KILL, _END = b"f", b"k", b"e"
+_BUSY = (OSError, EOFError)
+
+
+# This process's ends of connections, which a nursery that is forked must not keep open: the other
+# ends would not see that this process is gone.
+_ours: set[int] = set()
+
+
+def can_fork() -> bool:
+    """Whether workers can be processes here: fork is safe, and memory shared, on Linux."""
+    return sys.platform == "linux"
+
+
+class Worker:
+    """One process, and the connection to it."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self.connection = connection
+
+    def close(self) -> None:
+        """The connection."""
+        if not self.connection.closed:
+            _ours.discard(self.connection.fileno())
+            self.connection.close()
+
+
+class Nursery:
+    """Forks workers.
+
+    Args:
+        work: what each of them does; what it refers to is there as it is now.
+    """
+
+    def __init__(self, work: Work) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            self._pid = os.fork()
+        except OSError as error:
+            raise MachineError(
+                "a worker process cannot be started",
+                why=error.strerror or str(error),
+                fix="raise `ulimit -u`, free memory, or set `data: {workers: 0}`",
+            ) from error
+        if self._pid == 0:
+            ours.close()
+            for fd in _ours:
+                os.close(fd)
+            _in_child(lambda: _serve(theirs, work))
+        theirs.close()
+        self._control = ours
+        _ours.add(ours.fileno())
+
+    def fork(self) -> Worker:
+        """
+        Raises:
+            MachineError: the system does not let it.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            socket.send_fds(self._control, [_FORK], [theirs.fileno()])
+            pid = int(self._control.recv(64))
+        except (*_BUSY, ValueError) as error:
+            ours.close()
+            raise MachineError(
+                "the process that starts data workers is gone",
+                why="something killed it: the system, where memory ran out",
+            ) from error
+        finally:
+            theirs.close()
+        if pid < 0:
+            ours.close()
+            raise MachineError(
+                "a worker process cannot be started",
+                why=os.strerror(-pid),
+                fix="raise `ulimit -u`, or free memory",
+            )
+        _ours.add(ours.fileno())
+        return Worker(pid, Connection(ours.detach()))
+
+    def end(self, worker: Worker) -> str:
+        """Kill a worker, if it still lives; how it ended."""
+        worker.close()
+        try:
+            self._control.send(_KILL + str(worker.pid).encode())
+            status = int(self._control.recv(64))
+        except (*_BUSY, ValueError):
+            return "it is gone"
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return f"killed by {name}"
+        return f"it left with {os.waitstatus_to_exitcode(status)}"
+
+    def close(self) -> None:
+        """End all workers."""
+        with suppress(OSError):
+            self._control.send(_END)
+        _ours.discard(self._control.fileno())
+        self._control.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _serve(control: socket.socket, work: Work) -> None:
+    """The nursery's life."""
+    children: set[int] = set()
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, 64, 1)
+        if request in (b"", _END):  # the trainer is gone, or has had enough
+            break
+        if request.startswith(_FORK):
+            answer = _forked(control, work, fds[0])
+            if answer > 0:
+                children.add(answer)
+        else:
+            pid = int(request[1:])
+            answer = _ended(pid) if pid in children else 0
+            children.discard(pid)
+        control.send(str(answer).encode())
+    for pid in children:
+        _ended(pid)
+
+
+def _forked(control: socket.socket, work: Work, fd: int) -> int:
+    """Its number; below zero the system's why not."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(fd)
+        return -(error.errno or 1)
+    if pid == 0:
+        control.close()
+        _die_with_parent()
+        _in_child(lambda: work(Connection(fd)))
+    os.close(fd)
+    return pid
+
+
+def _ended(pid: int) -> int:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return status
+
+
+def _in_child(life: Callable[[], None]) -> NoReturn:
+    """All that a forked process does. Nothing that its parent left to be done at its end is."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the trainer
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gc.freeze()  # what the parent made stays shared
+        life()
+        code = 0
+    except _BUSY:
+        code = 0  # the other end is gone
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def picklable(error: Exception) -> Exception:
+    """`error`, or one that says the same and can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def sent(connection: Connection, message: Any) -> None:
+    """What `Connection.send` does, whatever the message is made of."""
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

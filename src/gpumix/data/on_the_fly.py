@@ -1,0 +1,104 @@
+"""Texts of a dataset, tokenised as they are read: no token file is written.
+
+All texts that are asked for at once go through one call of the tokenizer, which uses all cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpumix.data.ragged import TOKENS, Ragged, Sample
+from gpumix.data.rows import digest
+from gpumix.data.samples import MapStyle
+from gpumix.data.tokenizer import Tokenizer
+from gpumix.spec.errors import InputError
+
+_AT_ONCE = 2000  # texts, where all are tokenised
+
+
+class TokenizedTexts(Ragged):
+    """A map-style dataset of texts: strings, or dictionaries with one in `column`.
+
+    A sample is a text's tokens with end-of-text behind them, cut to `longest`.
+
+    Args:
+        name: what to call the dataset in errors.
+        content: changes when the texts do; empty if that is not known.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Tokenizer,
+        *,
+        column: str,
+        longest: int,
+        name: str,
+        content: str,
+    ) -> None:
+        super().__init__(longest=longest, pad_token=tokenizer.end_of_text)
+        self._dataset = MapStyle(dataset, name)
+        self._tokenizer = tokenizer
+        self._column = column
+        self._name = name
+        self._content = content
+        self._lengths: np.ndarray | None = None
+        self._texts([0])
+
+    def take_lengths(self, lengths: np.ndarray | None) -> None:
+        """From now on it is known how long samples are, before they are cut."""
+        self._lengths = None if lengths is None else np.minimum(lengths, self.longest)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the fingerprint tells these texts from any others."""
+        return bool(self._content)
+
+    @property
+    def fingerprint(self) -> str:
+        content = self._content or self._name
+        return digest(content, len(self), self._tokenizer.fingerprint, self.longest)
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def samples(self, indices: np.ndarray) -> list[Sample]:
+        end = self._tokenizer.end_of_text
+        encoded = self._tokenizer.encode_batch(self._texts([int(i) for i in indices]))
+        return [
+            {TOKENS: torch.from_numpy(np.append(tokens[: self.longest], end)[: self.longest])}
+            for tokens in (one.astype(np.int64) for one in encoded)
+        ]
+
+    def measure(self, progress: Callable[[], None]) -> np.ndarray:
+        """Tokens of each sample: all texts are tokenised once; tells of progress in between."""
+        found: list[int] = []
+        for first in range(0, len(self), _AT_ONCE):
+            run = np.arange(first, min(first + _AT_ONCE, len(self)))
+            found += [len(sample[TOKENS]) for sample in self.samples(run)]
+            progress()
+        return np.array(found, dtype=np.int32)
+
+    def _texts(self, indices: list[int]) -> Sequence[str]:
+        rows = self._dataset.fetch(indices)
+        return [self._text(index, row) for index, row in zip(indices, rows, strict=True)]
+
+    def _text(self, index: int, row: Any) -> str:
+        text = row.get(self._column) if isinstance(row, Mapping) else row
+        if not isinstance(text, str):
+            has = f"'{self._column}', " if isinstance(row, Mapping) else ""
+            raise InputError(
+                f"sample {index} should be a text, or a dictionary with one in '{self._column}'; "
+                f"it has {has}a {type(text).__name__}",
+                where=self._name,
+                fix="set data.column, drop such samples, or leave out `tokenize: on-the-fly`",
+            )
+        return text

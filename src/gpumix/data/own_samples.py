@@ -1,0 +1,73 @@
+"""A dataset's own samples of unlike length: dictionaries of `input_ids` and what goes with them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from gpumix.data.ragged import TOKENS, Ragged, Sample, cut_to, declared_lengths
+from gpumix.data.rows import digest
+from gpumix.data.samples import SampleSource
+from gpumix.spec.errors import InputError
+
+
+class OwnSamples(Ragged):
+    """A map-style dataset whose samples have `input_ids` of any length; longer ones are cut.
+
+    Tokens that a sample's own `attention_mask` hides are left out. How long samples are is known if
+    the dataset says so, in an attribute `lengths` or a column `length`.
+
+    Args:
+        dataset: as for `SampleSource`.
+        name: what to call it in errors.
+        pad_token: what samples are padded with.
+        lengths: of the samples before they are cut; default: what the dataset says.
+        content: changes when the samples do; default: the name.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        *,
+        longest: int,
+        pad_token: int = 0,
+        lengths: np.ndarray | None = None,
+        content: str = "",
+    ) -> None:
+        super().__init__(longest=longest, pad_token=pad_token)
+        self._source = SampleSource(dataset, name)
+        self._name = name
+        if lengths is None:
+            lengths = declared_lengths(dataset, len(self._source), name)
+        self._lengths = None if lengths is None else np.minimum(lengths, longest)
+        told = b"" if self._lengths is None else self._lengths.tobytes()
+        whole = hashlib.sha256(told).hexdigest()
+        self._mark = digest(content or name, len(self._source), longest, whole)
+        self.samples(np.zeros(1, dtype=np.int64))
+
+    @property
+    def fingerprint(self) -> str:
+        return self._mark
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def samples(self, indices: np.ndarray) -> list[Sample]:
+        found = self._source.samples(indices)
+        for index, sample in zip(indices.tolist(), found, strict=True):
+            tokens = sample.get(TOKENS)
+            if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
+                has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
+                raise InputError(
+                    f"sample {index} needs '{TOKENS}', a list of one or more tokens; it has {has}",
+                    where=self._name,
+                    fix="drop empty samples; data.packing other than concatenate is for tokens",
+                )
+        return [cut_to(sample, self.longest) for sample in found]

@@ -1,0 +1,110 @@
+"""Whole documents packed into samples of one length, none of which sees another.
+
+The packs are the samples, so what is in them does not depend on plan, ranks or workers. Models of
+`transformers` find the documents by `position_ids`, which begin anew with each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpumix.data.first_fit import WINDOW, Packs, first_fit
+from gpumix.data.ragged import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
+from gpumix.data.rows import Source, digest
+from gpumix.spec.errors import InputError
+
+POSITIONS = "position_ids"
+
+
+class PackedDocuments(Source):
+    """The samples of `documents` in packs of `documents.longest` tokens: `input_ids`, `labels`,
+    `position_ids` and what else a document has for each token, int64[k, L].
+
+    What is left of a pack is padding, a document of its own with labels that do not count.
+
+    Args:
+        documents: what to pack.
+        seed: of the order in which documents come to the windows that are packed.
+        predicts_next: whether labels are compared with what comes out one token before: then those
+            of first tokens would be predicted from another document, and do not count.
+
+    Raises:
+        InputError: nothing says how long the documents are.
+    """
+
+    def __init__(
+        self, documents: Ragged, *, seed: int, predicts_next: bool, window: int = WINDOW
+    ) -> None:
+        self._documents = documents
+        self._predicts_next = predicts_next
+        self._lengths = lengths_needed(documents, "packing")
+        self._packs: Packs = first_fit(self._lengths, documents.longest, seed=seed, window=window)
+        self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._mark
+
+    @property
+    def filled(self) -> float:
+        """Which part of the packs documents take."""
+        return float(self._lengths.sum(dtype=np.int64) / (len(self) * self._documents.longest))
+
+    def documents_in(self, pack: int) -> np.ndarray:
+        """Numbers of the documents that a pack holds."""
+        return self._packs.of(pack)
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        # A pack tells keys and dtypes where none is wanted.
+        packs = [self.documents_in(int(k)) for k in (indices if len(indices) else [0])]
+        numbers = np.concatenate(packs)
+        documents = iter(self._checked(numbers, self._documents.samples(numbers)))
+        filled = [self._filled([next(documents) for _ in pack]) for pack in packs]
+        return {
+            key: torch.stack([pack[key] for pack in filled])[: len(indices)] for key in filled[0]
+        }
+
+    def _filled(self, documents: list[Sample]) -> Sample:
+        """One pack."""
+        used = sum(len(document[TOKENS]) for document in documents)
+        padding = self._padding(documents[0], self._documents.longest - used)
+        parts = [*(self._alone(document) for document in documents), padding]
+        return {key: torch.cat([part[key] for part in parts]) for key in padding}
+
+    def _alone(self, document: Sample) -> Sample:
+        """A document that does not know what lies before it."""
+        tokens = document[TOKENS]
+        labels = document.get(LABELS, tokens).long().clone()
+        if self._predicts_next:
+            labels[0] = IGNORED
+        return {**document, LABELS: labels, POSITIONS: torch.arange(len(tokens))}
+
+    def _padding(self, like: Sample, length: int) -> Sample:
+        beside = {key: value.new_zeros((length, *value.shape[1:])) for key, value in like.items()}
+        return {
+            **beside,
+            TOKENS: like[TOKENS].new_full((length,), self._documents.pad_token),
+            LABELS: torch.full((length,), IGNORED),
+            POSITIONS: torch.arange(length),
+        }
+
+    def _checked(self, numbers: np.ndarray, documents: list[Sample]) -> list[Sample]:
+        """Those whose lengths are as they were told."""
+        for number, document in zip(numbers.tolist(), documents, strict=True):
+            found = {key: value.shape[:1] for key, value in document.items()}
+            told = int(self._lengths[number])
+            if any(shape != (told,) for shape in found.values()):
+                lengths = ", ".join(f"{len(document[key])} {key}" for key in found if found[key])
+                raise InputError(
+                    f"sample {number} is packed as {told} tokens, and has {lengths}",
+                    where="data",
+                    why="all that a packed sample holds goes by its tokens, as many as its length "
+                    "says",
+                    fix="correct the dataset's lengths",
+                )
+        return documents

@@ -1,0 +1,127 @@
+"""Samples of unlike length: padded to the longest of those that are asked for.
+
+What derives from `Ragged` says which tokens a sample has; here they become tensors. Nothing is
+padded to the longest sample of all, unless it is among those that are asked for.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from gpumix.data.rows import Source
+from gpumix.spec.errors import InputError
+
+TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+IGNORED = -100  # a label that the loss leaves out
+
+Sample = dict[str, Tensor]
+"""Tensors whose first dimension is the sample's tokens, `input_ids` among them."""
+
+
+class Ragged(Source):
+    """Samples of at most `longest` tokens.
+
+    `rows` pads on the right: `input_ids` with `pad_token`, `attention_mask` with 0, `labels` with
+    -100, all else with 0. Labels are the tokens where samples have none.
+    """
+
+    splits = False
+
+    def __init__(self, *, longest: int, pad_token: int) -> None:
+        self.longest = longest
+        self.pad_token = pad_token
+
+    @abstractmethod
+    def samples(self, indices: np.ndarray) -> list[Sample]:
+        """The samples at `indices`, each with 1 to `longest` tokens, without padding."""
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        # A sample tells keys and dtypes where none is wanted.
+        wanted = indices if len(indices) else np.zeros(1, dtype=np.int64)
+        samples = [_complete(sample) for sample in self.samples(wanted)]
+        fill = {TOKENS: self.pad_token, LABELS: IGNORED}
+        return {
+            key: _padded([sample[key] for sample in samples], fill.get(key, 0))[: len(indices)]
+            for key in samples[0]
+        }
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        """Samples as long as any may be; the mask hides a token, for without padding attention may
+        take another, cheaper way."""
+        first = _complete(self.samples(np.zeros(1, dtype=np.int64))[0])
+        length = len(first[TOKENS])
+        tiled = torch.arange(self.longest) % length
+        batch = {
+            key: (value[tiled] if value.dim() and len(value) == length else value)
+            .unsqueeze(0)
+            .repeat(samples, *[1] * max(1, value.dim()))
+            for key, value in first.items()
+        }
+        batch[MASK][-1:, -1] = 0
+        return batch
+
+
+def cut_to(sample: Mapping[str, Tensor], longest: int) -> Sample:
+    """The first `longest` tokens of a sample, without those that its own mask hides."""
+    length = len(sample[TOKENS])
+    seen: Any = slice(None)
+    if MASK in sample:
+        seen = sample[MASK] != 0
+    return {
+        key: value[seen][:longest] if value.dim() and len(value) == length else value
+        for key, value in sample.items()
+        if key != MASK
+    }
+
+
+def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
+    """What a dataset says of its samples' lengths: its `lengths`, or its column `length`.
+
+    Raises:
+        InputError: they are no lengths of so many samples.
+    """
+    told = getattr(dataset, "lengths", None)
+    if told is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        told = dataset["length"]
+    if told is None:
+        return None
+    lengths = np.asarray(told)
+    if lengths.shape != (count,) or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise InputError(
+            f"the lengths of the dataset's {count} samples are {lengths.dtype}"
+            f"{list(lengths.shape)}" + (f", the least is {lengths.min()}" if lengths.size else ""),
+            where=name,
+            fix="give one integer of 1 or more for each sample: how many tokens it has",
+        )
+    return lengths.astype(np.int32)
+
+
+def lengths_needed(source: Source, what: str) -> np.ndarray:
+    """Raises an InputError where a source does not know its samples' lengths."""
+    if source.lengths is None:
+        raise InputError(
+            f"{what} needs to know how long samples are, and the dataset does not say",
+            where="data",
+            fix="give it a column `length`, or an attribute `lengths` with one integer a sample",
+        )
+    return source.lengths
+
+
+def _complete(sample: Sample) -> Sample:
+    """With mask and labels."""
+    tokens = sample[TOKENS]
+    labels = sample.get(LABELS, tokens)
+    return {**sample, LABELS: labels.long(), MASK: torch.ones_like(tokens)}
+
+
+def _padded(values: Sequence[Tensor], fill: int) -> Tensor:
+    if not values[0].dim():
+        return torch.stack(list(values))
+    return pad_sequence(list(values), batch_first=True, padding_value=fill)

@@ -1,0 +1,176 @@
+"""Samples that come in an order of their own: iterable datasets, `datasets` that are streamed,
+functions that make generators, generators.
+
+Nothing of a stream can be asked for by its number, so each worker reads what comes before and
+drops what is not its own; what costs time is better left to `transform`, which only a worker's own
+samples go through. A stream of several shards has as many *lanes* as divide a global batch: rows of
+a batch belong to lanes, and a worker opens those alone whose rows it is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from gpumix.data.rows import Source, digest
+from gpumix.data.samples import Collate, Stack, collated
+from gpumix.spec.errors import InputError
+
+Transform = Callable[[Any], Any]
+ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
+
+
+class StreamSource(Source):
+    """The samples of a stream, by their positions in it; when it ends it is begun again.
+
+    Args:
+        stream: an iterable, an iterable of `datasets`, a function that makes an iterator (given the
+            number of the pass, if it takes an argument), or an iterator, which goes through once.
+        global_batch: samples of a step over all ranks: lanes divide it.
+        transform: what a worker makes of each sample.
+        collate: makes a batch of samples; default: they are stacked.
+
+    Raises:
+        InputError: it gives nothing, or what cannot be put together.
+    """
+
+    in_order = True
+
+    def __init__(
+        self,
+        stream: Any,
+        name: str,
+        global_batch: int,
+        *,
+        transform: Transform | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        self.name = name
+        self.once = isinstance(stream, Iterator)
+        self.parallel = transform is not None and not self.once
+        self.splits = collate is None
+        self._stream, self._transform, self._collate = stream, transform, collate
+        self._lanes = _lanes_of(stream, global_batch)
+        self._of_lane = global_batch // self._lanes
+        self._open: dict[int, _Lane] = {}
+        self._opener = os.getpid()
+        first = self._sample(0)
+        self._stack = None if collate else Stack(name, first)
+        self._empty = (
+            self._stack.empty
+            if self._stack is not None
+            else {key: value[:0] for key, value in self.rows(np.array([0])).items()}
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in sorted(self._empty.items())]
+        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes)
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        if not len(indices):
+            return self._empty
+        samples = [self._sample(position) for position in indices.tolist()]
+        if self._collate is not None:
+            return collated(self._collate, samples, self.name)
+        assert self._stack is not None, "there is one or the other"
+        return self._stack.of(indices, samples)
+
+    def _sample(self, position: int) -> Any:
+        if os.getpid() != self._opener:  # what another process opened, files say, it reads on
+            self._open, self._opener = {}, os.getpid()
+        step, row = divmod(position, self._lanes * self._of_lane)
+        lane, place = divmod(row, self._of_lane)
+        if lane not in self._open:
+            self._open[lane] = _Lane(lambda epoch: self._begun(lane, epoch), self.name, self.once)
+        sample = self._open[lane].at(step * self._of_lane + place)
+        return sample if self._transform is None else self._transform(sample)
+
+    def _begun(self, lane: int, epoch: int) -> Iterator[Any]:
+        """A pass through a lane."""
+        stream = self._stream
+        if self._lanes > 1:
+            stream = stream.shard(num_shards=self._lanes, index=lane)
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(epoch)
+        if hasattr(stream, "__iter__"):
+            return iter(stream)
+        return iter(stream(epoch) if inspect.signature(stream).parameters else stream())
+
+
+class _Lane:
+    """A stream that is read forwards; and again from its beginning, if need be.
+
+    Args:
+        begin: a pass, by its number.
+        once: there is only one.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterator[Any]], name: str, once: bool) -> None:
+        self._begin, self._name, self._once = begin, name, once
+        self._passes = begin(0)
+        self._epoch, self._next, self._of_pass = 0, 0, 0
+        self._last: Any = None
+
+    def at(self, place: int) -> Any:
+        """The sample at a place of the endless sequence of passes."""
+        if place < self._next - 1:
+            if self._once:
+                raise InputError(
+                    f"sample {place} of {self._name} has gone by",
+                    why="an iterator can be read once, in order",
+                    fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
+                )
+            self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
+        while self._next <= place:
+            self._last = self._read()
+            self._next += 1
+        return self._last
+
+    def _read(self) -> Any:
+        while True:
+            try:
+                sample = next(self._passes)
+            except StopIteration:
+                self._begin_again()
+                continue
+            self._of_pass += 1
+            return sample
+
+    def _begin_again(self) -> None:
+        if not self._of_pass:
+            raise InputError("the stream is empty", where=self._name)
+        if self._once:
+            raise InputError(
+                f"{self._name} has ended after {self._of_pass} samples",
+                why="an iterator can be read once",
+                fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
+            )
+        self._epoch, self._of_pass = self._epoch + 1, 0
+        self._passes = self._begin(self._epoch)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come in an order of their own: it has no samples by their numbers."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return False
+    return hasattr(dataset, "__iter__") or (callable(dataset) and not isinstance(dataset, type))
+
+
+def _lanes_of(stream: Any, global_batch: int) -> int:
+    """As many as there are shards for, of those that divide a global batch evenly."""
+    shards = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1
+    if not hasattr(stream, "shard") or not isinstance(shards, int):
+        return 1
+    return max(n for n in range(1, min(shards, global_batch) + 1) if global_batch % n == 0)

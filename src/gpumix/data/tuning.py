@@ -1,0 +1,315 @@
+"""How batches should be fetched: decided from what was measured. Pure.
+
+A jump computed from the first batches, instead of trials: so many workers that they keep up with
+the device, w = cost of a batch / (0.9 device time), as many batches ahead as hide the slowest
+samples, and processes where Python computes (see docs/design/loader.md). What comes out is checked,
+and put right at most twice before a pause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import ceil, floor
+from statistics import median
+
+from gpumix.data.crew import MOST_WORKERS
+from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
+from gpumix.data.fetch import Cost
+
+FIRST = 6  # steps that the device's time is taken from
+WINDOW = 20  # steps that one look is at
+PAUSE = 200  # steps between later moves
+BUSY = 0.9  # of what workers can do at most is planned with
+STARVED = 0.03  # of a step that waiting for data may take
+CHEAP = 0.05  # of a device's step that one thread's fetching may take from who launches its work
+CHEAP_S = 1e-3  # of a batch: less is not worth a process
+HANDED_S = 5e-3  # of a step for each part of a batch: each costs the trainer about 0.1 ms
+THREADS_GAIN = 1.4  # times the rate of one thread that two reach, if the interpreter lets them
+LEAST_AHEAD = 4
+FIRST_WAITING = 8  # workers for each core at most, before it is known what the device takes
+FREE = 0.8  # of the cores in use, below which workers do not wait for them
+FORGETS = 0.1  # of what was measured before, each step
+TRIED = 4  # chunks that two threads are tried with
+AT_FIRST = "as fast as the cores can, at first"
+TAIL = 1.2  # times the slowest chunk, in batches ahead
+
+
+class Limit(StrEnum):
+    """What holds the data back, if anything does."""
+
+    NONE = "nothing: batches are there when they are asked for"
+    DEVICE = "the device: it takes longer than the data"
+    CORES = "cores: fetching takes more of them than there are"
+    UNKNOWN = "not known yet"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a setting may be.
+
+    Attributes:
+        cores: for this rank's data: not whole where ranks share a host.
+        processes: whether workers can be processes.
+        threads: whether several threads may read the dataset at once.
+        memory_bytes: for batches ahead.
+        kind, workers, ahead: pinned, if not None.
+    """
+
+    cores: float
+    processes: bool
+    threads: bool
+    memory_bytes: int
+    kind: str | None = None
+    workers: int | None = None
+    ahead: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of batches as they are now.
+
+    Attributes:
+        rows: of a batch, `batch_bytes` in all.
+        wall_s, cpu_s: to fetch one in one worker, by the clock and of a core.
+        tail_s: of the slowest chunk that was seen.
+        step_s: that the device takes for one; 0: not known.
+        threads_gain: rate of two threads over that of one; None: not measured.
+    """
+
+    rows: int
+    batch_bytes: int
+    wall_s: float
+    cpu_s: float
+    tail_s: float
+    step_s: float
+    threads_gain: float | None = None
+
+    @property
+    def waiting(self) -> float:
+        """Seconds by the clock for each of a core, at least one: what only waits needs no core."""
+        return max(1.0, self.wall_s / max(self.cpu_s, 1e-9))
+
+
+def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
+    """The setting for what was measured.
+
+    Args:
+        splits: whether batches can be fetched in parts.
+    """
+    wanted_s = found.step_s or found.wall_s / max(1.0, bounds.cores * found.waiting)
+    most = MOST_WORKERS if found.step_s else FIRST_WAITING
+    useful = floor(bounds.cores * min(found.waiting, most) + 0.25)
+    useful = max(1, min(MOST_WORKERS, useful))
+    workers = min(useful, max(1, ceil(found.wall_s / (BUSY * max(wanted_s, 1e-9)))))
+    workers = workers if bounds.workers is None else max(1, bounds.workers)
+    kind = bounds.kind or _kind(found, bounds, workers)
+    if kind == "threads" and not bounds.threads and bounds.kind is None:
+        workers = 1
+    step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
+    parts = max(1, min(found.rows, round(step_s / HANDED_S))) if splits and workers > 1 else 1
+    ahead = max(LEAST_AHEAD, ceil(TAIL * found.tail_s / step_s) + 2, ceil(3 * workers / parts) + 1)
+    if not splits:
+        ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
+    room = bounds.memory_bytes // max(1, found.batch_bytes)
+    ahead = bounds.ahead or max(1, min(ahead, room, MOST_AHEAD))
+    chunk = -(-found.rows // parts) if parts > 1 else WHOLE
+    return Setting(kind, workers, ahead, chunk)  # type: ignore[arg-type]
+
+
+def _kind(found: Measured, bounds: Bounds, workers: int) -> str:
+    if not bounds.processes:
+        return "threads"
+    if bounds.workers == 0 or found.wall_s < CHEAP_S:
+        return "threads"
+    if bounds.threads and (found.threads_gain or 0.0) >= THREADS_GAIN:
+        return "threads"
+    holds = found.cpu_s > CHEAP * (found.step_s or found.wall_s)
+    return "processes" if workers > 1 or holds else "threads"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as the loader saw it: how long it was waited for data, and how long the device had
+    it then, by the clock."""
+
+    waited_s: float
+    device_s: float
+    ready: bool
+
+
+@dataclass
+class Tuner:
+    """Watches steps and chunks, and says when the setting is to be another one.
+
+    Attributes:
+        reasons: of the moves so far, with the steps they were made at.
+    """
+
+    bounds: Bounds
+    splits: bool
+    setting: Setting = field(default_factory=Setting)
+    reasons: list[tuple[int, str]] = field(default_factory=list)
+    limit: Limit = Limit.UNKNOWN
+    _steps: int = 0
+    _jumped: bool = False
+    _corrections: int = 0
+    _moved: int = 0
+    _window: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _starved: int = 0
+    _solo: tuple[float, float] | None = None  # seconds of a sample when one worker was alone
+    _gain: float | None = None
+    _tried: list[Cost] | None = None  # chunks of two threads, while these are tried
+    _rows: int = 0
+    _tail_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        pins = {
+            "kind": self.bounds.kind,
+            "workers": self.bounds.workers,
+            "ahead": self.bounds.ahead,
+        }
+        given = {key: pin for key, pin in pins.items() if pin is not None}
+        if "workers" in given:
+            given["workers"] = max(1, given["workers"])
+        self.setting = replace(self.setting, **given)  # type: ignore[arg-type]
+
+    @property
+    def knows(self) -> bool:
+        """Whether it has seen what a batch takes."""
+        return self._solo is not None
+
+    def first(self, costs: Sequence[Cost], rows: int, batch_bytes: int) -> Setting:
+        """After the first batch, which one worker fetched alone; the device's time is not known."""
+        self._solo = _per_sample(costs)
+        self._tail_s = max((c.wall_s for c in costs), default=0.0)
+        self._rows = rows
+        found = self._measured(batch_bytes, 0.0)
+        if found.wall_s < CHEAP_S or not rows:
+            return self.setting
+        if self.bounds.threads and self.bounds.kind is None and self.bounds.workers is None:
+            self._tried = []
+            return self._move(Setting("threads", 2), "to see whether two compute at once")
+        return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
+
+    def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
+        """After each step: the setting from here on."""
+        self._steps += 1
+        self._window.append(step)
+        if self._tried is not None:
+            return self._try(costs, batch_bytes)
+        self._learn(costs)
+        if self._steps >= FIRST and not self._jumped:
+            self._jumped = True
+            found = self._measured(batch_bytes, self._device_s())
+            return self._move(choose(found, self.bounds, self.splits), "for the device's step time")
+        if self._jumped and len(self._window) == WINDOW:
+            self._look(batch_bytes)
+            self._window.clear()
+        return self.setting
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _try(self, costs: Sequence[Cost], batch_bytes: int) -> Setting:
+        """Two threads at once: what they take beside each other says whether they wait for the
+        interpreter."""
+        assert self._tried is not None and self._solo is not None, "they are tried"
+        self._tried += costs
+        if len(self._tried) < TRIED:
+            return self.setting
+        self._gain = 2.0 * self._solo[0] / max(_per_sample(self._tried[:TRIED])[0], 1e-9)
+        self._tried = None
+        found = self._measured(batch_bytes, 0.0)
+        return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
+
+    def _learn(self, costs: Sequence[Cost]) -> None:
+        if not costs:
+            return
+        self._tail_s = max(0.99 * self._tail_s, *(c.wall_s for c in costs))
+        wall_s, cpu_s = _per_sample(costs)
+        if self._solo is None:
+            self._solo = wall_s, cpu_s
+            return
+        before_wall_s, before_cpu_s = self._solo
+        waiting_s = max(0.0, before_wall_s - before_cpu_s)
+        # Where workers wait for cores, the clock says more than one alone would take.
+        used = self.setting.workers * cpu_s / max(wall_s, 1e-9)
+        if used < FREE * self.bounds.cores:
+            waiting_s += FORGETS * (max(0.0, wall_s - cpu_s) - waiting_s)
+        now_cpu_s = before_cpu_s + FORGETS * (cpu_s - before_cpu_s)
+        self._solo = now_cpu_s + waiting_s, now_cpu_s
+
+    def _measured(self, batch_bytes: int, step_s: float) -> Measured:
+        wall_s, cpu_s = self._solo or (0.0, 0.0)
+        rows = self._rows
+        return Measured(
+            rows, batch_bytes, rows * wall_s, rows * cpu_s, self._tail_s, step_s, self._gain
+        )
+
+    def _device_s(self) -> float:
+        return median(step.device_s for step in self._window)
+
+    def _look(self, batch_bytes: int) -> None:
+        """At the last steps: whether the device waited for data, and whether that can be helped."""
+        waited_s = sum(step.waited_s for step in self._window)
+        all_s = waited_s + sum(step.device_s for step in self._window)
+        share = waited_s / max(all_s, 1e-9)
+        if share <= STARVED:
+            self._starved, self.limit = 0, Limit.DEVICE
+            return
+        found = self._measured(batch_bytes, self._device_s())
+        self._starved += 1
+        cores_s = found.cpu_s / max(self.bounds.cores, 1e-9)
+        short = cores_s > BUSY * all_s / len(self._window)
+        self.limit = Limit.CORES if short else Limit.UNKNOWN
+        if not self._may():
+            return
+        if short:
+            self._correct(choose(found, self.bounds, self.splits), "samples take another time")
+        elif self._starved >= 2:
+            self._correct(self._more(found), f"the device waited {share:.0%} of the time")
+
+    def _may(self) -> bool:
+        return self._corrections < 2 or self._steps - self._moved >= PAUSE
+
+    def _more(self, found: Measured) -> Setting:
+        """More of what is short: batches ahead where most are there in time, workers else."""
+        wanted = choose(found, self.bounds, self.splits)
+        now = self.setting
+        ready = sum(step.ready for step in self._window) / len(self._window)
+        if ready > 0.5 and self.bounds.ahead is None:
+            room = self.bounds.memory_bytes // max(1, found.batch_bytes)
+            ahead = max(now.ahead, min(2 * now.ahead, room, MOST_AHEAD))
+            return replace(wanted, ahead=ahead, workers=max(wanted.workers, now.workers))
+        if self.bounds.workers is None and (wanted.kind == "processes" or self.bounds.threads):
+            workers = min(MOST_WORKERS, max(wanted.workers, ceil(1.5 * now.workers)))
+            return replace(wanted, workers=workers, ahead=max(wanted.ahead, workers + 2))
+        return wanted
+
+    def _correct(self, wanted: Setting, why: str) -> None:
+        self._corrections += wanted != self.setting
+        self._move(wanted, why)
+
+    def _move(self, wanted: Setting, why: str) -> Setting:
+        if wanted != self.setting:
+            self._moved = self._steps
+            self._starved = 0
+            self._window.clear()
+            self.reasons.append((self._steps, f"{describe(wanted)}: {why}"))
+            self.setting = wanted
+        return self.setting
+
+
+def describe(setting: Setting) -> str:
+    """In words."""
+    one = setting.workers == 1
+    what = {"threads": "thread", "processes": "process"}[setting.kind]
+    plural = "" if one else "es" if what == "process" else "s"
+    return f"{setting.workers} {what}{plural}, {setting.ahead} batches ahead"
+
+
+def _per_sample(costs: Sequence[Cost]) -> tuple[float, float]:
+    samples = max(1, sum(c.samples for c in costs))
+    return sum(c.wall_s for c in costs) / samples, sum(c.cpu_s for c in costs) / samples

@@ -1,0 +1,79 @@
+"""Keeps documents apart that are packed into one sample.
+
+Most models of `transformers` that look back only find the documents themselves, by `position_ids`
+that begin anew with each; their own mask then also knows windows and the attention at hand. Others
+get a mask here. Whether it works with a model is tried out (`train.documents`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+POSITIONS, MASK = "position_ids", "attention_mask"
+
+
+def mask_of_documents(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """An `attention_mask` [samples, 1, L, L] for batches whose positions tell of documents, if the
+    model needs one; else nothing."""
+    if POSITIONS not in batch or MASK in batch or _wants_its_own(model.config):
+        return {}
+    both_ways = getattr(model.loss_function, "__name__", "") == "ForMaskedLMLoss"
+    decoder: nn.Module = getattr(model, model.base_model_prefix, model)
+    kind: Any = type(decoder)
+    if not both_ways and _finds_documents(kind):
+        return {}
+    document = (batch[POSITIONS] == 0).cumsum(-1)
+    seen = document[:, None, :, None] == document[:, None, None, :]
+    if not both_ways:
+        seen = seen.tril()
+    if getattr(model.config, "_attn_implementation", "") != "eager":
+        return {MASK: seen}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return {MASK: hidden.masked_fill(~seen, torch.finfo(dtype).min)}
+
+
+def _wants_its_own(config: Any) -> bool:
+    """Whether a mask of ours would do harm: there are windows, or an encoder's mask beside."""
+    kinds = getattr(config, "layer_types", None) or ()
+    windows = getattr(config, "sliding_window", None) or any("sliding" in kind for kind in kinds)
+    return bool(windows or getattr(config, "is_encoder_decoder", False))
+
+
+@cache
+def _finds_documents(kind: type[nn.Module]) -> bool:
+    """Whether a model's mask is made from its positions, by the code of its decoder or its own.
+    Where nothing can be read it is taken to be; so it is where attention goes by distance (ALiBi),
+    which wants no mask of ours."""
+    codes = [_forward_of(kind)]
+    modules = vars(inspect.getmodule(kind) or kind).values()
+    decoders = [m for m in modules if inspect.isclass(m) and m.__name__.endswith("Decoder")]
+    codes += [_forward_of(decoder) for decoder in decoders]
+    if not any(codes) or any("alibi" in code for code in codes):
+        return True
+    return any(_hands_positions(node) for code in codes for node in ast.walk(ast.parse(code)))
+
+
+def _forward_of(kind: type[Any]) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+    except (OSError, TypeError):
+        return ""
+
+
+def _hands_positions(node: ast.AST) -> bool:
+    """`create_..._mask(..., position_ids=...)`, or the dictionary that such calls are given."""
+    if isinstance(node, ast.Call):
+        return "mask" in ast.unparse(node.func) and any(k.arg == POSITIONS for k in node.keywords)
+    if isinstance(node, ast.Dict):
+        keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        return {POSITIONS, MASK} <= keys
+    return False

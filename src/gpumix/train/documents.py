@@ -1,0 +1,59 @@
+"""Tries out whether a model keeps packed documents apart: with its own attention, on these devices.
+
+Two documents are packed into a sample, and the loss is that of the second. If it changes with the
+first one, documents see each other, and a run would learn, without an error, something else.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpumix.engine.engine import Engine
+from gpumix.spec.errors import InputError
+
+_LENGTH = 8  # tokens of each document
+_FIRSTS = ([0, 1, 2, 3] * 2, [3, 2, 1, 0] * 2)
+_SECOND = [1, 0, 2, 1, 3, 0, 2, 2]
+# Where nothing is seen nothing changes, but for experts, which round by how many tokens they get.
+_ROUNDING = 1e-6  # of the loss
+_PART = 0.02  # of what changes where all is seen
+
+
+def check_documents(engine: Engine) -> str:
+    """Collective; takes four evaluations of short samples.
+
+    Returns:
+        A warning where this cannot be told, because the model does not look at earlier tokens yet.
+
+    Raises:
+        InputError: documents see each other.
+    """
+    together, apart = list(range(2 * _LENGTH)), list(range(_LENGTH)) * 2
+    one, other = (_loss(engine, first, together) for first in _FIRSTS)
+    seen = abs(one - other)
+    one, other = (_loss(engine, first, apart) for first in _FIRSTS)
+    if abs(one - other) > max(_ROUNDING * abs(one), _PART * seen):
+        raise InputError(
+            "this model lets documents that are packed into one sample see each other",
+            where="data.packing: documents",
+            why=f"the loss of a document went from {one:.6f} to {other:.6f} with another one "
+            "before it",
+            fix="set data.packing to none or concatenate; or, where the model has "
+            "`attn_implementation: flash_attention_2`, take sdpa",
+        )
+    if seen > _ROUNDING * abs(one):
+        return ""
+    return (
+        "whether packed documents see each other cannot be told: with these weights the model does "
+        "not look at earlier tokens at all"
+    )
+
+
+def _loss(engine: Engine, first: list[int], positions: list[int]) -> float:
+    """Of the second document behind the first one."""
+    tokens = torch.tensor([*first, *_SECOND])
+    labels = tokens.clone()
+    labels[: _LENGTH + 1] = -100
+    sample = {"input_ids": tokens, "labels": labels, "position_ids": torch.tensor(positions)}
+    rows = sum(map(len, engine.plan.rows_of(engine.comm.rank)))
+    return engine.evaluate({key: t.repeat(rows, 1) for key, t in sample.items()}).item()

@@ -1,0 +1,224 @@
+"""Streams: one order for all ranks, workers and plans, though nothing is asked for by number."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from gpumix.data.loader import Loader
+from gpumix.data.streams import is_stream
+from gpumix.spec.errors import InputError, TrainingError
+
+N = 50
+
+
+def numbers() -> Iterator[dict[str, int]]:
+    yield from ({"k": k} for k in range(N))
+
+
+def passes(epoch: int) -> Iterator[dict[str, int]]:
+    yield from ({"k": 1000 * epoch + k} for k in range(N))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return numbers()
+
+
+class Numbered(list):
+    """What is no stream."""
+
+
+def squared(sample: dict[str, int]) -> dict[str, Any]:
+    return {**sample, "square": sample["k"] ** 2}
+
+
+def steps_of(stream: Any, cut: list[int], steps: int, **given: Any) -> list[list[int]]:
+    """Per step, the samples of all ranks in rank order."""
+    loaders = [Loader(stream, cut, rank, **given) for rank in range(len(cut))]
+    found = [[k for loader in loaders for k in next(loader)["k"].tolist()] for _ in range(steps)]
+    for loader in loaders:
+        loader.close()
+    return found
+
+
+def in_a_row(batch: int, steps: int) -> list[list[int]]:
+    endless = itertools.cycle(range(N))
+    return [list(itertools.islice(endless, batch)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("cut", [[6], [4, 2], [0, 5, 1], [1, 1, 1, 3]])
+@pytest.mark.parametrize(
+    ("stream", "given"),
+    [
+        (numbers, {}),
+        (Numbers(), {}),
+        (numbers, {"workers": 1, "kind": "processes"}),
+        (numbers, {"workers": 3, "kind": "processes", "transform": squared}),
+        (numbers, {"workers": 0, "transform": squared}),
+    ],
+)
+def test_the_order_is_that_of_the_stream_which_goes_round(cut, stream, given):
+    assert steps_of(stream, cut, 20, **given) == in_a_row(6, 20)
+
+
+def test_a_pass_knows_its_number():
+    found = [k for step in steps_of(passes, [10], 12) for k in step]
+    assert found == [1000 * epoch + k for epoch in range(3) for k in range(N)][:120]
+
+
+def test_samples_are_transformed():
+    with Loader(numbers, [4], 0, transform=squared) as loader:
+        batch = next(loader)
+    assert batch["square"].tolist() == [0, 1, 4, 9]
+
+
+def test_a_run_goes_on_elsewhere():
+    with Loader(numbers, [4, 2], 1) as first:
+        for _ in range(11):
+            next(first)
+        state = first.state_dict()
+    with Loader(numbers, [3, 3], 0, workers=1, kind="processes") as other:
+        other.load_state_dict(state)
+        assert next(other)["k"].tolist() == in_a_row(6, 12)[11][:3]
+        other.replan([1, 5])
+        assert next(other)["k"].tolist() == in_a_row(6, 13)[12][:1]
+        other.load_state_dict(state)  # backwards: it is read anew
+        assert next(other)["k"].tolist() == in_a_row(6, 12)[11][:1]
+
+
+def test_a_file_that_is_read_on_is_not_shared_with_workers(tmp_path):
+    """Those that are forked open it anew."""
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{k:05}\n" for k in range(N)))
+
+    def lines() -> Iterator[dict[str, int]]:
+        with path.open() as file:
+            yield from ({"k": int(line)} for line in file)
+
+    assert steps_of(lines, [3, 3], 20, workers=2, kind="processes", transform=squared) == in_a_row(
+        6, 20
+    )
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def sharded(shards: int) -> Any:
+    datasets = pytest.importorskip("datasets")
+
+    def of(shards: list[int]) -> Iterator[dict[str, int]]:
+        for shard in shards:
+            yield from ({"k": 100 * shard + k} for k in range(10))
+
+    return datasets.IterableDataset.from_generator(of, gen_kwargs={"shards": list(range(shards))})
+
+
+@pytest.mark.parametrize("cut", [[6], [4, 2], [1, 2, 3]])
+def test_lanes_of_shards_are_the_same_for_all_ranks(cut):
+    """Four shards, of which three are lanes' own: three divide a batch of six."""
+    stream = sharded(4)
+    expected = steps_of(stream, [6], 8)
+    assert steps_of(stream, cut, 8) == expected
+    read = {k for step in expected for k in step}
+    assert {k // 100 for k in read} == {0, 1, 2, 3}
+    assert all({k // 100 for k in step[:2]} != {k // 100 for k in step[2:4]} for step in expected)
+
+
+def test_a_rank_reads_its_own_lanes_only():
+    opened: list[int] = []
+
+    class Shards:
+        num_shards = 6
+
+        def shard(self, *, num_shards: int, index: int) -> Any:
+            assert num_shards == 6
+            return lambda: self._of(index)
+
+        def _of(self, index: int) -> Iterator[dict[str, int]]:
+            opened.append(index)
+            yield from ({"k": 100 * index + k} for k in itertools.count())
+
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("it has lanes")
+
+    with Loader(Shards(), [4, 2], 1, workers=0) as loader:
+        assert next(loader)["k"].tolist() == [400, 500]
+    assert set(opened) == {0, 4, 5}  # the first says what samples look like
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_generator_goes_through_once():
+    with Loader(numbers(), [8], 0) as loader:
+        found = [k for _ in range(6) for k in next(loader)["k"].tolist()]
+        assert found == list(range(48))
+        assert loader.setting.kind == "threads"  # a process would have a copy of it
+        with pytest.raises(InputError, match=r"has ended after 50 samples") as caught:
+            next(loader)
+        assert "a function that makes it" in caught.value.fix
+
+
+def test_a_generator_cannot_go_back():
+    with Loader(numbers(), [8], 0) as loader:
+        state = loader.state_dict()
+        for _ in range(3):
+            next(loader)
+        loader.load_state_dict(state)
+        with pytest.raises(InputError, match="has gone by"):
+            next(loader)
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(InputError, match="the stream is empty"):
+        Loader(lambda: iter(()), [2], 0)
+
+
+def test_samples_that_are_no_dictionaries_are_refused():
+    with pytest.raises(InputError, match="sample 0 is a int, not a dictionary of tensors"):
+        Loader(lambda: iter(range(3)), [2], 0)
+
+
+def bad(sample: dict[str, int]) -> dict[str, int]:
+    if sample["k"] % 10 == 7:
+        raise ValueError("no such picture")
+    return sample
+
+
+def test_a_bad_sample_is_named_or_the_next_one_takes_its_place():
+    with (
+        Loader(numbers, [8], 0, transform=bad) as loader,
+        pytest.raises(
+            TrainingError, match="sample 7 of numbers cannot be read: ValueError: no such picture"
+        ),
+    ):
+        next(loader)
+    with Loader(numbers, [10], 0, transform=bad, bad_samples="skip") as loader:
+        assert next(loader)["k"].tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 8, 9]
+        assert [(one.index, one.instead) for one in loader.skipped] == [(7, 8)]
+
+
+def test_a_stream_that_breaks_stops_the_run():
+    def breaking() -> Iterator[dict[str, int]]:
+        yield {"k": 0}
+        yield {"k": 1}
+        raise OSError("the line is dead")
+
+    with Loader(breaking, [4], 0) as loader, pytest.raises(TrainingError, match="the line is dead"):
+        next(loader)
+
+
+def test_transforms_are_for_streams():
+    with pytest.raises(InputError, match="`transform` is for streams"):
+        Loader([{"k": 1}], [1], 0, transform=squared)
+
+
+def test_what_is_a_stream():
+    assert all(map(is_stream, (numbers, numbers(), Numbers())))
+    assert not any(map(is_stream, ([], {}, torch.zeros(3), Numbered())))

@@ -1,0 +1,152 @@
+"""What is chosen from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
+from gpumix.data.fetch import Cost
+from gpumix.data.tuning import FIRST, PAUSE, WINDOW, Bounds, Limit, Measured, Step, Tuner, choose
+
+BOUNDS = Bounds(cores=8, processes=True, threads=False, memory_bytes=2**30)
+SAMPLES = 32
+STEP_S = 0.04
+
+
+def measured(wall_s: float, cpu_s: float | None = None, **given) -> Measured:
+    """Of a batch; by default all of it computes."""
+    cpu_s = wall_s if cpu_s is None else cpu_s
+    tail_s = given.pop("tail_s", wall_s)
+    return Measured(SAMPLES, 2**20, wall_s, cpu_s, tail_s, given.pop("step_s", STEP_S), **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "bounds", "kind", "workers"),
+    [
+        (measured(0.0002), BOUNDS, "threads", 1),  # cheap
+        (measured(0.02), BOUNDS, "processes", 1),  # keeps up alone, but holds the interpreter
+        (measured(0.1), BOUNDS, "processes", 3),  # 0.1 / (0.9 * 0.04)
+        (measured(0.1), replace(BOUNDS, cores=2), "processes", 2),  # as many as there are cores
+        (measured(0.14, 0.001), replace(BOUNDS, cores=1), "processes", 4),  # waiting needs none
+        (measured(0.1), replace(BOUNDS, threads=True), "processes", 3),
+        (measured(0.1, threads_gain=1.9), replace(BOUNDS, threads=True), "threads", 3),
+        (measured(0.1, threads_gain=1.1), replace(BOUNDS, threads=True), "processes", 3),
+        (measured(0.1), replace(BOUNDS, processes=False), "threads", 1),
+        (measured(0.1), replace(BOUNDS, workers=5), "processes", 5),
+        (measured(0.1), replace(BOUNDS, workers=0), "threads", 1),
+        (measured(0.1), replace(BOUNDS, kind="threads", threads=True), "threads", 3),
+    ],
+)
+def test_workers(found, bounds, kind, workers):
+    setting = choose(found, bounds, splits=True)
+    assert (setting.kind, setting.workers) == (kind, workers)
+
+
+def test_batches_ahead_hide_slow_samples_as_far_as_memory_goes():
+    slow = measured(0.1, tail_s=0.6)
+    assert choose(slow, BOUNDS, splits=True).ahead == 1.2 * 0.6 / STEP_S + 2
+    assert choose(slow, BOUNDS, splits=False).ahead == 2 * 1.2 * 0.6 / STEP_S + 2
+    assert choose(slow, replace(BOUNDS, memory_bytes=5 * 2**20), splits=True).ahead == 5
+    assert choose(slow, replace(BOUNDS, ahead=3), splits=True).ahead == 3
+
+
+@given(
+    wall_s=st.floats(1e-6, 10),
+    part=st.floats(0.001, 1),
+    tail=st.floats(0.01, 3),
+    step_s=st.one_of(st.just(0.0), st.floats(1e-4, 10)),
+    cores=st.floats(0.1, 128),
+    splits=st.booleans(),
+)
+def test_settings_are_within_bounds(wall_s, part, tail, step_s, cores, splits):
+    found = measured(wall_s, part * wall_s, tail_s=tail * wall_s, step_s=step_s)
+    setting = choose(found, replace(BOUNDS, cores=cores), splits)
+    assert setting.workers >= 1 and (1 <= setting.chunk <= SAMPLES or setting.chunk == WHOLE)
+    assert 1 <= setting.ahead <= MOST_AHEAD
+    # Workers that compute are no more than there are cores.
+    assert setting.workers * part <= max(1.0, cores + 0.25)
+    # And enough for the device, where there are.
+    if step_s and setting.workers < cores - 1:
+        assert wall_s / setting.workers <= step_s
+
+
+class World:
+    """A device and workers as they would behave: batches that are late are waited for."""
+
+    def __init__(self, wall_s: float, cpu_s: float, bounds: Bounds = BOUNDS) -> None:
+        self.wall_s, self.cpu_s, self.bounds = wall_s, cpu_s, bounds
+        self.tuner = Tuner(bounds, splits=True)
+
+    def run(self, steps: int, step_s: float = STEP_S) -> None:
+        for _ in range(steps):
+            costs = [Cost(SAMPLES, self.wall_s, self.cpu_s)]
+            if not self.tuner.knows:
+                self.tuner.first(costs, SAMPLES, 2**20)
+                continue
+            all_s = max(
+                step_s,
+                self.wall_s / self.tuner.setting.workers,
+                self.cpu_s / self.bounds.cores,
+            )
+            waited_s = all_s - step_s
+            self.tuner.step(Step(waited_s, step_s, waited_s == 0), costs, 2**20)
+
+    @property
+    def moves(self) -> int:
+        return len(self.tuner.reasons)
+
+
+def test_what_is_cheap_is_left_alone():
+    world = World(2e-4, 2e-4)
+    world.run(500)
+    assert world.moves == 0 and world.tuner.setting == Setting()
+
+
+def test_one_jump_for_the_device_and_no_more():
+    world = World(0.1, 0.1)
+    world.run(500)
+    assert world.tuner.setting.workers == 3 and world.moves == 2  # as many as can be, at first
+    assert world.tuner.limit is Limit.DEVICE
+
+
+def test_where_there_are_too_few_cores_that_is_said_and_nothing_is_tried():
+    world = World(0.4, 0.4, replace(BOUNDS, cores=2))
+    world.run(500)
+    assert world.tuner.setting.workers == 2 and world.moves == 1
+    assert world.tuner.limit is Limit.CORES
+
+
+def test_more_workers_where_samples_take_longer_later():
+    world = World(0.1, 0.01)
+    world.run(FIRST + 2 * WINDOW)
+    before = world.tuner.setting.workers
+    world.wall_s = 0.3  # a slow disk: it only waits
+    world.run(PAUSE + 6 * WINDOW)
+    assert world.tuner.setting.workers >= 0.3 / STEP_S > before
+    assert world.tuner.limit is Limit.DEVICE
+
+
+@pytest.mark.parametrize(("beside", "kind"), [(1.0, "threads"), (1.9, "processes")])
+def test_two_threads_are_tried_where_they_may_be(beside, kind):
+    """Beside each other they take as long as alone, or twice as long: they share Python."""
+    world = World(0.1, 0.1, replace(BOUNDS, threads=True))
+    world.run(1)
+    assert world.tuner.setting == Setting("threads", 2)
+    world.wall_s = 0.1 * beside
+    world.run(4)
+    world.wall_s = 0.1
+    world.run(200)
+    assert (world.tuner.setting.kind, world.tuner.setting.workers) == (kind, 3)
+
+
+def test_a_noisy_step_moves_nothing():
+    world = World(0.1, 0.1)
+    world.run(FIRST + WINDOW)
+    moves = world.moves
+    for k in range(40):
+        world.tuner.step(Step(0.04 * (k % 40 == 7), STEP_S, True), [], 2**20)
+    assert world.moves == moves

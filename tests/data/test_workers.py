@@ -1,0 +1,351 @@
+"""Worker processes: the same batches, whatever happens to them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumix.data.crew import Processes
+from gpumix.data.fetch import DataChangedError
+from gpumix.data.loader import Loader
+from gpumix.data.order import GlobalOrder
+from gpumix.spec.errors import InputError, TrainingError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+
+N = 200
+
+
+class Squares:
+    """Sample k holds k and its square; nothing of it can be pickled."""
+
+    def __init__(self, n: int = N, read: Callable[[int], None] = lambda k: None) -> None:
+        self.n = n
+        self.read = read
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        self.read(k)
+        return {"k": k, "square": torch.full((3,), float(k * k))}
+
+
+def processes(dataset: Any, shares: list[int] = [6, 2], rank: int = 0, **given: Any) -> Loader:  # noqa: B006
+    return Loader(dataset, shares, rank, **{"workers": 2, "kind": "processes"} | given)
+
+
+def take(loader: Loader, steps: int) -> list[int]:
+    found = []
+    for _ in range(steps):
+        batch = next(loader)
+        assert torch.equal(batch["square"][:, 0], batch["k"].float() ** 2)
+        found += batch["k"].tolist()
+    return found
+
+
+def expected(steps: int, *, begin: int = 0, stop: int = 6, batch: int = 8) -> list[int]:
+    order = GlobalOrder(N, 0)
+    spans = [order.span(s * batch + begin, s * batch + stop) for s in range(steps)]
+    return [int(k) for span in spans for k in span]
+
+
+def pids(loader: Loader) -> list[int]:
+    crew = loader._feed._crew
+    assert isinstance(crew, Processes)
+    return crew.pids
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def until(done: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not done():
+        assert time.monotonic() - begun < 60, "it did not come to that"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("given", [{}, {"workers": 3}, {"prefetch": 1}, {"kind": "threads"}])
+def test_the_batches_are_those_of_one_thread(given):
+    with processes(Squares(), **given) as loader:
+        assert take(loader, 60) == expected(60)
+
+
+def test_a_batch_that_is_kept_stays_as_it_is():
+    """However many are: its memory is used again only when nobody has it."""
+    with processes(Squares(), [64]) as loader:
+        kept = [next(loader)["k"] for _ in range(200)]
+    order = GlobalOrder(N, 0).span(0, 64 * 200)
+    assert torch.equal(torch.cat(kept), torch.from_numpy(order))
+
+
+def test_workers_end_with_the_loader_and_with_the_last_reference_to_it():
+    loader = processes(Squares())
+    next(loader)
+    some = pids(loader)
+    assert len(some) == 2 and all(map(alive, some))
+    loader.close()
+    assert not any(map(alive, some))
+    loader = processes(Squares())
+    next(loader)
+    some = pids(loader)
+    del loader
+    gc.collect()
+    until(lambda: not any(map(alive, some)))
+
+
+def test_loaders_end_in_any_order():
+    """A later one's workers must not keep an earlier one's connections open."""
+    first, second = processes(Squares()), processes(Squares())
+    next(first), next(second)
+    some = [*pids(first), *pids(second)]
+    first.close()
+    assert not any(map(alive, some[:2])) and all(map(alive, some[2:]))
+    second.close()
+
+
+DYING = """
+import os, signal
+from gpumix.data.loader import Loader
+loaders = [
+    Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") for _ in range(2)
+]
+for loader in loaders:
+    next(loader)
+    print(*loader._feed._crew.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_trainer_that_is_killed():
+    done = subprocess.run(
+        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    some = [int(pid) for pid in done.stdout.split()]
+    assert len(some) == 4
+    until(lambda: not any(map(alive, some)))
+
+
+def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost():
+    with processes(Squares()) as loader:
+        found = take(loader, 3)
+        for _ in range(5):
+            os.kill(pids(loader)[0], signal.SIGKILL)
+            found += take(loader, 4)
+        assert found == expected(23)
+        assert len(pids(loader)) == 2
+
+
+def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):
+    bad = expected(12)[-1]
+
+    def read(k: int) -> None:
+        if k == bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with processes(Squares(read=read)) as loader:
+        found = take(loader, 11)
+        assert found == expected(11)
+        with pytest.raises(TrainingError, match="was lost at samples") as caught:
+            take(loader, 1)
+        assert str(bad) in caught.value.what and "killed by SIGKILL" in caught.value.what
+        assert "too much memory" in caught.value.why
+        assert loader.cursor.position == 11 * 8
+
+
+def test_a_worker_that_is_stuck_is_replaced_and_a_sample_that_sticks_is_named():
+    bad = expected(6)[-1]
+
+    def read(k: int) -> None:
+        if k == bad:
+            time.sleep(1000)
+
+    with processes(Squares(read=read), timeout_s=1.0) as loader:
+        assert take(loader, 5) == expected(5)
+        with pytest.raises(TrainingError, match="it was at it for more than 1 s"):
+            take(loader, 1)
+
+
+def test_an_error_in_a_worker_names_the_sample_and_its_line():
+    bad = expected(6)[-1]
+
+    def read(k: int) -> None:
+        if k == bad:
+            raise ValueError("no such picture")
+
+    with processes(Squares(read=read)) as loader:
+        assert take(loader, 5) == expected(5)
+        for _ in range(2):
+            with pytest.raises(TrainingError) as caught:
+                next(loader)
+            assert caught.value.what == (
+                f"sample {bad} of Squares cannot be read: ValueError: no such picture"
+            )
+            assert "test_workers.py" in caught.value.where and "in read" in caught.value.where
+            assert "bad_samples" in caught.value.fix
+            assert loader.cursor.position == 5 * 8
+
+
+def broken(bad: set[int]) -> Callable[[int], None]:
+    def read(k: int) -> None:
+        if k in bad:
+            raise ValueError("no such picture")
+
+    return read
+
+
+@pytest.mark.parametrize("cut", [[8], [6, 2], [3, 0, 5]])
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
+    bad = {3, 50, 51, 120}
+    ranks = []
+    for rank in range(len(cut)):
+        with processes(
+            Squares(read=broken(bad)), cut, rank, kind=kind, bad_samples="skip"
+        ) as loader:
+            ranks.append([next(loader)["k"].tolist() for _ in range(25)])
+            instead = {one.index: one.instead for one in loader.skipped}
+            assert instead.keys() <= bad and not bad & set(instead.values())
+            assert all(one.why == "ValueError: no such picture" for one in loader.skipped)
+    steps = [[k for rank in step for k in rank] for step in zip(*ranks)]
+    with Loader(Squares(read=broken(bad)), [8], 0, bad_samples="skip") as one:
+        assert steps == [next(one)["k"].tolist() for _ in range(25)]
+        whole = {skipped.index: skipped.instead for skipped in one.skipped}
+    assert whole.keys() == bad
+    found = [k for step in steps for k in step]
+    assert found == [whole.get(k, k) for k in expected(25, stop=8)]
+
+
+def test_a_dataset_of_bad_samples_stops_the_run():
+    class Bad(Squares):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            if k:  # the first says what samples look like
+                raise ValueError("nothing is here")
+            return super().__getitem__(k)
+
+    with (
+        processes(Bad(), bad_samples="skip") as loader,
+        pytest.raises(TrainingError, match=r"8 that could take its place cannot either"),
+    ):
+        take(loader, 3)
+
+
+def test_samples_of_another_shape_are_named_or_skipped():
+    class Ragged(Squares):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            return {"k": k, "square": torch.full((3 + (k == 7),), float(k * k))}
+
+    with processes(Ragged(), [N]) as loader, pytest.raises(InputError, match="of sample 7 is"):
+        next(loader)
+    with processes(Ragged(), [N], bad_samples="skip") as loader:
+        next(loader)
+        assert [one.index for one in loader.skipped] == [7]
+
+
+def test_a_dataset_that_changes_its_length_stops_the_run_also_where_bad_samples_are_skipped():
+    class Growing(Squares):
+        def __len__(self) -> int:
+            return self.n + (getattr(self, "asked", 0) > 20)
+
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            self.asked = getattr(self, "asked", 0) + 1
+            return super().__getitem__(k)
+
+    with (
+        processes(Growing(), bad_samples="skip", workers=1) as loader,
+        pytest.raises(
+            DataChangedError, match="had 200 samples when it was opened, and has 201 now"
+        ),
+    ):
+        take(loader, 20)
+
+
+def test_a_dataset_that_is_shorter_than_a_batch_goes_round():
+    with processes(Squares(5), [8]) as loader:
+        order = GlobalOrder(5, 0).span(0, 24)
+        assert take(loader, 3) == order.tolist()
+
+
+# -- batches of one's own --------------------------------------------------------------------------
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(s["tokens"]) for s in samples)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
+    for row, sample in zip(tokens, samples):
+        row[: len(sample["tokens"])] = torch.tensor(sample["tokens"])
+    return {"tokens": tokens, "k": torch.tensor([s["k"] for s in samples])}
+
+
+class Texts(Squares):
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        self.read(k)
+        return {"k": k, "tokens": [k] * (1 + k % 7), "name": str(k)}
+
+
+@pytest.mark.parametrize("given", [{}, {"kind": "threads"}, {"workers": 0, "kind": "auto"}])
+def test_batches_are_collated_in_the_worker(given):
+    with processes(Texts(), collate=padded, **given) as loader:
+        for step in range(30):
+            batch = next(loader)
+            wanted = expected(30)[6 * step : 6 * step + 6]
+            like = padded([{"tokens": [k] * (1 + k % 7), "k": k} for k in wanted])
+            assert batch.keys() == like.keys()
+            assert all(torch.equal(batch[key], like[key]) for key in like)
+
+
+def test_a_batch_that_is_larger_than_any_before_comes_all_the_same():
+    class Growing(Squares):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            return {"k": k, "tokens": [k] * (1 if k < 190 else 100_000)}
+
+    with processes(Growing(), [4], collate=padded) as loader:
+        found = [next(loader)["tokens"].shape[1] for _ in range(50)]
+    assert sorted(set(found)) == [1, 100_000]
+
+
+BAD = {
+    "`collate` returns a list, not a dictionary": lambda samples: samples,
+    "makes of 1 samples 'k': ": lambda samples: {"k": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_what_is_no_batch_is_refused(says):
+    with pytest.raises(InputError, match=says):
+        processes(Texts(), collate=BAD[says])
+
+
+def test_a_bad_sample_of_a_collated_batch_is_skipped():
+    with processes(Texts(read=broken({3, 77})), [N], collate=padded, bad_samples="skip") as loader:
+        batch = next(loader)
+        assert {one.index for one in loader.skipped} == {3, 77}
+        assert not {3, 77} & set(batch["k"].tolist())
+
+
+def test_nothing_is_taken_of_shared_memory_that_others_need():
+    """It may be full: batches lie in memory without a name."""
+    before = os.statvfs("/dev/shm").f_bavail
+    with processes({k: {"x": torch.zeros(2**20)} for k in range(8)}, [4]) as loader:
+        kept = [next(loader) for _ in range(6)]
+        assert before - os.statvfs("/dev/shm").f_bavail < 16
+        assert kept[0]["x"].shape == (4, 2**20)

@@ -1,0 +1,92 @@
+"""Jobs whose samples are documents: packed, padded, or tokenised as they are read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from jobs import metrics, plan_for, train, write_job
+
+from gpumix.spec.errors import InputError
+
+LENGTH = 24
+GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
+GPT |= {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256}
+LINES = ["the cat sat on the mat"[: 2 + 7 * k % 21] for k in range(60)]
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(LINES))
+    return path
+
+
+def write(folder: Path, data: dict[str, object], **changes: object) -> Path:
+    job = {
+        "model": {"config": GPT},
+        "data": {"held_out": 0.1, **data},
+        "sequence_length": LENGTH,
+        "steps": 4,
+        "evaluation": {"every_steps": 2},
+        "schedule": {"kind": "constant"},
+    }
+    return write_job(folder, **(job | changes))
+
+
+LINE_BY_LINE = {"text": ["lines.txt"], "document": "line"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {**LINE_BY_LINE, "packing": "documents"},
+        {**LINE_BY_LINE, "packing": "none", "bucketing": True},
+        {"dataset": "saved", "packing": "none", "tokenize": "on-the-fly"},
+    ],
+    ids=["packed", "bucketed", "on the fly"],
+)
+def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": LINES}).save_to_disk(str(tmp_path / "saved"))
+    job = write(tmp_path, data)
+    plan = plan_for(job)
+    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    assert all(math.isfinite(loss) for loss in whole.losses) and len(whole.losses) == 4
+    assert whole.losses[-1] < whole.losses[0]
+    assert len(metrics(tmp_path / "whole", "evaluation")) == 2
+    train(job, "steps=2", plan=plan)
+    assert train(job, plan=plan, resume=True).losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    steps = metrics(tmp_path / "whole")
+    tokens = [step["tokens"] for step in steps]
+    if "bucketing" in data:
+        lengths = {len(line) + 1 for line in LINES}
+        assert 8 * min(lengths) <= tokens[0] <= 8 * max(lengths)
+        assert metrics(tmp_path / "run")[-1]["tokens"] == tokens[-1]
+    else:
+        assert tokens == [8 * LENGTH * step for step in (1, 2, 3, 4)]
+
+
+def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path, text):
+    bloom = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    bloom |= {"vocab_size": 264}
+    job = write(tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model={"config": bloom})
+    with pytest.raises(InputError, match="see each other"):
+        train(job, plan=plan_for(job))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"text": ["a"], "bucketing": True}, "'bucketing' has no effect"),
+        ({"text": ["a"], "tokenize": "on-the-fly", "packing": "none"}, "is tokenised ahead"),
+        ({"dataset": "a", "tokenize": "on-the-fly"}, "needs 'packing: documents' or"),
+        ({"dataset": "a", "document": "line"}, "'document' has no effect without 'text'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, data, says):
+    with pytest.raises(InputError, match=says):
+        train(write(tmp_path, data))
