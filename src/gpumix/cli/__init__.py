@@ -9,7 +9,18 @@ from __future__ import annotations
 import typer
 
 from gpumix import __version__
-from gpumix.cli import compare, demo, devices, export, plan, profile, simulate, train, whatif
+from gpumix.cli import (
+    compare,
+    demo,
+    devices,
+    doctor,
+    export,
+    plan,
+    profile,
+    simulate,
+    train,
+    whatif,
+)
 
 app = typer.Typer(
     help="Train transformers on whatever mixture of GPUs you have.",
@@ -35,7 +46,7 @@ def _main(
     """Train transformers on whatever mixture of GPUs you have."""
 
 
-for verb in (devices, profile, plan, compare, whatif, simulate, train, demo, export):
+for verb in (devices, profile, plan, compare, whatif, simulate, train, doctor, demo, export):
     verb.register(app)
 
 

@@ -39,9 +39,11 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from rich.console import Group
+
     from gpumix.planner.explain import check_strategy
     from gpumix.planner.explain import plan as make_plan
-    from gpumix.train.tables import plan_table
+    from gpumix.train.tables import efficiency_table, plan_table
 
     if strategy is not None:
         check_strategy(strategy)
@@ -55,4 +57,9 @@ def plan(
     if output is not None:
         made.save(output)
         source.profile.save(profile_beside(output))
-    answer(lambda: made.model_dump(mode="json"), lambda: plan_table(made), as_json, source.note)
+    answer(
+        lambda: made.model_dump(mode="json"),
+        lambda: Group(efficiency_table(source.profile), plan_table(made)),
+        as_json,
+        source.note,
+    )

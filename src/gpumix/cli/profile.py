@@ -31,7 +31,7 @@ def profile(
     debug: Debug = False,
 ) -> None:
     from gpumix.train.pipeline import Pipeline
-    from gpumix.train.tables import profile_table
+    from gpumix.train.tables import efficiency_table, profile_table
 
     pipeline = Pipeline.of_file(job, overrides, debug=debug)
     found = pipeline.profile(fresh=fresh)
@@ -43,3 +43,4 @@ def profile(
         print_json(found.model_dump(mode="json"))
     else:
         pipeline.show(profile_table(found))
+        pipeline.show(efficiency_table(found))

@@ -1,0 +1,1 @@
+"""What slows a job down, proved on that job, and the setting that mends it."""

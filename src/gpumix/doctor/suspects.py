@@ -1,0 +1,159 @@
+"""What may slow a job down: found in what it says, and in what a few of its steps showed. Pure.
+
+A suspect is no finding: whether its change makes steps shorter is measured (`doctor.examine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gpumix.doctor.change import Changes, default_of
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+
+INPUT_SHARE = 0.03  # of a step, above which a device waits for its data
+FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to be suspected
+BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
+PADDING = 0.05  # part of a batch
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a few steps of the job showed, and what plans promise.
+
+    Attributes:
+        input_share: of a step, in which the device that waits longest for its data does so.
+        save_s, evaluation_s: that one checkpoint, and one evaluation take; 0: there are none.
+        step_s: of a step without these.
+        padding_share: of the tokens of a batch; None: not known.
+        compilers: whether there are devices that compiled code is made for.
+        planned_s: seconds of the step of the job's own plan.
+        foretold_s: plans the job anew, with changes: the seconds of its step; None: there is none.
+    """
+
+    job: Job
+    plan: Plan
+    input_share: float
+    step_s: float
+    save_s: float
+    evaluation_s: float
+    padding_share: float | None
+    compilers: bool
+    planned_s: float
+    foretold_s: Callable[[Changes], float | None]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One thing that may cost time.
+
+    Attributes:
+        name: short and stable, for programs.
+        what: it is, in words; `why` it is suspected.
+        changes: of the job that would mend it.
+    """
+
+    name: str
+    what: str
+    why: str
+    changes: Changes
+
+
+def suspects(seen: Evidence) -> list[Suspect]:
+    """What is to be tried, in this order: the input first, for while devices wait for it nothing
+    else shows."""
+    return [*_input(seen), *_pins(seen), *_ways(seen), *_padding(seen), *_beside(seen)]
+
+
+def _input(seen: Evidence) -> Iterator[Suspect]:
+    if seen.input_share <= INPUT_SHARE:
+        return
+    data = seen.job.data
+    why = f"a device waits for its data in {seen.input_share:.0%} of a step"
+    pinned = {
+        f"data.{key}": "auto" for key in ("workers", "prefetch") if getattr(data, key) != "auto"
+    }
+    if pinned:
+        yield Suspect("workers", "too few workers, or batches ahead", why, pinned)
+    if data.tokenize == "on-the-fly":
+        changes = {"data.tokenize": "ahead"}
+        yield Suspect("tokenize", "texts are tokenised again in each epoch", why, changes)
+
+
+PINS = {
+    "recompute": "blocks are computed twice",
+    "zero_stages": "what of the state is divided is pinned",
+    "shardings": "between which devices the state is divided is pinned",
+    "boundaries": "inputs of blocks are kept on the host",
+    "orders": "the order of micro-batches is pinned",
+    "heads": "how the head is computed is pinned",
+    "state_on": "where the state is kept is pinned",
+    "tensor": "how many devices compute a block together is pinned",
+    "sequence": "whether the sequence is divided is pinned",
+    "most_stages": "the number of stages is pinned",
+    "least_stages": "the number of stages is pinned",
+    "schedules": "the schedule of stages is pinned",
+    "padded": "padded collectives are left out",
+}
+
+
+def _pins(seen: Evidence) -> Iterator[Suspect]:
+    """What the plan may not choose, where it would."""
+    if seen.job.strategy != "optimal":
+        changes: dict[str, Any] = {"strategy": "optimal"}
+        yield from _foretold(seen, "strategy", f"`strategy: {seen.job.strategy}`", changes)
+    said = seen.job.techniques.model_dump(mode="json")
+    for key, what in PINS.items():
+        if said[key] != (default := default_of(f"techniques.{key}")):
+            yield from _foretold(seen, key, what, {f"techniques.{key}": default})
+
+
+def _foretold(seen: Evidence, name: str, what: str, changes: Changes) -> Iterator[Suspect]:
+    foretold_s = seen.foretold_s(changes)
+    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - FORETOLD):
+        return
+    gain = seen.planned_s / foretold_s
+    yield Suspect(name, what, f"the cost model promises {gain:.2f} times the speed", changes)
+
+
+def _ways(seen: Evidence) -> Iterator[Suspect]:
+    """How devices compute, where a job does not leave that to them."""
+    job = seen.job
+    if job.precision != "auto":
+        why = "each class has a dtype that it is fastest in"
+        yield Suspect("precision", f"`precision: {job.precision}`", why, {"precision": "auto"})
+    for key, value in job.efficiency.model_dump(mode="json").items():
+        if value != "auto":
+            what = f"`efficiency.{key}: {value}`"
+            why = "what a class does best is known"
+            yield Suspect(key, what, why, {f"efficiency.{key}": "auto"})
+    if job.compile is False and seen.compilers:
+        why = "compiled code fuses what lies between products"
+        yield Suspect("compile", "blocks are not compiled", why, {"compile": True})
+
+
+def _padding(seen: Evidence) -> Iterator[Suspect]:
+    data = seen.job.data
+    if seen.padding_share is None or seen.padding_share <= PADDING:
+        return
+    if data.packing == "none" and not data.bucketing:
+        why = f"{seen.padding_share:.0%} of a batch are padding"
+        changes = {"data.bucketing": True}
+        yield Suspect("padding", "samples of unlike length meet in a batch", why, changes)
+
+
+def _beside(seen: Evidence) -> Iterator[Suspect]:
+    """What is done beside steps, too often."""
+    for name, key, each_s, what in (
+        ("checkpoints", "checkpoint.every_steps", seen.save_s, "checkpoints are saved too often"),
+        ("evaluation", "evaluation.every_steps", seen.evaluation_s, "it is evaluated too often"),
+    ):
+        section = key.partition(".")[0]
+        every = getattr(seen.job, section).every_steps
+        if not every or each_s <= BESIDE * every * seen.step_s:
+            continue
+        share = each_s / (each_s + every * seen.step_s)
+        enough = max(every, round(each_s / (BESIDE * seen.step_s)))
+        yield Suspect(name, what, f"that is {share:.0%} of the run", {key: enough})

@@ -1,0 +1,33 @@
+"""`gpumix doctor`, as a user calls it."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import gpumix, write_job
+
+from gpumix.spec.read import read_job
+
+
+@pytest.mark.slow
+def test_a_fault_is_found_measured_and_mended(tmp_path):
+    """Samples over a network, and one thread that waits for one after the other."""
+    data = {"factory": "toys:remote_tokens", "held_out": 0.1, "workers": 0}
+    one = [{"class": "big", "accelerator": "cpu", "memory": "64 MiB"}]
+    job = write_job(tmp_path, data=data, cluster=one)
+    options = ("--json", "--apply", "--pairs", "3", "--steps", "6")
+    done = gpumix("doctor", job.name, *options, folder=tmp_path, timeout_s=200)
+    assert done.code == 0, done.err
+    found = done.json()
+    (finding,) = found["findings"]
+    assert finding["name"] == "workers" and finding["changes"] == {"data.workers": "auto"}
+    assert 1.1 < finding["gain_low"] <= finding["gain"] <= finding["gain_high"]
+    assert found["gain"] == finding["gain"]
+    tuned = read_job(tmp_path / "job.tuned.yaml")
+    assert tuned.data.workers == "auto" and tuned.steps == read_job(job).steps
+    assert not (tmp_path / "run").exists()  # nothing was written where the job would write
+
+
+def test_a_job_that_does_not_run_says_why(tmp_path):
+    job = write_job(tmp_path, data={"factory": "toys:nowhere"})
+    done = gpumix("doctor", job.name, folder=tmp_path)
+    assert done.code == 2 and "nowhere" in done.err and "Traceback" not in done.err

@@ -1,0 +1,108 @@
+"""What is suspected of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumix.doctor.suspects import Evidence, suspects
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+
+HEALTHY: dict[str, Any] = {
+    "model": {"config": {"model_type": "gpt2"}},
+    "data": {"factory": "toys:data"},
+    "sequence_length": 8,
+    "global_batch": 4,
+    "steps": 10,
+}
+
+
+def seen(job: dict[str, Any], **given: Any) -> Evidence:
+    evidence = {
+        "input_share": 0.01,
+        "step_s": 0.1,
+        "save_s": 0.0,
+        "evaluation_s": 0.0,
+        "padding_share": None,
+        "compilers": False,
+        "planned_s": 0.1,
+        "foretold_s": lambda changes: 0.05,
+        "plan": Plan.model_construct(stages=()),
+    }
+    return Evidence(job=Job.model_validate(HEALTHY | job), **evidence | given)
+
+
+def names(evidence: Evidence) -> list[str]:
+    return [one.name for one in suspects(evidence)]
+
+
+def data(**given: Any) -> dict[str, Any]:
+    return {"data": HEALTHY["data"] | given}
+
+
+def test_nothing_is_suspected_of_a_job_that_says_nothing():
+    assert names(seen({})) == []
+    assert names(seen({}, input_share=0.5)) == []  # the loader does what it can already
+
+
+@pytest.mark.parametrize(
+    ("job", "given", "name", "changes"),
+    [
+        (data(workers=0), {"input_share": 0.2}, "workers", {"data.workers": "auto"}),
+        (data(prefetch=1), {"input_share": 0.2}, "workers", {"data.prefetch": "auto"}),
+        ({"strategy": "even"}, {}, "strategy", {"strategy": "optimal"}),
+        (
+            {"techniques": {"recompute": True}},
+            {},
+            "recompute",
+            {"techniques.recompute": [True, False]},
+        ),
+        ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor": [1, 2, 4, 8]}),
+        ({"precision": "fp32"}, {}, "precision", {"precision": "auto"}),
+        (
+            {"efficiency": {"fused_optimizer": False}},
+            {},
+            "fused_optimizer",
+            {"efficiency.fused_optimizer": "auto"},
+        ),
+        ({}, {"compilers": True}, "compile", {"compile": True}),
+        (
+            data(packing="none"),
+            {"padding_share": 0.3},
+            "padding",
+            {"data.bucketing": True},
+        ),
+        (
+            {"checkpoint": {"every_steps": 2}},
+            {"save_s": 0.1},
+            "checkpoints",
+            {"checkpoint.every_steps": 50},  # then it is 2 % of the steps
+        ),
+        (
+            {"evaluation": {"every_steps": 1}},
+            {"evaluation_s": 0.2},
+            "evaluation",
+            {"evaluation.every_steps": 100},
+        ),
+    ],
+)
+def test_what_is_suspected(job, given, name, changes):
+    (found,) = suspects(seen(job, **given))
+    assert (found.name, found.changes) == (name, changes)
+
+
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [
+        (data(workers=0), {"input_share": 0.02}),
+        ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
+        ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
+        ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),
+        ({"checkpoint": {"every_steps": 100}}, {"save_s": 0.1}),
+        (data(packing="none"), {"padding_share": 0.01}),
+    ],
+)
+def test_what_is_not(job, given):
+    assert names(seen(job, **given)) == []
