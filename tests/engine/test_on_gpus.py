@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpumix.engine.fused_loss import fused_losses
 from gpumix.spec.plan import Collectives, Mode
 from harness import run_ranks
 from models import ARCHITECTURES
@@ -39,6 +40,21 @@ def test_a_head_in_chunks(name, dtype):
     found = train_by_plan(name, [Share(5, 2, 1)], STEPS, backend="nccl", **settings)
     alone = train_alone(ARCHITECTURES[name], 5, STEPS)
     assert found.losses == pytest.approx(alone.losses, rel=0.03 if dtype == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_loss_is_that_of_pytorch(dtype):
+    logits = (3 * torch.randn(300, 32_001, device="cuda")).to(dtype)
+    targets = torch.randint(32_001, (300,), device="cuda")
+    factors = torch.randn(300, device="cuda")
+    leaf = logits.double().requires_grad_()
+    right = torch.nn.functional.cross_entropy(leaf, targets, reduction="none")
+    (right * factors).sum().backward()
+    assert leaf.grad is not None
+    losses = fused_losses(logits, targets, factors, 0.0)
+    assert torch.allclose(losses.double(), right, rtol=1e-5)
+    error = (logits.double() - leaf.grad).norm() / leaf.grad.norm()
+    assert error < {4: 1e-5}.get(dtype.itemsize, 1e-2)
 
 
 MODES = {

@@ -24,6 +24,7 @@ def _sent() -> dict[str, int]:
     comm.gather(full, own, OFFSETS, "gather").wait()
     comm.reduce(full, OFFSETS, "reduction", lambda rows: None).wait()
     comm.all_reduce(full, "all-reduce")
+    comm.exchange(full, "rows")[1].wait()
     if pair is not None:
         pair.pass_on(full, 1, "message").wait()
         pair.all_reduce(full, "all-reduce of two")
@@ -37,5 +38,6 @@ def test_each_rank_gets_what_it_lacks_and_gives_what_others_own():
     assert sum(sent["reduce"] for sent in ranks) == lacking
     # A reduction, then a gather; of two ranks each sends half of it twice.
     assert sum(sent["all_reduce"] for sent in ranks) == 2 * lacking + 2 * BYTES
+    assert [sent["exchange"] for sent in ranks] == [(RANKS - 1) * BYTES] * RANKS
     assert [sent.get("send", 0) for sent in ranks] == [0, 0, BYTES]
     assert [sent.get("receive", 0) for sent in ranks] == [0, 0, 0]

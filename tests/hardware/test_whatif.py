@@ -16,7 +16,7 @@ from gpumix.hardware.whatif import added, class_named, relinked, removed
 from gpumix.planner.explain import plan
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Network
-from gpumix.spec.profile import CollectiveTimes, Profile
+from gpumix.spec.profile import CollectiveTimes, End, Profile, RootParameter
 
 
 def model_in(dtype):
@@ -145,6 +145,23 @@ def test_new_cards_keep_the_jobs_optimizer():
     profile = measured(optimizer_bytes_per_element=0)
     expected = estimate_class(find("t4"), model_in("fp16"), "t4", 0).optimizer_s_per_element
     assert added(profile, "t4").of_class("t4").optimizer_s_per_element == expected
+
+
+def test_frozen_parameters_take_more_in_a_wider_dtype():
+    """All of the root's, also as parts of it: stages have those."""
+    known = estimated("2x rtx3090")
+    end = End(names=("embed",), frozen_bytes=100)
+    root = known.model.root.model_copy(
+        update={
+            "frozen_bytes": 100,
+            "before": end,
+            "parameters": (RootParameter(name="embed", frozen_bytes=100),),
+        }
+    )
+    half = known.model.model_copy(update={"compute_dtype": "fp16", "root": root})
+    only = known.model_copy(update={"model": half, "other_models": ()})
+    wide = added(only, "p40").model_in("fp32").root
+    assert wide.frozen_bytes == wide.before.frozen_bytes == wide.parameters[0].frozen_bytes == 200
 
 
 def test_of_several_hosts_new_cards_have_one_of_their_own():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from sweeps import profile_json
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpumix
+from gpumix.engine.objective import objective_of
 from gpumix.engine.units import dissect
 from gpumix.hardware.runtime import open_device
 from gpumix.planner.explain import plan as make_plan
@@ -72,6 +75,22 @@ def profiled(request) -> tuple[str, Profile]:
     found = run_ranks(_profile, 2, request.param)
     assert found[0] == found[1], "ranks have different profiles"
     return request.param, Profile.model_validate_json(found[0])
+
+
+def test_the_plans_flops_are_those_of_the_whole_model(profiled):
+    """As torch counts them, which counts attention only where it is made of products."""
+    name, profile = profiled
+    architecture = ARCHITECTURES[name]
+    prediction = make_plan(profile, BATCH).prediction
+    assert prediction is not None
+    told = sum(worker.model_flops or 0.0 for worker in prediction.workers)
+    model, batch = architecture.factory(), architecture.batch(BATCH, torch.Generator())
+    with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
+        objective_of(model)(model, batch)[0].backward()
+    if name == "mixtral":  # torch knows no product of groups
+        assert told > flops.get_total_flops()
+    else:
+        assert told == flops.get_total_flops()
 
 
 def test_a_profile_is_true_to_the_model(profiled):

@@ -189,8 +189,8 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "  also --set precision=fp8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a "
         "mapping, it is 'fp8'\n"
         "  fix: did you mean 'steps'? valid keys: model, data, tokenizer, sequence_length, "
-        "global_batch, steps, optimizer, schedule, precision, compile, seed, cluster, strategy, "
-        "techniques, "
+        "global_batch, steps, optimizer, schedule, precision, compile, efficiency, seed, cluster, "
+        "strategy, techniques, "
         "output, log_every_steps, trace_step, evaluation, checkpoint, profile, timeout"
     )
 

@@ -24,6 +24,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.read import read_job
 from gpumix.train.loop import Summary
+from gpumix.train.models import model_of
 from gpumix.train.pipeline import Pipeline
 
 HERE = Path(__file__).parent
@@ -72,13 +73,17 @@ def toy(**arguments: Any) -> dict[str, Any]:
 def plan_for(
     job_file: Path, samples: Sequence[int] = (4, 2, 2), shares: Sequence[float] = (0.5, 0.25, 0.25)
 ) -> Plan:
-    """A plan by hand for the toy model of a job, its devices in rank order; one micro-batch each.
+    """A plan by hand for the model of a job, its devices in rank order; one micro-batch each.
 
     It holds no prediction, so nothing is profiled and nothing refused before it runs.
     """
     job = read_job(job_file)
     assert isinstance(job.cluster, Cluster)
-    anatomy = dissect(build(lambda: toys.model(**job.model.arguments), seed=0))
+    if job.model.config is None:
+        model = build(lambda: toys.model(**job.model.arguments), seed=0)
+    else:
+        model = model_of(job.model, folder=job_file.parent, seed=0)
+    anatomy = dissect(model)
     workers = tuple(
         Worker(
             device=device.id,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
 from jobs import metrics, toy, train, write_job
 
+from gpumix.engine.comm import WaitClock
 from gpumix.spec.trace import Trace
+from gpumix.train.watch import Watch, stamps_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +27,31 @@ def test_a_job_trains_as_on_the_cpu(tmp_path):
     assert found.losses == pytest.approx(expected.losses, rel=1e-3)
     for record in metrics(tmp_path / "gpu" / "run", "classes")[-1]["classes"]:
         assert record["peak_bytes"] <= record["planned_peak_bytes"] / 0.97
+        assert 0 < record["mfu"] <= record["hfu"] < 1
+    for record in metrics(tmp_path / "gpu" / "run"):
+        assert sum(record["shares"].values()) == pytest.approx(1.0)
+        assert min(record["shares"].values()) >= 0
+
+
+def test_a_gap_on_the_gpu_is_told_by_its_own_clock():
+    """The host waits for data while the device computes: nothing of that is lost."""
+    device = torch.device("cuda")
+    watch = Watch(stamps_of(device), WaitClock(device), WaitClock(device))
+
+    def slow(seconds: float) -> Iterator[int]:
+        time.sleep(seconds)
+        yield 0
+
+    for busy_cycles, idle in ((2_000_000_000, False), (0, True)):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(busy_cycles)  # a second or so: the step before
+        watch.begin()
+        watch.next_of(slow(0.1))
+        watch.computes()
+        torch.cuda._sleep(200_000_000)
+        torch.cuda.synchronize()
+        watch.end()
+        assert (watch.last().input > 0.2) == idle
 
 
 def test_a_step_is_traced_on_the_clock_of_the_gpu(tmp_path):

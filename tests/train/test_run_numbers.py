@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict, replace
 
 import pytest
 from jobs import metrics, progress
 from rich.console import Console
 
 from gpumix.spec.errors import Interrupted
+from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.train.display import Display
-from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
+from gpumix.train.metrics import (
+    ClassRecord,
+    RankRecord,
+    RunLog,
+    StepRecord,
+    by_class,
+    speed_of,
+)
+from gpumix.train.watch import Shares
 
 MIB = 2**20
 
@@ -62,9 +72,9 @@ RECORDS = [told(1.0, 5 * MIB), told(0.4, 2 * MIB, 1), told(0.6, 3 * MIB, 2), tol
 def test_ranks_are_put_together_by_class():
     found = by_class(plan(6 * MIB, 3 * MIB, 4 * MIB, MIB), RECORDS)
     assert found == [
-        ClassRecord("fast", 1, 5, 1.0, 5 * MIB, 6 * MIB, 0),
-        ClassRecord("slow", 2, 3, 0.5, 3 * MIB, 4 * MIB, 3),
-        ClassRecord("idle", 1, 0, 0.1, None, MIB, 0),
+        ClassRecord("fast", 1, 5, 1.0, 5 * MIB, 6 * MIB, 0, {"all": 6 * MIB}),
+        ClassRecord("slow", 2, 3, 0.5, 3 * MIB, 4 * MIB, 3, {"all": 4 * MIB}),
+        ClassRecord("idle", 1, 0, 0.1, None, MIB, 0, {"all": MIB}),
     ]
 
 
@@ -74,6 +84,35 @@ def test_a_plan_by_hand_foretells_nothing():
 
 def test_what_a_rank_tells_arrives_as_it_was():
     assert RankRecord.from_json(RECORDS[1].to_json()) == RECORDS[1]
+
+
+def test_shares_of_a_class_are_means_and_arrive_as_they_were():
+    shares = [Shares(0.5, 0.1, 0.2, 0.1, 0.1), Shares(0.7, 0.1, 0.0, 0.1, 0.1)]
+    records = [
+        RECORDS[0],
+        *(replace(r, shares=s, mfu=0.3) for r, s in zip(RECORDS[1:3], shares)),
+        RECORDS[3],
+    ]
+    assert RankRecord.from_json(records[1].to_json()) == records[1]
+    fast, slow, _ = by_class(plan(), records)
+    assert slow.shares is not None
+    assert list(asdict(slow.shares).values()) == pytest.approx([0.6, 0.1, 0.1, 0.1, 0.1])
+    assert (slow.mfu, fast.shares, fast.mfu) == (pytest.approx(0.3), None, None)
+
+
+def test_utilisation_is_of_the_own_peak_and_unknown_without_one():
+    foretold = plan(MIB, MIB, MIB, MIB).prediction
+    assert foretold is not None
+    workers = tuple(
+        expected.model_copy(update={"model_flops": 6e9, "hardware_flops": 8e9})
+        for expected in foretold.workers
+    )
+    peaks = {"fast": Peak(flops_per_s=1e10, source="stated")}
+    known = foretold.model_copy(update={"workers": workers, "peaks": peaks})
+    found = plan().model_copy(update={"prediction": known})
+    assert speed_of(found, 0, 2.0) == (5 * 4 / 2, 0.3, 0.4)
+    assert speed_of(found, 1, 2.0) == (2 * 4 / 2, None, None)
+    assert speed_of(plan(), 0, 2.0) == (5 * 4 / 2, None, None)
 
 
 # -- files -----------------------------------------------------------------------------------------

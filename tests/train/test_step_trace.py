@@ -200,6 +200,15 @@ def test_collectives_under_way_at_once_are_shown_one_after_the_other():
         ]  # fmt: skip
 
 
+def test_a_clock_that_started_earlier_makes_no_collective_end_after_its_rank():
+    """The second issues at 6 by its own clock what ended at 5 by that of the first."""
+    trace = trace_of(two_ranks(), [recording(1.0, 5.0), recording(6.0, 7.0)])
+    first, second = slices(trace).values()
+    assert times(first["waiting"])[1:] == [("slower rank", 1.0, 5.0), ("gather", 5.0, 5.0)]
+    assert times(first["communication"]) == [("gather layers.1", 5.0, 5.0)]
+    assert times(second["communication"]) == [("gather layers.1", 6.0, 7.0)]
+
+
 def test_a_recording_arrives_as_it_was():
     one = recording(1.0, 5.0)
     assert Recording.from_json(one.to_json()) == one

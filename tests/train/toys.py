@@ -6,12 +6,14 @@ can come to harm.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from torch.nn import functional as F
 
 VOCABULARY = 32
 FOREVER_S = 60
+SLOW_READ_S = 0.02
+ANSWER_S = 0.006
 
 
 class Block(nn.Module):
@@ -88,6 +92,32 @@ def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[s
         ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
         made.append({"input_ids": ids, "labels": ids.clone()})
     return made
+
+
+class _OneReader(list):
+    """A disk that serves one reader at a time, whoever and how many they are."""
+
+    def __getitem__(self, index):
+        with Path(__file__).open("rb") as disk:
+            fcntl.flock(disk, fcntl.LOCK_EX)
+            time.sleep(SLOW_READ_S)
+            return super().__getitem__(index)
+
+
+class _Remote(list):
+    """Samples that come over a network: many can be under way at once."""
+
+    def __getitem__(self, index):
+        time.sleep(ANSWER_S)
+        return super().__getitem__(index)
+
+
+def remote_tokens() -> list[dict[str, Tensor]]:
+    return _Remote(tokens())
+
+
+def slow_tokens() -> list[dict[str, Tensor]]:
+    return _OneReader(tokens())
 
 
 def no_module() -> str:

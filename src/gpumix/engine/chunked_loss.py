@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpumix.cost.head import rows_per_chunk
+from gpumix.engine.fused_loss import fused_losses
 
 # An element-wise operation on the logits of some rows.
 Operation = Callable[[Tensor], Tensor]
@@ -41,6 +42,8 @@ class LinearCrossEntropy:
         operations: between the linear layer and the loss.
         dtype: of what they give, and so of the loss.
         mean: whether the loss is the mean over the rows that are not ignored, or the sum.
+        fused: whether one kernel makes the losses of a chunk and their gradient, where there is
+            nothing between the linear layer and the loss.
     """
 
     hidden: Tensor
@@ -52,6 +55,7 @@ class LinearCrossEntropy:
     ignore_index: int
     label_smoothing: float
     mean: bool
+    fused: bool = False
 
     def value(self) -> Tensor:
         """The loss."""
@@ -67,8 +71,15 @@ class LinearCrossEntropy:
         if upstream is not None:
             factors = torch.where(valid, upstream.to(exact) * part, 0.0).unsqueeze(1)
         targets = torch.where(valid, self.target, 0).unsqueeze(1)
-        for rows, logits, logarithms in self._chunks(exact):
+        fused = self.fused and not self.operations and exact == torch.float32
+        for rows, logits, logarithms in self._chunks(exact, fused=fused):
             self._linear(rows, logits)
+            if fused:
+                own = None if factors is None else factors[rows].squeeze(1)
+                losses[rows] = fused_losses(logits, targets[rows], own, self.label_smoothing)
+                if factors is not None:
+                    self._pass_on(rows, logits, self.hidden[rows], into)
+                continue
             made = _Made(logits, self.operations, graph=factors is not None)
             torch.log_softmax(made.outputs.detach(), -1, dtype=exact, out=logarithms)
             losses[rows] = self._losses(logarithms, targets[rows])
@@ -79,13 +90,14 @@ class LinearCrossEntropy:
         # Without a label a mean is 0 / 0, as PyTorch has it.
         return (total * part if self.mean else total).to(self.dtype)
 
-    def _chunks(self, exact: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Each chunk's rows, and two buffers for it: the same ones for all."""
+    def _chunks(self, exact: torch.dtype, *, fused: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Each chunk's rows, and two buffers for it: the same ones for all. The fused kernel keeps
+        no logarithms."""
         rows, width = self.hidden.shape
         vocabulary = self.weight.shape[0]
         size = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
         logits = self.hidden.new_empty(size, vocabulary)
-        logarithms = self.hidden.new_empty(size, vocabulary, dtype=exact)
+        logarithms = self.hidden.new_empty(size, 0 if fused else vocabulary, dtype=exact)
         for start in range(0, rows, size):
             end = min(start + size, rows)
             yield slice(start, end), logits[: end - start], logarithms[: end - start]
@@ -120,15 +132,24 @@ class LinearCrossEntropy:
         # meets in the matrix products.
         after = made.untouched(gradient)
         if not after:
-            gradient = made.backward(gradient, factors)
+            self._pass_on(rows, made.backward(gradient, factors), hidden, into)
+            return
         if into.hidden is not None:
             torch.mm(gradient, self.weight, out=into.hidden[rows])
-            if after:
-                into.hidden[rows] *= factors
+            into.hidden[rows] *= factors
         if into.bias is not None:
-            into.bias += (gradient * factors if after else gradient).sum(0)
+            into.bias += (gradient * factors).sum(0)
         if into.weight is not None:
-            _add_product(into.weight, gradient, hidden * factors if after else hidden)
+            _add_product(into.weight, gradient, hidden * factors)
+
+    def _pass_on(self, rows: slice, gradient: Tensor, hidden: Tensor, into: Gradients) -> None:
+        """The gradient of a chunk's logits goes where it goes."""
+        if into.hidden is not None:
+            torch.mm(gradient, self.weight, out=into.hidden[rows])
+        if into.bias is not None:
+            into.bias += gradient.sum(0)
+        if into.weight is not None:
+            _add_product(into.weight, gradient, hidden)
 
 
 class _Made:

@@ -62,7 +62,7 @@ class Pending:
 
 
 class WaitClock:
-    """Adds up the time that a device waits for communication.
+    """Adds up the time that a device waits: for communication, or for copies.
 
     On a CPU that is the host's time inside waits. On CUDA a wait returns at once and holds back the
     stream, so events are recorded around it and read when the total is asked for.
@@ -482,9 +482,11 @@ class Communicator:
 def _sent_bytes(operation: str, size: int, world: int) -> int:
     """What a rank sends for a buffer of `size` bytes at least, in the mean over its group: in a
     gather each of the others gets what it lacks, in a reduction each owner all parts of its own; an
-    all-reduce is both. A message is sent by one end."""
+    all-reduce is both. A message is sent by one end; a row goes to each of the others."""
     if operation in ("send", "receive"):
         return size if operation == "send" else 0
+    if operation == "exchange":
+        return size * (world - 1)
     return (2 if operation == "all_reduce" else 1) * size * (world - 1) // world
 
 

@@ -181,10 +181,13 @@ def _unmarked(value: Any) -> Any:
 @functools.cache
 def _leave_alone_what_backward_needs() -> None:
     """Where a unit is no single graph, its saved tensors pass through the hooks of the recompute
-    while torch looks for code to compile."""
+    while torch looks for code to compile. And where a backward is split, its graph runs twice: code
+    must not write into what it saved."""
+    import torch._functorch.config as of_graphs
     from torch._dynamo import trace_rules
 
     trace_rules.add("gpumix.engine.recompute")
+    of_graphs.donated_buffer = False
 
 
 @functools.cache

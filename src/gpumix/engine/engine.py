@@ -24,19 +24,20 @@ from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, pipelined, sequential, state
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
-from gpumix.engine.comm import Communicator, Pending
+from gpumix.engine.comm import Communicator, Pending, WaitClock
 from gpumix.engine.coroutine import Calls
+from gpumix.engine.efficient import channels_last
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch
-from gpumix.engine.objective import Objective
+from gpumix.engine.objective import Objective, mean_over_labels
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
-from gpumix.engine.samples import digest, refuse_unlike, samples_in
+from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
@@ -51,7 +52,8 @@ class Engine:
     `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
     `notice` is a number that this rank tells all others in the next step, at no further cost;
     `notices_by_rank` is what all ranks said in the last one. `losses_counted` is what the sum of
-    all losses of the last step was divided by, float64 on the device.
+    all losses of the last step was divided by, float64 on the device. `copies` is the clock of what
+    the device waits for batches, and for what was kept on the host.
     """
 
     def __init__(
@@ -89,18 +91,18 @@ class Engine:
         last = plan.stages_of(comm.rank)[-1]
         self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
-        self._stats = torch.zeros(comm.world, 4)
+        self._stats = torch.zeros(comm.world, 3)
         # Ranks that are to have the same samples see in their first step that they do.
         self._tells_samples = bool(places) or plan.in_teams
-        self._digest = 0
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
         self._buffers_before = BufferCopies([])
         self._failed = ""
         self._updates: Updates | None = None
+        self.copies = WaitClock(self.device)
         kept_on_host = self._worker.mode.boundary == "host"
-        self._host = HostStore(self.device) if kept_on_host else None
+        self._host = HostStore(self.device, self.copies) if kept_on_host else None
         check.Watch(self)
         if self._parts.division.on_host:
             StepsOnHost(self, self.parameters())
@@ -132,8 +134,8 @@ class Engine:
         updates = self._updates_of(optimizer)
         with self._in_step():
             cut = self._cut(batch, self._rows)
-            if self._tells_samples:
-                self._digest = digest(batch, self._rows)
+            if self._tells_samples:  # first: others could be as long as no rank waits for
+                self._compare_samples(batch)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
                 if self._places:
@@ -147,9 +149,6 @@ class Engine:
             if self._parts.division.on_host and self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
-            if self._tells_samples:
-                refuse_unlike(self.plan, [int(told) for told in table[:, 3].tolist()])
-                self._tells_samples = False
             self._buffers_before.keep_changed()
             self.steps += 1
             self._stats = table
@@ -501,11 +500,17 @@ class Engine:
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
                 "plan.rows_of(rank) says",
             )
-        batch = tree_map(self._to_device, batch)
+        widths: list[int | None] = [None] * len(rows)
+        if self._objective is mean_over_labels:  # another loss may count what is padding
+            widths = padded_from(batch, rows)  # asks the host, before anything goes to the device
+        with self.copies:
+            batch = tree_map(self._to_device, batch)
         made, begin = [], 0
-        for of_one in rows:
+        for of_one, width in zip(rows, widths):
             own = slice(begin, begin + len(of_one))
             part = tree_map(lambda t, own=own: t[own] if torch.is_tensor(t) else t, batch)
+            if width is not None:
+                part = {key: value[:, :width].contiguous() for key, value in part.items()}
             randomness = Randomness(self._seed, self.steps, of_one.start, self.device)
             looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
             compute = functools.partial(self._objective, self.model, part)
@@ -513,19 +518,28 @@ class Engine:
             begin += len(of_one)
         return made
 
+    def _compare_samples(self, batch: Any) -> None:
+        """Once, before anything is computed: ranks that are to have the same samples do."""
+        told = torch.tensor([digest(batch, self._rows)], device=self.device)
+        table, exchanged = self.comm.exchange(told, "comparison of samples")
+        exchanged.wait()
+        refuse_unlike(self.plan, table[:, 0].tolist())
+        self._tells_samples = False
+
     def _to_device(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         dtype = self._dtype if value.is_floating_point() else value.dtype
-        return value.to(self.device, dtype, non_blocking=True)
+        moved = value.to(self.device, dtype, non_blocking=True)
+        return channels_last(moved) if self._worker.efficiency.channels_last else moved
 
     def _exchange(
         self, results: list[Loss], scale: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
-        row = torch.zeros(4, dtype=torch.float64, device=self.device)
-        row[2], row[3] = self.notice, self._digest
+        row = torch.zeros(3, dtype=torch.float64, device=self.device)
+        row[2] = self.notice
         for loss, count in results if self._tells_losses else ():
             row[0] += loss
             row[1] += count

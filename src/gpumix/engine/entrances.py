@@ -48,7 +48,7 @@ class Entrances:
         leaves, structure = tree_flatten((args, kwargs))
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if (found := self._positions.enter(leaf)) is not None:
+                if (found := self._positions.enter(leaf, early=True)) is not None:
                     leaves[number] = found[0]
                     self._known.append(found)
                 break
@@ -76,6 +76,8 @@ class Entrances:
 
     def forget(self) -> None:
         self._known.clear()
+        if self._positions is not None and self._early:
+            self._positions.left_early()
 
 
 def entering(inner: Forward, entrances: Entrances) -> Forward:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +68,18 @@ class HeadInChunks:
     Args:
         units: the model's blocks, inside of which no output layer is looked for.
         whole_because: why its logits are always made whole, if they are.
+        fused: whether losses are made by the fused kernel.
     """
 
     def __init__(
-        self, model: nn.Module, units: Iterable[nn.Module] = (), *, whole_because: str = ""
+        self,
+        model: nn.Module,
+        units: Iterable[nn.Module] = (),
+        *,
+        whole_because: str = "",
+        fused: bool = False,
     ) -> None:
+        self.fused = fused
         self.whole_because = whole_because
         self.chunked_losses = 0
         self._scale: Tensor | None = None
@@ -149,6 +157,7 @@ class HeadInChunks:
         if in_place and self._scale is not None and expected and torch.is_grad_enabled():
             upstream = expected.upstream * self._scale
         rows = hidden.reshape(-1, hidden.shape[-1])
+        problem = partial(problem, fused=self.fused)
         loss: Tensor = ChunkedLoss.apply(rows, weight, bias, problem, upstream, in_place)  # type: ignore[no-untyped-call]
         payment = getattr(loss.grad_fn, "payment", None)
         if expected is not None and payment is not None:

@@ -21,10 +21,17 @@ def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 class HostStore:
-    """Keeps tensors of `device` on the host for a while, in memory that it uses again."""
+    """Keeps tensors of `device` on the host for a while, in memory that it uses again.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        clock: runs while the device waits for a copy.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: AbstractContextManager[None] | None = None
+    ) -> None:
         self.device = device
+        self.clock = nullcontext() if clock is None else clock
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
@@ -36,7 +43,7 @@ class HostStore:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             tensor.record_stream(self.stream)
-        with self.beside():
+        with self.clock if self.stream is None else self.beside():
             on_host.copy_(tensor, non_blocking=True)
         return Kept(self, on_host, memory)
 
@@ -65,11 +72,12 @@ class Kept:
 
     def on_device(self) -> torch.Tensor:
         """It, for the current stream; the memory on the host is free for others."""
-        self.fetch()
-        assert self._coming is not None
-        if self._store.stream is not None:
-            current = torch.cuda.current_stream(self._store.device)
-            current.wait_stream(self._store.stream)
-            self._coming.record_stream(current)
+        with self._store.clock:
+            self.fetch()
+            assert self._coming is not None
+            if self._store.stream is not None:
+                current = torch.cuda.current_stream(self._store.device)
+                current.wait_stream(self._store.stream)
+                self._coming.record_stream(current)
         self._store.give_back(self._memory)
         return self._coming

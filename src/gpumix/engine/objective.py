@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.documents import mask_of_documents
 from gpumix.engine.head import expected_gradient
 
 Objective = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
@@ -43,8 +44,9 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
     # A micro-batch without any label would have a mean loss of 0 / 0; with some other label it has
     # a finite one, and both loss and gradient are multiplied with 0.
     labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+    batch = {**batch, **mask_of_documents(model, batch), "labels": labels}
     with expected_gradient(count) as expected:
-        loss = model(**{**batch, "labels": labels}).loss
+        loss = model(**batch).loss
         expected.settle(loss)
     # In fp32: a sum over many labels is beyond fp16's range.
     return loss.float() * count, count

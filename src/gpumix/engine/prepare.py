@@ -21,6 +21,7 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
 from gpumix.engine.division import Division
+from gpumix.engine.efficient import make_efficient
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, own_device
 from gpumix.engine.head import HeadInChunks
@@ -81,10 +82,13 @@ def prepare(
     switch_off_caches(model)
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
+    make_efficient(model, worker.efficiency, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
     in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in plan.stages_of(comm.rank)
-    head = HeadInChunks(model, (u.module for u in anatomy.units)) if in_chunks else None
+    fused = worker.efficiency.loss == "triton"
+    units_of_model = (unit.module for unit in anatomy.units)
+    head = HeadInChunks(model, units_of_model, fused=fused) if in_chunks else None
     # Tensor.
     teams = teams_of(plan, comm)
     anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)

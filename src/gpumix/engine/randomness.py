@@ -35,11 +35,35 @@ class Randomness:
         _seed(seed, self._device)
 
 
-def apart(number: int, device: torch.device) -> None:
-    """From here on draw other numbers than those who were seeded alike and have another `number`,
-    the same whenever it is called after the same seed."""
-    seed = (torch.default_generator.initial_seed() + number * 0xD1B54A32D192ED03) % 2**63
-    _seed(seed, device)
+class Draws:
+    """What ranks draw that were seeded alike: each numbers of its own from here on, but where they
+    are to draw alike. The same whenever it is made after the same seed.
+
+    Args:
+        number: of this rank.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self._device = device
+        self._alike = False
+        self._other = _states(device)
+        # None draws on its own what all draw together.
+        seed = torch.default_generator.initial_seed() + (number + 1) * 0xD1B54A32D192ED03
+        _seed(seed % 2**63, device)
+
+    def draw_alike(self) -> None:
+        self._switch(True)
+
+    def draw_apart(self) -> None:
+        self._switch(False)
+
+    def _switch(self, alike: bool) -> None:
+        if alike != self._alike:
+            self._alike = alike
+            now = _states(self._device)
+            for generator, state in zip(_generators(self._device), self._other):
+                generator.set_state(state)
+            self._other = now
 
 
 @contextlib.contextmanager
@@ -51,6 +75,15 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators(device)]
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+        return [torch.default_generator, torch.cuda.default_generators[device.index]]
+    return [torch.default_generator]

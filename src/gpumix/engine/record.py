@@ -133,7 +133,7 @@ class Recorder(Record):
         self._activities: list[tuple[Callable[..., Activity], Mark]] = []
         self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
         self._latest: dict[tuple[Operation, str], int] = {}
-        self._turned = False  # from the forward pass to the backward pass
+        self._turned = False  # from a forward pass to a backward pass, and back in stages
         self._pass: Callable[..., Activity] | None = None
         self._doing: Callable[..., Activity] = partial(
             Activity, "overhead", ROOT

@@ -7,17 +7,21 @@ what they were given, as a number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gpumix.engine.objective import IGNORED_LABEL
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 
-MASK = 2**40 - 1  # sums over thousands of ranks are exact in float64
+DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
+
+LABELS, MASK = "labels", "attention_mask"
+PER_TOKEN = frozenset({"input_ids", LABELS, MASK, "position_ids", "token_type_ids"})
 
 
 def samples_in(batch: Any) -> int:
@@ -51,15 +55,37 @@ def _uncut(value: Any) -> bool:
     return isinstance(value, np.ndarray)
 
 
+def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
+    """Of each micro-batch the column from which on all is padding; None where nothing is known of
+    padding. Padding is what a mask on the host hides at the right of all samples, with labels that
+    do not count; and what a batch holds beside must be known to go by tokens."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if mask is None or not PER_TOKEN.issuperset(batch) or mask.device.type != "cpu":
+        return [None] * len(rows)
+    if any(value.shape != mask.shape or value.dim() != 2 for value in batch.values()):
+        return [None] * len(rows)
+    used = mask != 0
+    if LABELS in batch:
+        used = used | (batch[LABELS] != IGNORED_LABEL)
+    columns = torch.arange(1, mask.shape[1] + 1)
+    last = (used * columns).amax(1) if mask.numel() else used.new_zeros(len(used), dtype=int)
+    found, begin = [], 0
+    for of_one in rows:
+        found.append(max([1, *last[begin : begin + len(of_one)].tolist()]))
+        begin += len(of_one)
+    return found
+
+
 def digest(batch: Any, rows: Sequence[range]) -> int:
     """Of a rank's samples, which are these rows of the global batch: those of several ranks add up
-    to the same, whoever has which of them."""
+    to the same, whoever has which of them, padded to whatever length."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     found, begin = 0, 0
-    for of_one in rows:
-        own = [_number(leaf[begin : begin + len(of_one)]) for leaf in leaves]
+    for of_one, width in zip(rows, padded_from(batch, rows)):
+        columns = (...,) if width is None else (slice(None), slice(width))
+        own = [_number(leaf[begin : begin + len(of_one)][columns]) for leaf in leaves]
         parts = (number * (of_one.start + 1) * (2 * place + 1) for place, number in enumerate(own))
-        found = (found + sum(parts)) & MASK
+        found = (found + sum(parts)) & DIGITS
         begin += len(of_one)
     return found
 
@@ -69,7 +95,7 @@ def _number(tensor: torch.Tensor) -> int:
     whole = tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
     flat = whole.reshape(-1).to(torch.int64)
     places = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
-    return int((flat * places).sum().item()) & MASK
+    return int((flat * places).sum().item()) & DIGITS
 
 
 def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
@@ -94,6 +120,6 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
             team = ranks[first : first + stage.tensor]
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[rank] for rank in ranks[:: stage.tensor]) & MASK)
+        sums.append(sum(digests[rank] for rank in ranks[:: stage.tensor]) & DIGITS)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

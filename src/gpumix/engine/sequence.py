@@ -9,10 +9,8 @@ seen when a unit of its kind is called for the first time.
 
 from __future__ import annotations
 
-import contextvars
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -28,12 +26,11 @@ from torch.utils._pytree import (
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.lazy_logits import ANSWERED
-from gpumix.engine.randomness import apart, untouched
+from gpumix.engine.randomness import Draws, untouched
 from gpumix.engine.regions import enter_together, leave, leave_apart, part_of, side_by_side
+from gpumix.engine.rehearsal import DIM, Call, Subject, rehearse
 
 Forward = Callable[..., Any]
-DIM = 1  # of the positions in what units hand on, [samples, positions, width]
-ROUNDING = 8  # times what a dtype resolves
 WITHOUT = "make a plan without: `techniques: {sequence: false}`"
 
 
@@ -51,7 +48,7 @@ class Divided(torch.Tensor):
     part: torch.Tensor
     positions: Positions
     length: int
-    _whole: dict[bool, torch.Tensor]
+    _whole: dict[bool, tuple[torch.Tensor, int]]
 
     @staticmethod
     def __new__(
@@ -75,8 +72,16 @@ class Divided(torch.Tensor):
         gradients = torch.is_grad_enabled()
         if gradients not in self._whole:
             self.positions.left += 1
-            self._whole[gradients] = self.gathered()
-        return self._whole[gradients]
+            found = self.gathered()
+            self._whole[gradients] = found, found._version
+        return self._whole[gradients][0]
+
+    def written(self) -> torch.Tensor | None:
+        """The whole, if the model's code wrote into it: then the part is that no more."""
+        for whole, version in self._whole.values():
+            if whole._version != version:
+                return whole
+        return None
 
     def gathered(self) -> torch.Tensor:
         """The same, anew."""
@@ -119,72 +124,18 @@ def _rebuilt(part: Any, positions: Positions, length: int) -> Any:
     return Divided(part, positions, length) if isinstance(part, torch.Tensor) else part
 
 
-class _Call:
-    """A unit runs, with so many positions.
-
-    Attributes:
-        own: how many of them are computed here between its regions.
-    """
+class _Divided:
+    """A unit runs with this rank's part."""
 
     def __init__(self, team: Communicator, length: int, own: int) -> None:
         self.team, self.length, self.own = team, length, own
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Positions.enter`."""
         whole = side_by_side(part, DIM, self.team, self.length)
         return whole, enter_together(part, whole, DIM, self.team)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """See `Positions.leave`."""
         return leave_apart(value, DIM, self.team)
-
-
-class _Recording(_Call):
-    """With all positions everywhere. What goes into regions and what comes out is noted."""
-
-    def __init__(self, team: Communicator, length: int) -> None:
-        super().__init__(team, length, length)
-        self.values: list[torch.Tensor] = []
-
-    def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.values.append(part)
-        return part, part
-
-    def leave(self, value: torch.Tensor) -> torch.Tensor:
-        self.values.append(leave(value, self.team))
-        return self.values[-1].clone()  # the unit may write into it
-
-
-class _Replay(_Call):
-    """With the part of one member. Regions give what was noted, whatever they come to."""
-
-    def __init__(self, recording: _Recording, member: int) -> None:
-        own = torch.arange(recording.length).tensor_split(recording.team.world)[member]
-        super().__init__(recording.team, recording.length, len(own))
-        self._member = member
-        self._values = iter(recording.values)
-
-    def part(self, value: torch.Tensor) -> torch.Tensor:
-        """The member's."""
-        return value.tensor_split(self.team.world, DIM)[self._member]
-
-    def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = self._next()
-        _compare(part, self.part(whole), "what goes into a divided module")
-        return whole, whole
-
-    def leave(self, value: torch.Tensor) -> torch.Tensor:
-        return self.part(self._next())
-
-    def _next(self) -> torch.Tensor:
-        value = next(self._values, None)
-        if value is None:
-            raise _Differs("it uses more divided modules than with all positions")
-        return value
-
-
-class _Differs(Exception):
-    """A part of the positions does not come to what it does among all of them."""
 
 
 class Positions:
@@ -199,8 +150,10 @@ class Positions:
         self.team = team
         self.entered = 0
         self.left = 0
-        self._call: _Call | None = None
-        self._seen: set[str] = set()
+        self._call: Call | None = None
+        self._draws: Draws | None = None
+        self._whole: list[Any] = []  # what the unit that runs was given beside hidden states
+        self._seen: set[tuple[str, object]] = set()
 
     # -- outside of units --------------------------------------------------------------------------
 
@@ -215,8 +168,10 @@ class Positions:
                 fix=WITHOUT,
             )
         for number, leaf in enumerate(leaves):
+            written = leaf.written() if is_divided(leaf) else None
+            leaves[number] = leaf = leaf if written is None else written
             if number != place:
-                leaves[number] = leaf.whole() if is_divided(leaf) else leaf
+                leaves[number] = _whole(leaf)
             elif not is_divided(leaf):
                 self.entered += leaf.requires_grad
                 leaves[number] = Divided(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
@@ -225,23 +180,28 @@ class Positions:
 
     # -- inside of them ----------------------------------------------------------------------------
 
-    def forward_of(self, module: nn.Module, label: str, kind: str, inner: Forward) -> Forward:
+    def forward_of(
+        self, module: nn.Module, label: str, kind: str, inner: Forward, parts: Sequence[str]
+    ) -> Forward:
         """That of a unit, which is given `divided` hidden states, and gives such.
 
         Args:
             inner: does what it does. Like what is returned it must not hold the module.
+            parts: its parameters of which each rank comes to a part of the gradient, because it has
+                a part of the positions.
         """
         there = weakref.ref(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = next(leaf for leaf in _leaves((args, kwargs)) if is_divided(leaf))
-            if kind not in self._seen:
-                self._seen.add(kind)
-                with _evaluating(there()), untouched(hidden.device):
-                    contextvars.Context().run(self._check, label, inner, args, kwargs)
-            if self.team.rank:  # each has positions and heads of its own, and draws for them
-                apart(self.team.rank, hidden.device)
-            call = _Call(self.team, hidden.length, hidden.part.shape[DIM])
+            if self._is_new(kind, hidden, _leaves((args, kwargs))):
+                unit = there()
+                assert unit is not None, "it is being called"
+                with untouched(hidden.device):
+                    self._rehearse(label, unit, inner, parts, (args, kwargs))
+            # Each has positions and heads of its own, and draws for them.
+            self._draws = Draws(self.team.rank, hidden.device)
+            call = _Divided(self.team, hidden.length, hidden.part.shape[DIM])
             outputs = self._run(call, inner, _mapped(_part, (args, kwargs)))
             return _mapped(lambda t: self._like(hidden, t), outputs)
 
@@ -253,20 +213,32 @@ class Positions:
             return output
         return Divided(output, self, hidden.length)
 
-    def _run(self, call: _Call, inner: Forward, given: tuple[Any, Any]) -> Any:
+    def _run(self, call: Call, inner: Forward, given: tuple[Any, Any]) -> Any:
         args, kwargs = given
+        hidden = next((n for n, leaf in enumerate(_leaves(given)) if _is_hidden(leaf)), -1)
         self._call = call
+        self._whole = [leaf for n, leaf in enumerate(_leaves(given)) if n != hidden]
         try:
             return inner(*args, **kwargs)
         finally:
-            self._call = None
+            self._call, self._draws, self._whole = None, None, []
 
-    def enter(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def enter(
+        self, value: torch.Tensor, *, early: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What goes into a region, if its positions are divided: all of them, of which each rank
-        comes to the whole gradient; and the same, of which each comes to a part."""
+        comes to the whole gradient; and the same, of which each comes to a part.
+
+        Args:
+            early: before code that does the same on all ranks.
+        """
         call = self._call
         if call is None or not _is_hidden(value) or value.shape[DIM] != call.own:
             return None
+        if any(value is other for other in self._whole):
+            return None  # it has as many positions as a part by chance
+        if early and self._draws is not None:
+            self._draws.draw_alike()
         return call.enter(value)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
@@ -274,69 +246,60 @@ class Positions:
         call = self._call
         if call is None or not _is_hidden(value) or value.shape[DIM] != call.length:
             return leave(value, self.team)
+        self.left_early()
         return call.leave(value)
+
+    def left_early(self) -> None:
+        """Code that does the same on all ranks is over."""
+        if self._draws is not None:
+            self._draws.draw_apart()
 
     # -- the first time ----------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _check(self, label: str, inner: Forward, args: Any, kwargs: Any) -> None:
-        """Raise a ModelError if parts of the positions do not come to what they do among all of
-        them: regions apart, that can be seen on one rank."""
-        whole = next(leaf for leaf in _leaves((args, kwargs)) if is_divided(leaf)).gathered()
-        recording = _Recording(self.team, whole.shape[DIM])
+    def _is_new(self, kind: str, hidden: Divided, given: Sequence[Any]) -> bool:
+        """Whether a unit of this kind has not run yet with tensors of such shapes."""
+        sizes = {-(-hidden.length // self.team.world), hidden.length // self.team.world}
+        looks = tuple(
+            tuple((size == hidden.length, size in sizes) for size in value.shape)
+            for value in given
+            if isinstance(value, torch.Tensor)
+        )
+        if (kind, looks) in self._seen:
+            return False
+        self._seen.add((kind, looks))
+        return True
 
-        def given(hidden: torch.Tensor) -> tuple[Any, Any]:
-            return _mapped(lambda t: hidden if is_divided(t) else t, (args, kwargs))
-
-        expected = self._run(recording, inner, given(whole))
-        # Of a team that is made up nobody else will see to its part.
-        alone = self.team.group is None
+    def _rehearse(
+        self, label: str, unit: nn.Module, inner: Forward, parts: Sequence[str], given: Any
+    ) -> None:
+        """Raise a ModelError if parts of the positions do not come to what they do among all."""
+        place = next(n for n, leaf in enumerate(_leaves(given)) if is_divided(leaf))
+        with torch.no_grad():
+            args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
+        wants = _leaves(given)[place].part.requires_grad
+        subject = Subject(
+            lambda call, args, kwargs: self._run(call, inner, (args, kwargs)),
+            unit,
+            parts,
+            args,
+            kwargs,
+            place,
+            wants,
+        )
         problem = ""
-        for member in range(self.team.world) if alone else (self.team.rank,):
-            replay = _Replay(recording, member)
-            try:
-                found = self._run(replay, inner, given(replay.part(whole)))
-                for one, other in zip(_leaves(found), _leaves(expected), strict=True):
-                    if isinstance(other, torch.Tensor):
-                        like = other if one.shape == other.shape else replay.part(other)
-                        _compare(one, like, "what it returns")
-            except Exception as error:  # whatever a model's code says of such shapes
-                problem = problem or (str(error).strip() or type(error).__name__).splitlines()[0]
-        refused = torch.tensor([float(bool(problem))], device=whole.device)
+        try:
+            rehearse(subject, self.team)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's code says of such shapes
+            problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+        refused = torch.tensor([float(bool(problem))], device=_leaves(given)[place].device)
         if self.team.all_reduce(refused, "comparison of divided sequences").item():
             raise ModelError(
                 f"the positions of unit '{label}' cannot be divided over the ranks of a team",
                 why=problem or "another rank of the team says why",
                 fix=WITHOUT,
             )
-
-
-@contextmanager
-def _evaluating(module: nn.Module | None) -> Iterator[None]:
-    """Inside nothing is dropped, and no buffer changes."""
-    assert module is not None, "it is being called"
-    held = [(part, part.training) for part in module.modules()]
-    for part, _ in held:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in held:
-            part.training = training
-
-
-def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    if found.shape != expected.shape:
-        raise _Differs(
-            f"{what} is of shape {list(found.shape)} for a part of the positions, not "
-            f"{list(expected.shape)}"
-        )
-    difference = torch.where(found == expected, 0.0, found.double() - expected.double()).norm()
-    allowed = ROUNDING * torch.finfo(torch.float32).eps
-    if expected.is_floating_point():
-        allowed = ROUNDING * torch.finfo(expected.dtype).eps
-    if difference > allowed * expected.double().norm():
-        raise _Differs(f"{what} is not computed for each position by itself")
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:

@@ -368,12 +368,18 @@ class _Apart:
             if unit.name not in self.units:
                 return unit
             inner = plain_forward(unit.module)
-            forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner)
-            changes.make(unit.module, "forward", forward)
             slots = tuple(
                 replace(slot, summed=slot.window.whole and slot.parameter.requires_grad)
                 for slot in unit.slots
             )
+            # Inside of regions each rank has a part of a gradient anyway.
+            parts = [
+                now.name.removeprefix(f"{unit.name}.")
+                for slot, now in zip(unit.slots, slots)
+                if now.summed and not slot.summed
+            ]
+            forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner, parts)
+            changes.make(unit.module, "forward", forward)
             return replace(unit, slots=slots, positions=self.positions)
 
         return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)

@@ -208,6 +208,7 @@ class Decoder:
             forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
             backward=_line(saved + passing, weight),
             flops=self.block_flops(tokens),
+            backward_flops=2 * self.block_flops(tokens),
             outputs={0: _line(stream)},
             split=_line(saved + stream + tokens * self._put_off_elements() * size),
             split_backward=_line(passing, weight),
@@ -227,6 +228,7 @@ class Decoder:
             head=_line(logits + 4 * stream, weight_left),
             chunked_head=self._chunked_head(tokens, size) if self.team == 1 else None,
             flops=2.0 * tokens * self.hidden * self.head_rows,
+            backward_flops=4.0 * tokens * self.hidden * self.head_rows,
         )
         return ModelProfile(
             fingerprint=f"estimate:{name}",

@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
+
+from gpumix.hardware.efficiency import Installed
 
 # Where the kernel says how much memory this process and its like may have.
 MEMORY_LIMITS = (
@@ -84,6 +87,11 @@ def torchrun_place() -> TorchrunPlace | None:
         master_port=int(port),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def installed() -> Installed:
+    """The packages with kernels that are here; none is imported."""
+    return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})
 
 
 def host_memory_bytes() -> int:

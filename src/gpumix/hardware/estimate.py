@@ -8,6 +8,7 @@ from gpumix.hardware.catalogue import Card, find
 from gpumix.hardware.decoder import Part
 from gpumix.hardware.roofline import (
     both,
+    flops_per_s,
     forward_curve,
     gradient_curve,
     half_gradient_curve,
@@ -17,6 +18,7 @@ from gpumix.hardware.roofline import (
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
+from gpumix.spec.peak import Peak
 from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
@@ -91,6 +93,7 @@ def estimate_class(
         host_copy=host_copy(card),
         estimated=True,
         compute_dtype=dtype,
+        peak=Peak(flops_per_s=flops_per_s(card, dtype), source="stated"),
     )
 
 

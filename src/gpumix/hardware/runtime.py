@@ -27,11 +27,13 @@ class DeviceRuntime(ABC):
         torch_device: where tensors go.
         memory_limit_bytes: what the process may use in all, `framework_bytes` included.
         uncounted: why the bytes of tensors are not known here; empty if they are.
+        emulated: whether it is a CPU that is held to a stated speed.
     """
 
     torch_device: torch.device
     memory_limit_bytes: int
     uncounted: str = ""
+    emulated: bool = False
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -171,6 +173,8 @@ class _CpuRuntime(DeviceRuntime):
 
 class _EmulatedRuntime(_CpuRuntime):
     """A CPU process that is held to the speed and the memory of its class."""
+
+    emulated = True
 
     def __init__(self, device_class: DeviceClass) -> None:
         self._device = EmulatedDevice(device_class).__enter__()

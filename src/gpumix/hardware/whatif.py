@@ -21,9 +21,10 @@ from gpumix.spec.dtypes import support_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network, link
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
-from gpumix.spec.profile import ClassProfile, Profile, RootUnit, UnitKind
+from gpumix.spec.profile import ClassProfile, End, Profile, RootParameter, RootUnit, UnitKind
 
 U = TypeVar("U", UnitKind, RootUnit)
+S = TypeVar("S", End, RootParameter)
 
 NEW_HOST = "new-host"
 
@@ -173,7 +174,17 @@ def _enlarged(unit: U, times: int) -> U:
     changes["frozen_bytes"] = unit.frozen_bytes * times
     if isinstance(unit, UnitKind):
         changes["outputs"] = {place: one.scaled(times) for place, one in unit.outputs.items()}
+    else:
+        changes["before"], changes["after"] = (
+            _frozen(unit.before, times),
+            _frozen(unit.after, times),
+        )
+        changes["parameters"] = tuple(_frozen(one, times) for one in unit.parameters)
     return unit.model_copy(update=changes)
+
+
+def _frozen(size: S, times: int) -> S:
+    return size.model_copy(update={"frozen_bytes": size.frozen_bytes * times})
 
 
 def _with_links(cluster: Cluster, new: Card) -> Network | None:

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from gpumix.hardware.environment import cache_folder, has_cpp_compiler
+from gpumix.hardware.efficiency import choose
+from gpumix.hardware.environment import cache_folder, has_cpp_compiler, installed
+from gpumix.hardware.peaks import stated_peak
 from gpumix.profiler.code import code_of_factory, hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.compiling import compiled_classes
@@ -27,6 +29,8 @@ from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ClassMeasurement,
     ClassProfile,
+    HostInput,
+    InputMeasurement,
     LinkMeasurement,
     ModelProfile,
     Profile,
@@ -37,7 +41,7 @@ from gpumix.spec.profile import (
 from gpumix.spec.teams import degrees_of
 
 U = TypeVar("U", UnitKind, RootUnit)
-D = TypeVar("D", ClassMeasurement, LinkMeasurement)
+D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
 
 # What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
 MEASURED_CODE = ("engine", "profiler", "hardware")
@@ -53,7 +57,8 @@ class MeasurementCache:
         folder: where relative names in the job start from.
 
     `dtypes` is what each class computes in, `compiled` are the names of the classes that are
-    measured with compiled units, `degrees` tells how many devices of a class may compute together.
+    measured with compiled units, `chosen` is how else each computes, `degrees` tells how many
+    devices of a class may compute together.
 
     Raises:
         InputError: the job wants of a class what it cannot do.
@@ -68,6 +73,13 @@ class MeasurementCache:
         self.dtypes = compute_dtypes(job.precision, cluster)
         self.degrees = degrees_of(cluster, job.techniques)
         self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
+        self.chosen = choose(
+            job.efficiency,
+            cluster,
+            dtypes=self.dtypes,
+            compiled=self.compiled,
+            installed=installed(),
+        )
 
     def class_file(self, device_class: DeviceClass) -> Path:
         """The file of a class's measurement; what the class is called does not matter."""
@@ -77,6 +89,7 @@ class MeasurementCache:
             "class": device_class.model_dump(exclude={"name"}),
             "compiled": name in self.compiled,
             "compute_dtype": self.dtypes[name],
+            "efficiency": self.chosen[name].efficiency.model_dump(),
             "degrees": self.degrees.get(name, ()),
             "sequence": self._job.techniques.sequence if self.degrees.get(name) else (),
         }
@@ -90,6 +103,16 @@ class MeasurementCache:
         work = {**self._work, "devices": devices, "degrees": degrees}
         return self._where / f"links-{_hash(work)}.json"
 
+    def input_file(self) -> Path:
+        """The file of what reading the job's samples takes on these hosts."""
+        work = {
+            "data": self._job.data.model_dump(mode="json"),
+            "work": self._work,
+            "hosts": sorted({device.host for device in self._cluster.devices}),
+            "emulated": self._cluster.emulated,
+        }
+        return self._where / f"input-{_hash(work)}.json"
+
     def missing(self) -> list[str]:
         """Names of the classes that were not measured yet."""
         return [c.name for c in self._cluster.classes if self._load_class(c) is None]
@@ -101,8 +124,9 @@ class MeasurementCache:
         found = {name: m for name, m in classes.items() if m is not None}
         if links is None or len(found) < len(classes):
             return None
-        job = self._job
-        return self.named(assemble(job.sequence_length, self._cluster, found, links))
+        profile = assemble(self._job.sequence_length, self._cluster, found, links)
+        inputs = _load(InputMeasurement, self.input_file())
+        return self.named(profile).model_copy(update={"inputs": inputs.inputs if inputs else ()})
 
     def named(self, profile: Profile) -> Profile:
         """The profile with the model that it is of."""
@@ -114,6 +138,10 @@ class MeasurementCache:
             _replace(measurement, self.class_file(self._cluster.class_named(name)))
         if links is not None:
             _replace(links, self.link_file())
+
+    def save_inputs(self, inputs: tuple[HostInput, ...]) -> None:
+        """Keep what reading samples takes."""
+        _replace(InputMeasurement(inputs=inputs), self.input_file())
 
     def measured(self) -> dict[str, ClassMeasurement]:
         """What is known already, by class name."""
@@ -162,7 +190,9 @@ def assemble(
         cluster=cluster,
         model=model,
         other_models=tuple(others),
-        classes=tuple(_with_host_bytes(one, one.device_class, cluster) for one in ordered),
+        classes=tuple(
+            _with_peak(_with_host_bytes(one, one.device_class, cluster), cluster) for one in ordered
+        ),
         teams=tuple(_teams(ordered, cluster)),
         collectives=links.collectives,
         network=links.network,
@@ -170,6 +200,13 @@ def assemble(
         contention=links.contention,
         seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,
     )
+
+
+def _with_peak(found: ClassProfile, cluster: Cluster) -> ClassProfile:
+    """What is stated counts for more than what a single product reached."""
+    device_class, tf32 = cluster.class_named(found.device_class), found.efficiency.tf32
+    stated = stated_peak(device_class, found.compute_dtype, tf32=tf32)
+    return found if stated is None else found.model_copy(update={"peak": stated})
 
 
 def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
@@ -244,9 +281,12 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "gpumix": _own_code(),
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
+        "kernels": [_version_of(name) for name in ("flash-attn", "liger-kernel", "triton")],
         "model": _model(job, folder),
         "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
+        # Attention takes another way where documents are packed, or padded.
+        **({} if job.data.packing == "concatenate" else {"packing": job.data.packing}),
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
         "global_batch": job.global_batch,
@@ -290,7 +330,9 @@ def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
     return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
 
 
-def _replace(measurement: ClassMeasurement | LinkMeasurement, path: Path) -> None:
+def _replace(
+    measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path
+) -> None:
     path.unlink(missing_ok=True)  # what is broken is nobody's
     measurement.save(path)
 

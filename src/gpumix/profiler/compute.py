@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
+from gpumix.engine.efficient import channels_last
 from gpumix.engine.host import empty_on_host
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.sequence import is_divided
@@ -66,7 +67,12 @@ class Point:
     split: dict[str, int] = field(default_factory=dict)
     split_backward_bytes: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)  # of one sample's forward
+    # Of one sample's forward, and of its backward; of the root before the first unit, too.
+    flops: dict[str, float] = field(default_factory=dict)
+    backward_flops: dict[str, float] = field(default_factory=dict)
+    rerun_flops: dict[str, float] = field(default_factory=dict)
+    before_flops: float = 0.0
+    before_backward_flops: float = 0.0
     outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes by place
     gradient: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
@@ -92,8 +98,9 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `cut_short`: there was no time for more. See
-    `Walk` for `enters` and `leaves`."""
+    """All points of one device, in growing size; `cut_short`: there was no time for more;
+    `compiled`: the times are of compiled code; `of_code`: how far that is off. See `Walk` for
+    `enters` and `leaves`."""
 
     calls: tuple[str, ...]
     points: list[Point]
@@ -101,6 +108,8 @@ class Sweep:
     enters: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
     cut_short: bool = False
+    compiled: bool = False
+    of_code: str = ""
 
 
 def sweep(
@@ -202,6 +211,8 @@ class _Measurement:
             calls = self._first_walk(batch, in_chunks=True)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
+        if size == 1 and self._point.before_flops:
+            self._count_backward_flops_before_units(batch)
         return calls
 
     def flows(self, batch: Batch) -> Flows:
@@ -234,6 +245,7 @@ class _Measurement:
         ):
             with FlopCount() as flops, self._listening(ROOT, "forward"):
                 point.kept[ROOT] += self._memory.added(walk.go_on)
+            point.before_flops = flops.total / point.size
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
@@ -247,15 +259,17 @@ class _Measurement:
                     walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
                     point.kept[ROOT] += max(0, self._memory.current() - before)
-            with self._listening(ROOT, "backward", more=True):
+            with FlopCount() as backward, self._listening(ROOT, "backward", more=True):
                 walk.loss_backward()
             found = self._head_bytes(before, outputs)
             if in_chunks and specimens.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
+                backward.total = int(2 * self._head_flops(outputs))
                 point.chunked_head_bytes = found
             else:
                 point.backward_bytes[ROOT] = found
             point.flops[ROOT] = flops.total / point.size
+            point.backward_flops[ROOT] = backward.total / point.size
             self.ends = tuple(walk.enters), tuple(walk.leaves)
             return tuple(walk.calls)
 
@@ -342,6 +356,18 @@ class _Measurement:
             point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
         del kept
         self._count_split(kind, call)
+        if point.size == 1:
+            self._count_backward_flops(kind, call)
+
+    def _count_backward_flops(self, kind: str, call: UnitCall) -> None:
+        with self._specimens.uncompiled():  # compiled code does not show them
+            cut = self._specimens.cut(call, recompute=False)
+            cut.forward()
+            _give_gradients(cut.leaves)
+            with FlopCount() as flops:
+                cut.backward()
+        self._point.backward_flops[kind] = float(flops.total - flops.rerun)
+        self._point.rerun_flops[kind] = float(flops.rerun)
 
     def _count_split(self, kind: str, call: UnitCall) -> None:
         """What is between the two parts of a split backward, and the working set of either."""
@@ -366,6 +392,16 @@ class _Measurement:
         self._memory.reset_peak()
         gradients = tensor_bytes(cut.backward())
         return max(0, self._memory.peak() - before), gradients
+
+    def _count_backward_flops_before_units(self, batch: Batch) -> None:
+        specimens = self._specimens
+        with specimens.start(on_device(specimens, batch)) as walk:
+            walk.go_on()
+            first = specimens.cut(walk.call).links if walk.call else []
+            with FlopCount() as flops:
+                walk.root_backward(first)
+        self._point.before_backward_flops = float(flops.total)
+        self._point.backward_flops[ROOT] += float(flops.total)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -445,7 +481,9 @@ def on_device(specimens: Specimens, batch: Batch) -> Batch:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+        kept = dtype if value.is_floating_point() else value.dtype
+        moved = value.to(device, kept, copy=True)
+        return channels_last(moved) if specimens.images_last else moved
 
     return tree_map(move, batch)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gpumix.hardware.emulation.flops import formula_of
+from gpumix.hardware.emulation.flops import formula_of, scores_again
 from gpumix.hardware.runtime import DeviceRuntime
 
 
@@ -95,11 +95,13 @@ class _Tracker(TorchDispatchMode):
 
 
 class FlopCount(TorchDispatchMode):
-    """FLOPs of the operations in its `with` block, as far as there are formulas."""
+    """FLOPs of the operations in its `with` block, as far as there are formulas; of them `rerun`
+    are scores that fused attention computes again in its backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.rerun = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -108,4 +110,5 @@ class FlopCount(TorchDispatchMode):
         formula = formula_of(func)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
+            self.rerun += scores_again(func, args)
         return result

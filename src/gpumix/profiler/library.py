@@ -18,7 +18,8 @@ from gpumix.engine.deferred import build as deferred
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import has_cpp_compiler
+from gpumix.hardware.efficiency import choose
+from gpumix.hardware.environment import has_cpp_compiler, installed
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
@@ -26,6 +27,7 @@ from gpumix.profiler.measure import OptimizerOf, Shape, Subject
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes
+from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING, Space
@@ -47,6 +49,7 @@ def profile(
     tensor: Mapping[str, Any] | None = None,
     space: Space = EVERYTHING,
     compile: bool | Mapping[str, bool] = False,
+    efficiency: EfficiencySpec | None = None,
     budget_s: float = 120.0,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = print,
@@ -65,6 +68,7 @@ def profile(
         loss, units, tensor: as for `gpumix.prepare`.
         space: what plans may use; of it the tensor parallel degrees are measured.
         compile: whether units run in compiled code, on all classes that can, or by class.
+        efficiency: how devices compute, beside dtype and compiled code; default: by the table.
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that.
         progress: is told a line for each measurement.
@@ -77,16 +81,25 @@ def profile(
     with _ranks(timeout_s) as ranks:
         found, devices = _devices(ranks, cluster)
         device = devices[ranks.rank]
+        dtypes = compute_dtypes(precision, found)
+        compiled = compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())
         subject = Subject(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
             shape=Shape(sequence_length, global_batch),
             budget_s=budget_s,
-            dtypes=compute_dtypes(precision, found),
+            dtypes=dtypes,
             loss=loss,
             units=tuple(units),
-            compiled=compiled_classes(compile, found, cpp_compiler=has_cpp_compiler()),
+            compiled=compiled,
+            chosen=choose(
+                efficiency or EfficiencySpec(),
+                found,
+                dtypes=dtypes,
+                compiled=compiled,
+                installed=installed(),
+            ),
             tensor=tensor,
             degrees=degrees_of(found, space),
             sequence=space.sequence,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -14,15 +14,18 @@ from torch import nn
 
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.efficient import make_efficient
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
+from gpumix.hardware.efficiency import PLAIN, Chosen
 from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
 from gpumix.profiler.compute import (
     MakeBatch,
     Pass,
@@ -33,6 +36,7 @@ from gpumix.profiler.compute import (
     time_host_optimizer,
     time_optimizer,
 )
+from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
@@ -78,6 +82,7 @@ class Subject:
         degrees: of each class, how many of its devices may compute units together.
         sequence: whether they divide the positions of samples too.
         must_divide: whether a model that cannot be divided in any of these ways is an error.
+        chosen: how else each class computes; what it does not name computes plainly.
     """
 
     build: Callable[[], nn.Module]
@@ -93,6 +98,11 @@ class Subject:
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence: tuple[bool, ...] = (False, True)
     must_divide: bool = False
+    chosen: Mapping[str, Chosen] = field(default_factory=dict)
+
+    def chosen_for(self, device_class: str) -> Chosen:
+        """How a class computes."""
+        return self.chosen.get(device_class, PLAIN)
 
 
 def measure_class(
@@ -115,8 +125,14 @@ def _measured(
     subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
 ) -> ClassMeasurement:
     begun = time.perf_counter()
-    compiled = device_class in subject.compiled
+    subject = agreed(subject, runtime, device_class, progress)
     found, anatomy, measured = _swept(subject, runtime, device_class, progress)
+    chosen = subject.chosen_for(device_class)
+    compiled = device_class in subject.compiled and found.compiled
+    if compiled:
+        chosen = chosen.because("compile", f"{chosen.why('compile')}; {found.of_code}")
+    elif found.of_code:
+        chosen = chosen.without("compile", f"not used: {found.of_code}")
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
     of_class = ClassProfile(
         device_class=device_class,
@@ -129,6 +145,11 @@ def _measured(
         host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
         compiled=compiled,
         compute_dtype=subject.dtypes[device_class],
+        efficiency=chosen.efficiency,
+        choices=chosen.choices,
+        peak=None
+        if runtime.emulated
+        else measured_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
     )
     del anatomy
     return ClassMeasurement(
@@ -157,6 +178,8 @@ def _swept(
     model = subject.build()
     anatomy = dissect(model, subject.units)
     switch_off_caches(model)
+    efficiency = subject.chosen_for(device_class).efficiency
+    make_efficient(model, efficiency, runtime.torch_device)
     dtype, team = subject.dtypes[device_class], None
     if degree > 1:
         team = MadeUpTeam(degree, runtime.torch_device)
@@ -170,6 +193,8 @@ def _swept(
         compute_dtype=TORCH_DTYPE[dtype],
         objective=subject.loss or objective_of(model),
         team=team,
+        images_last=efficiency.channels_last,
+        fused_loss=efficiency.loss == "triton",
     )
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
@@ -183,6 +208,15 @@ def _swept(
         budget_s=subject.budget_s if team is None else subject.budget_s / 2,
         progress=lambda line: progress(f"{name}: {line}"),
     )
+    if specimens.compiled:
+        error = compiled_error(specimens, subject.make_batch(1))
+        told = f"compiled units are {error:.2g} off the same units without"
+        if not error <= TOLERANCE[dtype]:
+            progress(f"{name}: compiled code is not used: {told}")
+            plain = replace(subject, compiled=subject.compiled - {device_class})
+            found, anatomy, profile = _swept(plain, runtime, device_class, progress)
+            return replace(found, of_code=told), anatomy, profile
+        found = replace(found, compiled=True, of_code=told)
     profile = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
     return found, anatomy, profile
 
@@ -203,6 +237,9 @@ def _teams(
                 if isinstance(error, ModelError) and not sequence:
                     raise  # of a model that does not run alone either
                 refused = refused or error
+                how = ", positions divided" if sequence else ""
+                why = error.why or error.what
+                progress(f"{alone.device_class}, one of {degree}{how}: not possible; {why}")
         if refused is not None and subject.must_divide and not found:
             raise refused
 
@@ -336,6 +373,8 @@ def _model_profile(
                 split=_curve(found, [p.split[kind] for p in found.points]),
                 split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points]),
                 flops=found.points[0].flops[kind],
+                backward_flops=found.points[0].backward_flops[kind],
+                rerun_flops=found.points[0].rerun_flops[kind],
                 outputs={
                     place: _curve(found, [p.outputs[kind][place] for p in found.points])
                     for place in found.points[0].outputs[kind]
@@ -356,6 +395,9 @@ def _model_profile(
             head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
             chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
             flops=found.points[0].flops[ROOT],
+            before_flops=found.points[0].before_flops,
+            backward_flops=found.points[0].backward_flops[ROOT],
+            before_backward_flops=found.points[0].before_backward_flops,
         ),
     )
 

@@ -246,8 +246,8 @@ def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> flo
     return _agreed_s(agree, lambda: comm.reduce(full, offsets, "trial reduction", add_up).wait())
 
 
-TeamOperation = Literal["sum", "team_gather", "team_reduce"]
-TEAM_COLLECTIVES: dict[TeamOperation, Callable[..., float]] = {
+TeamTrial = Literal["sum", "team_gather", "team_reduce"]
+TEAM_COLLECTIVES: dict[TeamTrial, Callable[..., float]] = {
     "sum": _sum_s,
     "team_gather": _team_gather_s,
     "team_reduce": _team_reduce_s,
@@ -296,7 +296,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _times(
-    operation: Operation | Literal["send"] | TeamOperation,
+    operation: Operation | Literal["send"] | TeamTrial,
     form: str,
     sizes: list[int],
     seconds: list[float],

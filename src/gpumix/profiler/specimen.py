@@ -7,8 +7,8 @@ on a device can be profiled on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class Specimens:
         device: where it runs.
         objective: the loss of a batch, as for the engine.
         team: the ranks that this one computes with, if the anatomy is divided between them.
+        images_last: whether channels come last in batches of images.
+        fused_loss: whether a head in chunks has its losses from the fused kernel.
 
     `scale` is what summed losses are multiplied with before backward.
     """
@@ -62,8 +64,11 @@ class Specimens:
         compute_dtype: torch.dtype,
         objective: Objective,
         team: MadeUpTeam | None = None,
+        images_last: bool = False,
+        fused_loss: bool = False,
     ) -> None:
         self.model = model
+        self.images_last = images_last
         self.team = team
         self.device = device
         self.compute_dtype = compute_dtype
@@ -74,6 +79,7 @@ class Specimens:
             model,
             (unit.module for unit in anatomy.units),
             whole_because="" if team is None else "a team computes it together",
+            fused=fused_loss,
         )
         self.root = self._alive(anatomy.root)
         self.head.add_to_gradients_of(self.root.bucket.trainable)
@@ -108,6 +114,19 @@ class Specimens:
         """Let the units compute by compiled code, for micro-batches of `sizes`."""
         self.compiled = True
         compile_units(self.of_kind.values(), sizes=sizes, device=self.device)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, units do not compute by compiled code."""
+        units = list(self.of_kind.values())
+        before = [unit.forward for unit in units]
+        for unit in units:
+            unit.forward = plain_forward(unit)
+        try:
+            yield
+        finally:
+            for unit, forward in zip(units, before):
+                unit.forward = forward
 
     def head_in_chunks(self) -> AbstractContextManager[None]:
         """Inside, the head and its loss run in chunks, if the model lets them: `head.supported`."""

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value, refuse_twins
+from gpumix.spec.errors import InputError
 from gpumix.spec.network import Network
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
@@ -93,6 +94,17 @@ class Cluster(Value):
             if device_class.name == name:
                 return device_class
         raise KeyError(name)
+
+    def refuse_unknown(self, key: str, names: Iterable[str]) -> None:
+        """Raises InputError if one of the classes that a job's `key` names is not there."""
+        known = {c.name for c in self.classes}
+        for name in names:
+            if name not in known:
+                raise InputError(
+                    f"'{key}' names the device class '{name}', which is not there",
+                    why=f"the classes are {', '.join(sorted(known))}",
+                    fix="gpumix devices shows what they are called",
+                )
 
     def device(self, device_id: str) -> Device:
         """The device with this id; raises KeyError if there is none."""

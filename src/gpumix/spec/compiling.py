@@ -26,13 +26,8 @@ def compiled_classes(
     obstacles = {c.name: _obstacle(c, cpp_compiler) for c in cluster.classes}
     if not isinstance(wanted, Mapping):
         return frozenset(name for name, why in obstacles.items() if wanted and not why)
+    cluster.refuse_unknown("compile", wanted)
     for name, on in wanted.items():
-        if name not in obstacles:
-            raise InputError(
-                f"'compile' names the device class '{name}', which is not there",
-                why=f"the classes are {', '.join(sorted(obstacles))}",
-                fix="gpumix devices shows what they are called",
-            )
         if on and obstacles[name]:
             raise InputError(
                 f"units cannot be compiled for device class '{name}'",

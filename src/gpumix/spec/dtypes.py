@@ -90,8 +90,11 @@ AMD: Mapping[str, Support] = {
 }
 CPU = Support(
     "fp32",
-    "a CPU computes fastest in fp32",
-    slow={"bf16": "a CPU computes slower in bf16", "fp16": "a CPU computes far slower in fp16"},
+    "every CPU computes well in fp32, few in anything narrower",
+    slow={
+        "bf16": "a CPU without instructions for bf16 computes slower in it",
+        "fp16": "a CPU computes far slower in fp16",
+    },
 )
 UNKNOWN = Support(
     "fp32",
@@ -128,13 +131,7 @@ def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtyp
     """
     known = {c.name: support_of(c) for c in cluster.classes}
     if isinstance(wanted, dict):
-        for name in wanted:
-            if name not in known:
-                raise InputError(
-                    f"'precision' names the device class '{name}', which is not there",
-                    why=f"the classes are {', '.join(sorted(known))}",
-                    fix="gpumix devices shows what they are called",
-                )
+        cluster.refuse_unknown("precision", wanted)
     asked = wanted if isinstance(wanted, dict) else {} if wanted == "auto" else wanted
     found: dict[str, ComputeDtype] = {}
     for name, support in known.items():

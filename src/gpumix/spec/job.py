@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision
+from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.profile import ModelProfile
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST_BATCH, Seconds
@@ -78,15 +79,15 @@ class ModelSpec(Value):
 
 
 class DataSpec(Value):
-    """Exactly one of `text`, `dataset` and `factory`.
-
-    Text is packed into samples of `sequence_length` tokens.
-    """
+    """Exactly one of `text`, `dataset` and `factory`."""
 
     text: tuple[Path, ...] = Field(
         default=(), description="files, and folders with all that is in them"
     )
     pattern: str = Field(default="*", description="of the files that are taken from folders")
+    document: Literal["file", "line"] = Field(
+        default="file", description="what of `text` is a document: a file, or a line of one"
+    )
     dataset: Path | None = Field(
         default=None, description="folder that `datasets.save_to_disk` wrote"
     )
@@ -100,6 +101,34 @@ class DataSpec(Value):
         description="function that returns a map-style dataset of dictionaries of tensors",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="threads or processes that fetch samples for each device: `auto` measures what "
+        "is needed; 0 is one thread",
+    )
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="batches that are fetched ahead"
+    )
+    bad_samples: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="what happens when a sample cannot be read: `skip` takes another one in its "
+        "place, the same in every plan, and counts",
+    )
+    packing: Literal["concatenate", "documents", "none"] = Field(
+        default="concatenate",
+        description="how documents become samples: all in a row, cut at every `sequence_length` "
+        "tokens; or whole documents packed together, of which none sees another; or each one a "
+        "sample, padded to the longest of its micro-batch. Longer ones are cut",
+    )
+    tokenize: Literal["ahead", "on-the-fly"] = Field(
+        default="ahead",
+        description="`on-the-fly` tokenises texts of a dataset or a factory as they are needed, "
+        "without a token file; with `packing: documents` or `none`",
+    )
+    bucketing: bool = Field(
+        default=False,
+        description="whether samples of like length meet in a batch; with `packing: none`",
+    )
     held_out: float = Field(
         default=0.02, ge=0, lt=1, description="part of the samples that is kept for evaluation"
     )
@@ -109,9 +138,27 @@ class DataSpec(Value):
         given = [bool(self.text), self.dataset is not None, self.factory is not None]
         if sum(given) != 1:
             raise ValueError("give exactly one of 'text', 'dataset' and 'factory'")
-        _refuse_idle(self, "text", "pattern")
-        _refuse_idle(self, "dataset", "column")
+        _refuse_idle(self, "text", "pattern", "document")
         _refuse_idle(self, "factory", "arguments")
+        if self.dataset is None and (self.factory is None or self.tokenize == "ahead"):
+            _refuse_idle(self, "dataset", "column")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.tokenize == "on-the-fly":
+            if self.text:
+                raise ValueError("'text' is tokenised ahead: 'tokenize' is for the other sources")
+            if self.packing == "concatenate":
+                raise ValueError(
+                    "'tokenize: on-the-fly' needs 'packing: documents' or 'packing: none': to cut "
+                    "texts in a row all must be tokenised first"
+                )
+        if self.bucketing and self.packing != "none":
+            raise ValueError(
+                "'bucketing' has no effect where all samples have one length: it needs "
+                "'packing: none'"
+            )
         return self
 
 
@@ -274,6 +321,9 @@ class Job(Value):
         default=False,
         description="whether blocks run in compiled code (torch.compile): `on`, `off`, or that for "
         "each device class; classes that cannot are left out, unless they are named",
+    )
+    efficiency: EfficiencySpec = Field(
+        default=EfficiencySpec(), description="how devices compute, beside dtype and compiled code"
     )
     seed: int = Field(
         default=0, ge=0, description="of initial weights, order of samples and dropout"

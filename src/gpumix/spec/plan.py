@@ -15,7 +15,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
+from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
+from gpumix.spec.peak import Peak
 from gpumix.spec.reasons import Reasons
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -28,6 +30,7 @@ TokenRate = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 """Tokens a second: infinite where a step takes no time."""
 Sharding = Literal["all", "host"]
 Place = Literal["device", "host"]
+Head = Literal["whole", "chunked"]
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
 
 
@@ -57,7 +60,7 @@ class Mode(Value):
     recompute: bool = True
     boundary: Place = "device"
     order: Literal["layered", "sequential"] = "layered"
-    head: Literal["whole", "chunked"] = "whole"
+    head: Head = "whole"
 
     @model_validator(mode="after")
     def _only_boundaries_go_to_the_host(self) -> Self:
@@ -104,6 +107,7 @@ class Worker(Value):
     )
     compile: bool = Field(default=False, description="whether its units run in compiled code")
     compute_dtype: ComputeDtype = "fp32"
+    efficiency: Efficiency = PLAIN_EFFICIENCY
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
@@ -245,6 +249,12 @@ class WorkerPrediction(Value):
     memory_bytes: dict[str, int] = Field(description="peak by cause; the sum is the peak")
     memory_limit_bytes: int
     host_bytes: int = Field(default=0, description="what the host keeps for it")
+    model_flops: float | None = Field(
+        default=None, description="of its samples, forward and backward; None: not counted"
+    )
+    hardware_flops: float | None = Field(
+        default=None, description="the same with all that is computed again"
+    )
 
     @property
     def peak_bytes(self) -> int:
@@ -257,12 +267,19 @@ class Prediction(Value):
     step_s: float
     tokens_per_s: TokenRate
     exposed_communication_s: float
+    input_s: float = Field(
+        default=0.0,
+        description="that reading its samples takes on the host where it takes longest, while the "
+        "step before is computed: no step is shorter",
+    )
     bound_s: float | None = Field(
         default=None,
-        description="no plan of these devices and techniques takes less, unless units are joined "
-        "or single graphs kept",
+        description="no plan of these devices and techniques takes less, unless units are joined, "
+        "single graphs kept, or devices of one stage of several differ in mode or share its state "
+        "less equally than they have room for",
     )
     workers: tuple[WorkerPrediction, ...]
+    peaks: dict[str, Peak] = Field(default={}, description="by class, of those that are known")
 
 
 class Plan(Document):

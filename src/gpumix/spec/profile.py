@@ -16,7 +16,9 @@ from pydantic import Field, model_validator
 from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
+from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
+from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives, ComputeDtype, Taken
 from gpumix.spec.units import Count, show_seconds
 
@@ -65,6 +67,14 @@ class UnitKind(Value):
         "those of the outputs are not"
     )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
+    backward_flops: float | None = Field(
+        default=None,
+        ge=0,
+        description="of one sample's backward, recompute not in it; None: not counted",
+    )
+    rerun_flops: float = Field(
+        default=0.0, ge=0, description="that fused attention computes again in it besides"
+    )
     outputs: dict[int, Curve] = Field(
         default={}, description="each tensor that a call returns, by its place"
     )
@@ -136,6 +146,15 @@ class RootUnit(Value):
         "cannot run so",
     )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
+    before_flops: float = Field(
+        default=0.0, ge=0, description="of those the ones before the first unit"
+    )
+    backward_flops: float | None = Field(
+        default=None, ge=0, description="of one sample's backward; None: not counted"
+    )
+    before_backward_flops: float = Field(
+        default=0.0, ge=0, description="of those the ones before the first unit"
+    )
 
 
 class ModelProfile(Value):
@@ -242,6 +261,9 @@ class ClassProfile(Value):
     estimated: bool = False
     compiled: bool = Field(default=False, description="whether the times are of compiled units")
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the times are of")
+    peak: Peak | None = Field(default=None, description="in that dtype; None: not known")
+    efficiency: Efficiency = Field(default=PLAIN_EFFICIENCY, description="that the times are of")
+    choices: tuple[Choice, ...] = Field(default=(), description="why it computes as it does")
 
     def disturbed(self) -> str:
         """In words, a time that falls by far as the micro-batch grows; empty if none does."""
@@ -332,6 +354,23 @@ class CollectiveTimes(Value):
     times: Curve
 
 
+class HostInput(Value):
+    """What the data of a host's ranks takes of its cores."""
+
+    host: str
+    cores: float = Field(gt=0, description="that processes there may use")
+    cpu_s_per_sample: float = Field(ge=0, description="seconds of one core to read one sample")
+
+
+class InputMeasurement(Document):
+    """What reading a job's samples takes on each host of a cluster."""
+
+    KIND: ClassVar[str] = "input measurement"
+    kind: Literal["input measurement"] = "input measurement"
+
+    inputs: tuple[HostInput, ...]
+
+
 class Profile(Document):
     """All that the planner needs to know of a model on a cluster."""
 
@@ -354,6 +393,9 @@ class Profile(Document):
     )
     collectives: Collectives = Field(description="the fastest forms on these links")
     network: tuple[CollectiveTimes, ...] = ()
+    inputs: tuple[HostInput, ...] = Field(
+        default=(), description="what reading samples takes on each host; empty: not known"
+    )
     step_overhead_s: float = Field(
         default=0.0, ge=0, description="of one step, neither compute nor communication"
     )
@@ -381,6 +423,7 @@ class Profile(Document):
             missing = {ROOT, *self.model.kind_of_call} - set(measured[name].units)
             if missing:
                 raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
+        refuse_twins("host's data", (one.host for one in self.inputs), "is described twice")
         models = (self.model, *self.other_models)
         refuse_twins("dtype", (m.compute_dtype for m in models), "is described twice")
         if len({(m.fingerprint, m.calls, m.kind_of_call) for m in models}) > 1:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from numbers import Integral
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, cut
+from gpumix.spec.plan import Plan, Worker, cut
 
 Shares = Sequence[int] | Plan
 """Samples of each global batch per rank, in rank order; or the plan that says so."""
@@ -46,6 +46,52 @@ class Share:
         else:
             offsets = cut(total, tuple(float(size) for size in self.sizes))
         return tuple(range(offsets[n], offsets[n + 1]) for n in self.own)
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A worker that takes parts of the batch.
+
+    Attributes:
+        parts: numbers of those, in its order.
+        speed: how much it does in a second, relative to the others.
+    """
+
+    parts: tuple[int, ...]
+    speed: float
+
+
+def workers_of(shares: Shares) -> tuple[Taker, ...]:
+    """Who takes the parts of the batch, in their order; of a plan of several stages in the first
+    one. By lists of samples, and by plans without a prediction, a worker is as fast as it has
+    samples.
+
+    Raises:
+        InputError: a share is negative or no integer, or all are zero.
+    """
+    if not isinstance(shares, Plan):
+        return tuple(Taker((n,), float(size)) for n, size in enumerate(_checked(shares)))
+    stage = shares.stages[0]
+    alone = len(shares.stages) == 1 and not shares.in_teams
+    if alone:
+        return tuple(Taker((n,), _speed(shares, w)) for n, w in enumerate(shares.workers))
+    parts = stage.micro_batches(shares.waves)
+    return tuple(
+        Taker(
+            tuple(n for n, part in enumerate(parts) if part.worker == number),
+            _speed(shares, stage.workers[number]),
+        )
+        for number in range(0, len(stage.workers), stage.tensor)
+    )
+
+
+def _speed(plan: Plan, worker: Worker) -> float:
+    """Samples a second while it computes; without a prediction its samples a step."""
+    for predicted in plan.prediction.workers if plan.prediction else ():
+        computes_s = predicted.busy_s - predicted.optimizer_s
+        if predicted.device == worker.device and computes_s > 0:
+            return worker.samples / computes_s
+    return float(worker.samples)
 
 
 def share_of(shares: Shares, rank: int) -> Share:

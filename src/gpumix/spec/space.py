@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
-from gpumix.spec.plan import Mode, Place, Plan, Schedule, Sharding, ZeroStage
+from gpumix.spec.plan import Head, Mode, Place, Plan, Schedule, Sharding, ZeroStage
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Space(Value):
         default=("layered", "sequential"),
         description="each block for all micro-batches, or one micro-batch after the other",
     )
-    heads: Some[Literal["whole", "chunked"]] = Field(
+    heads: Some[Head] = Field(
         default=("whole", "chunked"),
         description="whether a micro-batch's logits are made whole, or some rows at a time",
     )
@@ -138,7 +138,12 @@ class Space(Value):
         if elsewhere := {w.state_on for w in plan.workers} - set(self.state_on):
             return f"state on the {min(elsewhere)}"
         modes = tuple(self.modes(plan.zero_stage))
-        return next((w.mode.describe() for w in plan.workers if w.mode not in modes), "")
+        last = {w.mode for w in plan.stages[-1].workers} - set(modes)
+        headless = {mode.model_copy(update={"head": "whole"}) for mode in modes}
+        before = {
+            w.mode.model_copy(update={"head": "whole"}) for s in plan.stages[:-1] for w in s.workers
+        }
+        return next((mode.describe() for mode in (*last, *(before - headless))), "")
 
 
 EVERYTHING = Space()

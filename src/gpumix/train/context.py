@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
@@ -67,7 +66,7 @@ class Context:
 
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Some batch of so many samples, for measurements."""
-        return self.train_data.rows(np.arange(samples) % len(self.train_data))
+        return self.train_data.specimen(samples)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,9 +14,10 @@ from rich.text import Text
 
 from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train.metrics import ClassRecord, RunLog, StepRecord
-from gpumix.train.tables import EMULATED, stderr
+from gpumix.train.tables import EMULATED, new_table, stderr
 
 ROWS = 8
+SHARES = ("compute", "input", "communication", "copies", "other")
 
 
 class Display:
@@ -101,14 +104,46 @@ class Display:
 
     def _class_table(self) -> Table:
         table = Table(box=None)
-        for column in ("class", "samples", "busy", "peak memory", "planned"):
+        for column in ("class", "samples", "busy", "input", "MFU", "HFU", "memory", "planned"):
             table.add_column(column, justify="left" if column == "class" else "right")
         for c in self._classes:
             table.add_row(
                 c.device_class, str(c.samples), f"{c.busy_share:.0%}",
+                part(c.shares.input if c.shares else None), part(c.mfu), part(c.hfu),
                 _bytes(c.peak_bytes), _bytes(c.planned_peak_bytes),
             )  # fmt: skip
         return table
+
+
+def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """How each class did, at the end: a summary's `classes`."""
+    columns = ["class", "devices", "tokens/s each", *SHARES, "MFU", "HFU", "memory", "planned"]
+    table = new_table("what steps were spent on", *columns)
+    for one in classes:
+        shares = one["shares"] or {}
+        table.add_row(
+            one["device_class"], str(one["devices"]), f"{one['tokens_per_s']:.0f}",
+            *(part(shares.get(name)) for name in SHARES), part(one["mfu"]), part(one["hfu"]),
+            _bytes(one["peak_bytes"]), _bytes(one["planned_peak_bytes"]),
+        )  # fmt: skip
+    notes = [Text(line, style="dim") for line in _notes(classes)]
+    return Group(table, *notes)
+
+
+def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where peaks come from, and what the planned memory is for."""
+    sources = {c["device_class"]: c["peak_source"] or "not known" for c in classes}
+    yield f"peaks: {', '.join(f'{name} {source}' for name, source in sources.items())}"
+    for one in classes:
+        causes = sorted(one["planned_memory"].items(), key=lambda item: -item[1])
+        told = (f"{cause} {show_bytes(size)}" for cause, size in causes if size)
+        if causes:
+            yield f"planned memory of {one['device_class']}: {', '.join(told)}"
+
+
+def part(value: float | None) -> str:
+    """A part of a whole."""
+    return "unknown" if value is None else f"{value:.1%}"
 
 
 def _bytes(n: int | None) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
 from gpumix.engine.record import SILENT, Recorder, Recording
@@ -22,12 +25,21 @@ from gpumix.train import run_files
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
 from gpumix.train.display import Display
-from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, by_class
-from gpumix.train.models import model_of
+from gpumix.train.documents import check_documents
+from gpumix.train.metrics import (
+    ClassRecord,
+    RankRecord,
+    RunLog,
+    StepRecord,
+    by_class,
+    speed_of,
+)
+from gpumix.train.models import attention_cost, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.stop import StopRequest
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
+from gpumix.train.watch import Watch, stamps_of
 
 STOP = 1.0  # an engine notice: this rank was asked to stop
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
@@ -53,14 +65,27 @@ class Summary:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps by a plan came to; times without the first steps. `busy_shares` are of each
-    rank: the part of its time in which it waited for no other."""
+    """What a few steps by a plan came to; times without the first steps.
+
+    Attributes:
+        step_s: the median; `mean_s`: the mean, in which rare waits count.
+        busy_shares: of each rank: the part of its time in which it waited for no other.
+        input_shares: of each rank: the part of its time in which it waited for its data.
+        padding_share: of the tokens that all ranks computed; None where samples are alike.
+        save_s, evaluation_s: of one checkpoint, of one evaluation; 0 if the job has none, or they
+            were not asked for.
+    """
 
     step_s: float
+    mean_s: float
     tokens_per_s: float
     losses: list[float]
     peak_bytes: list[int | None]
     busy_shares: list[float]
+    input_shares: list[float]
+    padding_share: float | None
+    save_s: float
+    evaluation_s: float
     overruns: int
 
 
@@ -90,14 +115,28 @@ class Trainer:
             tensor=job.model.tensor_plan,
             seed=job.seed,
         )
-        self.optimizer = optimizer_for(job.optimizer, self.engine.pieces(), self.engine.layout)
+        self.optimizer = optimizer_for(
+            job.optimizer,
+            self.engine.pieces(),
+            self.engine.layout,
+            fused=plan.workers[ranks.rank].efficiency.fused_optimizer,
+        )
         self.loader = Loader(
             context.train_data,
             plan,
             ranks.rank,
             seed=job.seed,
             device=context.runtime.torch_device,
+            workers=job.data.workers,
+            prefetch=job.data.prefetch,
+            bad_samples=job.data.bad_samples,
+            timeout_s=job.timeout,
+            by_length=ByLength(job.data.bucketing, attention_cost(self.engine.model)),
         )
+        if job.data.packing == "documents":
+            warning = check_documents(self.engine)
+            if warning and context.first:
+                stderr().print(warning)
         self.checkpointer = Checkpointer(
             job.output / run_files.CHECKPOINTS,
             keep=job.checkpoint.keep,
@@ -107,9 +146,13 @@ class Trainer:
         self._resumed_from: Path | None = None
         if resume:
             self._resume()
+        self._tokens = self._tokens_at(0, self.loader.cursor.position)
         context.runtime.reset_peak()
         self._log = RunLog(job.output, plan, job.steps, done=self.step)
         self._display: Display | None = None
+        stamps = stamps_of(self.engine.device)
+        self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
+        self._told_of_starvation = False
         self._waited_s = 0.0
         self._since = time.perf_counter()
         self._step_times: list[float] = []
@@ -137,7 +180,9 @@ class Trainer:
                 step = self._traced_step if traced else self.train_step
                 self._tell(step(stop))
                 if self._due(self.job.evaluation.every_steps):
+                    sent = self.engine.comm.sent.total()
                     self._evaluate()
+                    self._sent_before += self.engine.comm.sent.total() - sent
                 if self.step == self.job.steps:
                     break
                 if any(self.engine.notices_by_rank()):
@@ -146,36 +191,68 @@ class Trainer:
                     self.save()
             return self._summary(self.save())
 
-    def try_out(self, steps: int) -> Trial:
-        """Train `steps` steps after those of the warm-up; nothing is written."""
+    def try_out(self, steps: int, *, beside: bool = False) -> Trial:
+        """Train `steps` steps after those of the warm-up; nothing is written.
+
+        Args:
+            beside: then evaluate and save once, if the job does that: so something is.
+        """
+        evaluation_s = save_s = 0.0
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
             self._exchange_records()
-            waited = self.engine.comm.clock.total_s()
-            records = [self.train_step(stop) for _ in range(steps)]
-            waited = self.engine.comm.clock.total_s() - waited
+            waited_s = self.engine.comm.clock.total_s()
+            records, tokens, padded = [], 0, 0
+            for _ in range(steps):
+                records.append(self.train_step(stop))
+                for lengths in self._lengths():
+                    tokens, padded = tokens + sum(lengths), padded + len(lengths) * max(lengths)
+            waited_s = self.engine.comm.clock.total_s() - waited_s
+            shares = self.watch.take().shares()
+            if beside and self.job.evaluation.every_steps:
+                evaluation_s = _seconds(self._evaluate)
+            if beside and self.job.checkpoint.every_steps:
+                save_s = _seconds(self.save)
         times = sorted(r.step_s for r in records)
-        busy = self.context.ranks.gather("busy", str(1.0 - waited / sum(times)))
-        peaks = self.context.ranks.gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
-        overruns = self.context.ranks.gather("overruns", str(self._overruns()))
+        gather, step_s = self.context.ranks.gather, times[len(times) // 2]
+        busy = gather("busy", str(1.0 - waited_s / sum(times)))
+        starved = gather("starved", str(shares.input))
+        peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
+        overruns = gather("overruns", str(self._overruns()))
+        counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
+        all_tokens, all_padded = map(sum, zip(*counted))
         return Trial(
-            step_s=times[len(times) // 2],
-            tokens_per_s=self.plan.global_batch
-            * self.plan.sequence_length
-            / times[len(times) // 2],
+            step_s=step_s,
+            mean_s=sum(times) / len(times),
+            tokens_per_s=self._tokens_per_step() / step_s,
             losses=self._losses,
             peak_bytes=[json.loads(text) for text in peaks],
             busy_shares=[float(text) for text in busy],
+            input_shares=[float(text) for text in starved],
+            padding_share=1.0 - all_tokens / all_padded if all_padded else None,
+            save_s=save_s,
+            evaluation_s=evaluation_s,
             overruns=sum(map(int, overruns)),
         )
 
+    def _lengths(self) -> list[list[int]]:
+        """Tokens of the samples of the last batch, by micro-batch; none where they are alike."""
+        known = self.context.train_data.lengths
+        if known is None:
+            return []
+        sizes = [len(rows) for rows in self.plan.rows_of(self.context.ranks.rank)]
+        lengths = known[self.loader.last_indices].tolist()
+        ends = list(accumulate(sizes))
+        return [lengths[end - n : end] for n, end in zip(sizes, ends) if n]
+
     def train_step(self, stop: StopRequest | None = None) -> StepRecord:
         """One step: fetch, forward and backward, check, clip, update."""
-        record = self.engine.comm.record
+        record, watch = self.engine.comm.record, self.watch
         begun = record.begin()
-        cursor = self.loader.state_dict()
-        batch = next(self.loader)
+        watch.begin()
+        cursor, begin = self.loader.state_dict(), self.loader.cursor.position
+        batch = watch.next_of(self.loader)
         self.context.runtime.idle()
         rate = learning_rate(self.job, self.step)
         set_learning_rates(self.optimizer, self.job, self.step)
@@ -183,6 +260,7 @@ class Trainer:
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
+        watch.computes()
         loss = self.engine.step(batch, self.optimizer if early else None).item()
         if clip_norm is None:
             norm = self.engine.gradient_norm().item()
@@ -196,13 +274,15 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.context.runtime.synchronize()
+        watch.end()
         self.step += 1
         step_s = record.end() - begun
         self._step_times.append(step_s)
         if len(self._step_times) == WARM_UP_STEPS:
             self._overruns_before = self.context.runtime.overruns
         self._losses.append(loss)
-        tokens = self.plan.global_batch * self.plan.sequence_length
+        tokens = self._tokens_at(begin, self.loader.cursor.position)
+        self._tokens += tokens
         return StepRecord(
             step=self.step,
             loss=loss,
@@ -210,8 +290,19 @@ class Trainer:
             gradient_norm=norm,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
-            tokens=tokens * self.step,
+            tokens=self._tokens,
+            shares=watch.last() if self.context.first else None,
         )
+
+    def _tokens_at(self, start: int, stop: int) -> int:
+        """Tokens of the samples at these positions of the order, without padding where it is known
+        what that is."""
+        counted = self.loader.course.tokens(start, stop)
+        return (stop - start) * self.plan.sequence_length if counted is None else counted
+
+    def _tokens_per_step(self) -> float:
+        """The mean over all steps so far."""
+        return self._tokens * self.plan.global_batch / max(1, self.loader.cursor.position)
 
     def _traced_step(self, stop: StopRequest | None = None) -> StepRecord:
         """As `train_step`; what every rank did goes into the run's folder."""
@@ -255,6 +346,7 @@ class Trainer:
         sent, steps = self.engine.comm.sent.total(), max(1, self.step - self._steps_before)
         sent_bytes = (sent - self._sent_before) / steps
         self._sent_before, self._steps_before = sent, self.step
+        watched = self.watch.take()
         mine = RankRecord(
             device=self.context.device.id,
             device_class=self.context.device.device_class,
@@ -262,13 +354,31 @@ class Trainer:
             peak_bytes=self.context.runtime.peak_bytes(),
             overruns=self._overruns(),
             sent_bytes=sent_bytes,
+            shares=watched.shares(),
+            starved_share=self.watch.starvation.share,
+            **speed_of(self.plan, self.context.ranks.rank, watched.step_s)._asdict(),
         )
         told = self.context.ranks.gather("records", mine.to_json())
         self._records = [RankRecord.from_json(text) for text in told]
         self._classes = by_class(self.plan, self._records)
         if self._display is not None:
             self._log.classes(self.step, self._classes)
+            self._log.ranks(self.step, self._records)
             self._display.classes(self._classes)
+            self._tell_of_starvation()
+
+    def _tell_of_starvation(self) -> None:
+        """Once in a run."""
+        starved = [r for r, one in enumerate(self._records) if one.starved_share is not None]
+        if not starved or self._told_of_starvation or self._display is None:
+            return
+        self._told_of_starvation = True
+        self._log.starved(self.step, [self._records[rank] for rank in starved])
+        names = self.context.ranks.names
+        shares = (f"{names[r]} {self._records[r].starved_share:.0%}" for r in starved)
+        self._display.say(
+            f"the run is input-bound: of each step stand idle for their data {', '.join(shares)}"
+        )
 
     def _overruns(self) -> int:
         """Of this rank, in those steps that count for speed."""
@@ -361,7 +471,7 @@ class Trainer:
     def _summary(self, path: Path) -> Summary:
         times = sorted(self._step_times[WARM_UP_STEPS:] or self._step_times)
         step_s = times[len(times) // 2] if times else 0.0
-        tokens = self.plan.global_batch * self.plan.sequence_length
+        tokens = self._tokens_per_step()
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
             steps=self.step,
@@ -376,3 +486,9 @@ class Trainer:
             losses=self._losses,
             checkpoint=str(path),
         )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun

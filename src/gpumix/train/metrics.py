@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
+from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
@@ -31,11 +33,16 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     tokens: int
+    shares: Shares | None = None  # of the rank that writes it
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How one rank did since the last record; bytes are those that it sent in a step."""
+    """How one rank did since the last record; bytes are those that it sent in a step.
+
+    `shares` say what its steps were spent on, and `starved_share` is set once its device was found
+    to stand idle for its data. MFU and HFU are None where FLOPs or peak are not known.
+    """
 
     device: str
     device_class: str
@@ -43,18 +50,57 @@ class RankRecord:
     peak_bytes: int | None
     overruns: int
     sent_bytes: float = 0.0
+    shares: Shares | None = None
+    starved_share: float | None = None
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankRecord:
-        return cls(**json.loads(text))
+        told = json.loads(text)
+        shares = told.pop("shares")
+        return cls(**told, shares=None if shares is None else Shares(**shares))
 
 
-@dataclass
+class Speed(NamedTuple):
+    """Of one rank; see `RankRecord`. Of a team each rank has its part of the tokens, of stages each
+    has all that pass through it."""
+
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
+
+
+def speed_of(plan: Plan, rank: int, step_s: float) -> Speed:
+    """A rank's speed, by its mean step."""
+    if step_s <= 0:
+        return Speed()
+    worker = plan.workers[rank]
+    team = plan.stages[plan.stages_of(rank)[0]].tensor
+    tokens_per_s = worker.samples * plan.sequence_length / team / step_s
+    if plan.prediction is None or worker.device_class not in plan.prediction.peaks:
+        return Speed(tokens_per_s)
+    peak = plan.prediction.peaks[worker.device_class]
+    expected, most = plan.prediction.workers[rank], step_s * peak.flops_per_s
+    model, hardware = expected.model_flops, expected.hardware_flops
+    return Speed(
+        tokens_per_s,
+        mfu=None if model is None else model / most,
+        hfu=None if hardware is None else hardware / most,
+    )
+
+
+@dataclass(frozen=True)
 class ClassRecord:
-    """How the devices of one class did: mean busy share, highest peak against the plan."""
+    """How the devices of one class did: means over them, highest peak against the plan.
+
+    `planned_memory` is what the plan expects of the fullest of them, by cause; `peak_source` says
+    where the peak comes from that MFU and HFU are parts of.
+    """
 
     device_class: str
     devices: int
@@ -63,30 +109,57 @@ class ClassRecord:
     peak_bytes: int | None
     planned_peak_bytes: int | None
     overruns: int
+    planned_memory: dict[str, int] = field(default_factory=dict)
+    shares: Shares | None = None
+    tokens_per_s: float = 0.0  # of one device
+    mfu: float | None = None
+    hfu: float | None = None
+    peak_source: str = ""
 
 
 def by_class(plan: Plan, records: list[RankRecord]) -> list[ClassRecord]:
     """The ranks' records put together by class, in the plan's order."""
-    planned = {w.device: w.peak_bytes for w in plan.prediction.workers} if plan.prediction else {}
-    found: dict[str, ClassRecord] = {}
-    for worker, record in zip(plan.workers, records):
-        known = found.setdefault(
-            worker.device_class,
-            ClassRecord(worker.device_class, 0, 0, 0.0, None, None, 0),
-        )
-        known.busy_share = (known.busy_share * known.devices + record.busy_share) / (
-            known.devices + 1
-        )
-        known.devices += 1
-        known.samples += worker.samples
-        known.overruns += record.overruns
-        known.peak_bytes = _larger(known.peak_bytes, record.peak_bytes)
-        known.planned_peak_bytes = _larger(known.planned_peak_bytes, planned.get(worker.device))
-    return list(found.values())
+    members: dict[str, list[int]] = {}
+    for rank, worker in enumerate(plan.workers):
+        members.setdefault(worker.device_class, []).append(rank)
+    return [_class_record(plan, name, ranks, records) for name, ranks in members.items()]
 
 
-def _larger(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)
+def _class_record(
+    plan: Plan, name: str, ranks: list[int], records: list[RankRecord]
+) -> ClassRecord:
+    told = [records[rank] for rank in ranks]
+    planned = [] if plan.prediction is None else [plan.prediction.workers[r] for r in ranks]
+    fullest = max(planned, key=lambda expected: expected.peak_bytes, default=None)
+    peak = None if plan.prediction is None else plan.prediction.peaks.get(name)
+    return ClassRecord(
+        device_class=name,
+        devices=len(ranks),
+        samples=sum(plan.workers[rank].samples for rank in ranks),
+        busy_share=fmean(one.busy_share for one in told),
+        peak_bytes=max((n for one in told if (n := one.peak_bytes) is not None), default=None),
+        planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
+        overruns=sum(one.overruns for one in told),
+        planned_memory={} if fullest is None else fullest.memory_bytes,
+        shares=_mean_shares([one.shares for one in told]),
+        tokens_per_s=fmean(one.tokens_per_s for one in told),
+        mfu=_mean([one.mfu for one in told]),
+        hfu=_mean([one.hfu for one in told]),
+        peak_source="" if peak is None else peak.source,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one is not known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def _mean_shares(every: Sequence[Shares | None]) -> Shares | None:
+    known = [asdict(shares) for shares in every if shares is not None]
+    if len(known) < len(every):
+        return None
+    return Shares(**{name: fmean(one[name] for one in known) for name in known[0]})
 
 
 @dataclass
@@ -135,6 +208,14 @@ class RunLog:
 
     def classes(self, step: int, records: list[ClassRecord]) -> None:
         self._write("classes", {"step": step, "classes": [asdict(r) for r in records]})
+
+    def ranks(self, step: int, records: list[RankRecord]) -> None:
+        self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
+
+    def starved(self, step: int, records: list[RankRecord]) -> None:
+        """Some ranks' devices stand idle for their data."""
+        told = [{"device": r.device, "share": r.starved_share} for r in records]
+        self._write("input-bound", {"step": step, "ranks": told})
 
     def evaluation(self, step: int, loss: float) -> None:
         self._write("evaluation", {"step": step, "loss": loss})

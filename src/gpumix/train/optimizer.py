@@ -19,13 +19,18 @@ from gpumix.spec.job import Job, OptimizerSpec, ParameterGroup, ScheduleSpec
 
 
 def optimizer_for(
-    spec: OptimizerSpec, pieces: Iterable[Piece], layout: Callable[[], Layout] | None = None
+    spec: OptimizerSpec,
+    pieces: Iterable[Piece],
+    layout: Callable[[], Layout] | None = None,
+    *,
+    fused: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer over a rank's pieces. Weight decay is for matrices: parameters of two and more
     dimensions in the whole model, whatever the shape of the piece.
 
     Args:
         layout: the engine's; called, on all ranks, where the optimizer needs it.
+        fused: whether adamw and sgd update in one kernel.
 
     Raises:
         InputError: a group of the job gets no parameter.
@@ -39,7 +44,7 @@ def optimizer_for(
         made.setdefault((number, not matrix), _group(spec, of_job, matrix=matrix))["params"].append(
             piece.local
         )
-    return _make(spec, [made[key] for key in sorted(made)], layout)
+    return _make(spec, [made[key] for key in sorted(made)], layout, fused=fused)
 
 
 def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) -> dict[str, Any]:
@@ -52,20 +57,27 @@ def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) 
     return {"params": [], "weight_decay": decay, "lr": rate, "initial_lr": rate}
 
 
-def trial_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def trial_optimizer(
+    spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool = True
+) -> torch.optim.Optimizer:
     """The same optimizer over any whole parameters, for the profiler to time."""
-    return _make(spec, [{"params": parameters, "weight_decay": spec.weight_decay}], None)
+    groups = [{"params": parameters, "weight_decay": spec.weight_decay}]
+    return _make(spec, groups, None, fused=fused)
 
 
 def _make(
-    spec: OptimizerSpec, groups: list[dict[str, Any]], layout: Callable[[], Layout] | None
+    spec: OptimizerSpec,
+    groups: list[dict[str, Any]],
+    layout: Callable[[], Layout] | None,
+    *,
+    fused: bool,
 ) -> torch.optim.Optimizer:
     given = layout() if layout is not None and spec.name in ("adafactor", "muon") else None
     # Fused: one pass over memory, and no temporary of the size of the shard.
     adamw: dict[str, Any] = {"betas": spec.betas, "eps": spec.eps}
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": partial(torch.optim.AdamW, **adamw, fused=True),
-        "sgd": partial(torch.optim.SGD, momentum=spec.momentum or 0.0, fused=True),
+        "adamw": partial(torch.optim.AdamW, **adamw, fused=fused),
+        "sgd": partial(torch.optim.SGD, momentum=spec.momentum or 0.0, fused=fused),
         "adafactor": partial(
             Adafactor,
             layout=given,

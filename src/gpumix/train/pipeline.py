@@ -26,7 +26,7 @@ from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.runner import Runner, runner
-from gpumix.train.tables import devices_table, plan_table, profile_table, stderr
+from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 
 if TYPE_CHECKING:
     from gpumix.train.loop import Summary, Trial
@@ -98,6 +98,7 @@ class Pipeline:
         if plan is None:
             profile = self.profile()
             self.show(profile_table(profile))
+            self.show(efficiency_table(profile))
             plan = self.plan(profile)
         self.show(plan_table(plan))
         from gpumix.train import work
@@ -115,13 +116,15 @@ class Pipeline:
             return self.cluster
         return self.cluster.only(worker.device for worker in plan.workers)
 
-    def try_out(self, plan: Plan, steps: int) -> Trial:
-        """Train a few steps by `plan`, for its speed; nothing is written."""
+    def try_out(self, plan: Plan, steps: int, *, beside: bool = False) -> Trial:
+        """Train a few steps by `plan`, for its speed; see `Trainer.try_out`."""
         from gpumix.train import work
 
         used = self._used(plan)
         devices = self._runs.devices(used)
-        trial: Trial = self._runs.run(work.try_out, used, self._task(), plan, devices, steps)
+        trial: Trial = self._runs.run(
+            work.try_out, used, self._task(), plan, devices, steps, beside
+        )
         return trial
 
     def show_summary(self, summary: Summary) -> None:
@@ -129,6 +132,9 @@ class Pipeline:
         if summary.loss is None:
             self.show(f"nothing was left to do: the run has all of its {summary.steps} steps")
             return
+        from gpumix.train.display import classes_table
+
+        self.show(classes_table(summary.classes))
         line = (
             f"{summary.tokens_per_s:.0f} tokens/s, {show_seconds(summary.step_s)} a step, loss "
             f"{summary.loss:.4f} after {summary.steps} steps"

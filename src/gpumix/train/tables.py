@@ -76,6 +76,18 @@ def profile_table(profile: Profile) -> RenderableType:
     return Group(labelled(table, profile.cluster.emulated), note)
 
 
+def efficiency_table(profile: Profile) -> RenderableType:
+    """How each class computes, and why."""
+    table = new_table("how devices compute", "class", "what", "choice", "why")
+    for column in table.columns:
+        column.justify = "left"
+    for measured in profile.classes:
+        for number, one in enumerate(measured.choices):
+            name = measured.device_class if number == 0 else ""
+            table.add_row(name, one.what.replace("_", " "), one.value, one.why)
+    return table if table.row_count else Group()
+
+
 def plan_table(plan: Plan) -> RenderableType:
     """Whether mixing pays, who computes and who stores what, what it should take, and why."""
     worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
@@ -137,7 +149,7 @@ def why(plan: Plan) -> list[str]:
         lines.append(f"{named} left out: longer rings would cost more than they give")
     lines.append(
         f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
-        f"{_gap(expected, plan)}"
+        f"{_gap(expected)}"
     )
     lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
@@ -193,14 +205,12 @@ def binds(found: Binding) -> str:
     return "; ".join(parts)
 
 
-def _gap(expected: Prediction, plan: Plan) -> str:
+def _gap(expected: Prediction) -> str:
     """How far a plan could be below this one at most."""
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
-    others = (
-        "for the devices that take part" if len(plan.stages) == 1 else "of these rows of stages"
-    )
+    others = "for the devices that take part"
     if gap < 1e-6:
         return f"; no plan {others} takes less"
     bound = show_seconds(expected.bound_s)

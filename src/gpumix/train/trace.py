@@ -97,12 +97,13 @@ class _Rank:
 
     def _moves(self, process: str) -> Iterator[Span]:
         """Collectives, and messages where they come from. What is under way at the same time is
-        shown one after the other, as it is on a wire."""
+        shown one after the other, as it is on a wire. Nothing begins after it ended here, whatever
+        another rank says, whose clock may have started earlier."""
         end_s = 0.0
         for begun_s, move in sorted(zip(self.begun_s, self.recording.moves), key=itemgetter(0)):
             if move.kind == "receive":
                 continue
-            start_s = max(end_s, begun_s)
+            start_s = max(end_s, min(begun_s, move.ended_s))
             end_s = max(start_s, move.ended_s)
             batches = () if move.batch is None else (move.batch,)
             yield event(

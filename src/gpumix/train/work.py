@@ -16,6 +16,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.train import run_files
 from gpumix.train.context import Task, joined
+from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
 from gpumix.train.loop import Summary, Trainer, Trial
 from gpumix.train.models import model_of
@@ -28,15 +29,17 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
     job = task.job
     with joined(seat, task) as context:
         cache = MeasurementCache(job, task.cluster, task.folder)
+        own = cache.chosen[seat.device.device_class].efficiency
         subject = Subject(
             build=partial(_model_to_measure, task),
             make_batch=context.batch,
-            optimizer_of=partial(trial_optimizer, job.optimizer),
+            optimizer_of=partial(trial_optimizer, job.optimizer, fused=own.fused_optimizer),
             shape=Shape(job.sequence_length, job.global_batch),
             budget_s=job.profile.budget,
             dtypes=cache.dtypes,
             units=job.model.units,
             compiled=cache.compiled,
+            chosen=cache.chosen,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
             sequence=job.techniques.sequence,
@@ -51,7 +54,11 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             cache=cache,
             fresh=fresh,
         )
-        return cache.named(profiler.run(stderr().print))
+        found = cache.named(profiler.run(stderr().print))
+        inputs = measure_input(context.train_data, task.cluster, devices, context.ranks)
+        if context.first:
+            cache.save_inputs(inputs)
+        return found.model_copy(update={"inputs": inputs})
 
 
 def _model_to_measure(task: Task) -> nn.Module:
@@ -87,7 +94,16 @@ def train(
         return trainer.run()
 
 
-def try_out(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int) -> Trial:
-    """Train a few steps by the plan, for its speed and memory. Every rank returns the trial."""
+def try_out(
+    seat: Seat,
+    task: Task,
+    plan: Plan,
+    devices: tuple[Device, ...],
+    steps: int,
+    beside: bool = False,
+) -> Trial:
+    """Train a few steps by the plan, for its speed and memory; see `Trainer.try_out`. Every rank
+    returns the trial."""
     with joined(seat, task) as context:
-        return Trainer(context, plan.for_devices([d.id for d in devices])).try_out(steps)
+        trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
+        return trainer.try_out(steps, beside=beside)

@@ -6,7 +6,7 @@ torch, whose table is shared by everything in the process. What has no formula c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,16 @@ def formula_of(operation: Any) -> Formula | None:
     """
     packet = getattr(operation, "overloadpacket", operation)
     return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
+
+
+def scores_again(operation: Any, args: Sequence[Any]) -> int:
+    """Of an operation's FLOPs those that are no part of the gradient's mathematics: fused attention
+    keeps no scores, so its backward begins with queries times keys."""
+    name = str(getattr(operation, "overloadpacket", operation))
+    if "scaled_dot_product" not in name or not name.endswith(("backward", "backward_for_cpu")):
+        return 0
+    _, q, k = args[:3]
+    return 2 * q.shape[:-1].numel() * q.shape[-1] * k.shape[-2]
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -1,0 +1,323 @@
+"""Does a device compute the same in the way that was chosen for it? What does not is not used.
+
+One unit of each kind runs forward and backward on one sample, in plain fp32 and in the other way:
+same weights, same inputs, same gradients of the outputs. What is compared are outputs, gradients of
+inputs, and gradients of parameters, each by the norm of the difference over the norm.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gpumix.cost.head import LEAST_ROWS, rows_per_chunk
+from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy
+from gpumix.engine.efficient import make_efficient
+from gpumix.engine.head import output_layer
+from gpumix.engine.objective import objective_of
+from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.prepare import switch_off_caches
+from gpumix.engine.units import dissect
+from gpumix.hardware.efficiency import Chosen
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.profiler.compute import Progress, on_device
+from gpumix.profiler.specimen import Outputs, Specimens
+from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
+from gpumix.spec.plan import ComputeDtype
+
+if TYPE_CHECKING:
+    from gpumix.profiler.measure import Subject
+
+# Norms of errors over norms. Some bits are lost in each of a unit's products: what is wrong is
+# wrong by far more than that.
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
+# Where a mixture's router comes to another choice in another dtype, a unit is off by far more than
+# rounding; what is broken is off by more than that.
+TOLERANCE_OF_DTYPE = 0.3
+WORTHWHILE = 1.02
+REPEATS = 5
+DRAWN = 1e-2  # two runs of the same are further apart than rounding explains
+NUMERIC = ("tf32", "attention", "kernels", "channels_last")
+OPTIMIZER_ELEMENTS = 1000
+STEPS = 3
+BLOCK = 2**20  # random numbers, over and over again in larger tensors
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+Computed = dict[str, torch.Tensor]
+"""What a unit computed, by a name, in fp32 on the host."""
+
+
+def agreed(
+    subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
+) -> Subject:
+    """The subject with those of its choices that compute the same, and what was found with them.
+    Nothing is computed where all is done in plain fp32."""
+    dtype, chosen = subject.dtypes[device_class], subject.chosen_for(device_class)
+    check = _Check(subject, runtime)
+    for name, way in _ways(dtype, chosen.efficiency):
+        tolerance = TOLERANCE_OF_DTYPE if name == "dtype" else _tolerance(way, dtype)
+        try:
+            wrong, told = check.difference(way, dtype, tolerance)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # What it computes in cannot be given up for that.
+            wrong, told = name != "dtype", "there is no room to check it beside fp32"
+        if wrong:
+            progress(f"{device_class}: its {name} is not used: {told}")
+            chosen = chosen.without(name, f"not used: {told}")
+            dtype = "fp32" if name == "dtype" else dtype
+        else:
+            chosen = chosen.because(name, f"{chosen.why(name)}; {told}")
+    chosen = _optimizer_agreed(subject, runtime, chosen)
+    chosen = _loss_agreed(subject, runtime, chosen, TORCH_DTYPE[dtype])
+    return replace(
+        subject,
+        dtypes={**subject.dtypes, device_class: dtype},
+        chosen={**subject.chosen, device_class: chosen},
+    )
+
+
+def _ways(dtype: ComputeDtype, efficiency: Efficiency) -> Iterator[tuple[str, Efficiency]]:
+    """What is not as in plain fp32, one thing at a time."""
+    if dtype != "fp32":
+        yield "dtype", PLAIN_EFFICIENCY
+    plain, settings = PLAIN_EFFICIENCY.settings(), efficiency.settings()
+    for name in NUMERIC:
+        if settings[name] != plain[name]:
+            yield name, PLAIN_EFFICIENCY.model_copy(update={name: settings[name]})
+
+
+def _tolerance(way: Efficiency, dtype: ComputeDtype) -> float:
+    return TOLERANCE["tf32" if way.tf32 and dtype == "fp32" else dtype]
+
+
+class _Check:
+    """Compares ways with plain fp32, which is computed once, of a batch that is the same for all:
+    a program may make another one each time."""
+
+    def __init__(self, subject: Subject, runtime: DeviceRuntime) -> None:
+        self._subject = subject
+        self._runtime = runtime
+
+    @cached_property
+    def _batch(self) -> Any:
+        return self._subject.make_batch(1)
+
+    @cached_property
+    def _reference(self) -> Computed:
+        return computed(self._subject, self._runtime, PLAIN_EFFICIENCY, "fp32", self._batch)
+
+    def difference(
+        self, way: Efficiency, dtype: ComputeDtype, tolerance: float
+    ) -> tuple[bool, str]:
+        """Whether a way computes something else, and how far it is off, or why it cannot be had."""
+        reference = self._reference
+        try:
+            found = computed(self._subject, self._runtime, way, dtype, self._batch)
+        except Exception as failure:  # a library's own, of any kind
+            if is_out_of_memory(failure):
+                raise
+            return True, (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        error = worst(found, reference)
+        if not error <= tolerance:  # nor if it is no number
+            return True, f"a unit is {error:.1%} off fp32, {tolerance:.2%} is borne"
+        return False, f"a unit is {error:.2g} off fp32"
+
+
+def worst(found: Computed, reference: Computed) -> float:
+    """The largest error of any tensor."""
+    errors = [0.0]
+    for name, right in reference.items():
+        size = right.norm().item()
+        if size > 0:
+            errors.append((found[name] - right).norm().item() / size)
+    return max(errors, key=lambda error: float("inf") if error != error else error)
+
+
+def computed(
+    subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
+) -> Computed:
+    """What one unit of each kind computes of a batch in a way."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return _computed(subject, runtime, way, dtype, batch)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        gc.collect()  # a model holds itself, and its memory is wanted
+
+
+def _computed(
+    subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
+) -> Computed:
+    model = subject.build()
+    anatomy = dissect(model, subject.units)
+    switch_off_caches(model)
+    make_efficient(model, way, runtime.torch_device)
+    specimens = Specimens(
+        model,
+        anatomy,
+        device=runtime.torch_device,
+        compute_dtype=TORCH_DTYPE[dtype],
+        objective=subject.loss or objective_of(model),
+        images_last=way.channels_last,
+    )
+    model.eval()  # dropout would draw
+    generator = torch.Generator().manual_seed(0)
+    for unit in (specimens.root, *specimens.of_kind.values()):
+        for group in unit.bucket.groups:
+            if group.full.is_floating_point():
+                _fill(group.full.data, generator)
+    found: Computed = {}
+    seen: dict[str, Outputs] = {}
+    with specimens.start(on_device(specimens, batch)) as walk:
+        walk.go_on()
+        while walk.call is not None and len(seen) < len(specimens.of_kind):
+            kind = specimens.kind_of[walk.call.unit]
+            if kind not in seen:
+                seen[kind] = run_unit(specimens, walk.call, kind, found)
+            walk.go_on(seen[kind].again())
+    return found
+
+
+def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Outputs:
+    """Forward and backward of a call; what it computes goes into `found`."""
+    unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
+    for group in unit.bucket.trainable:
+        group.begin_gradient()
+    cut = specimens.cut(call, recompute=False)
+    outputs = Outputs(cut.forward())
+    tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
+    for number, tensor in enumerate(t for t in tensors if t.is_floating_point()):
+        found[f"{kind}, output {number}"] = tensor.detach().float().cpu()
+    for leaf in cut.leaves:
+        leaf.grad = torch.randn(leaf.shape, generator=generator).to(leaf)
+    for number, gradient in enumerate(cut.backward()):
+        if gradient is not None:
+            found[f"{kind}, gradient of input {number}"] = gradient.float().cpu()
+    for number, group in enumerate(unit.bucket.trainable):
+        if group.gradient is not None:
+            found[f"{kind}, gradient of parameters {number}"] = group.gradient.float().cpu().clone()
+    return outputs
+
+
+def compiled_error(specimens: Specimens, batch: Any) -> float:
+    """How far compiled units are off the same units without, in their dtype."""
+    found: list[Computed] = [{}, {}, {}]
+    with specimens.start(on_device(specimens, batch)) as walk:
+        walk.go_on()
+        seen: dict[str, Outputs] = {}
+        while walk.call is not None and len(seen) < len(specimens.of_kind):
+            call, kind = walk.call, specimens.kind_of[walk.call.unit]
+            if kind not in seen:
+                with specimens.uncompiled():
+                    for plain in found[:2]:
+                        seen[kind] = run_unit(specimens, call, kind, plain)
+                run_unit(specimens, call, kind, found[2])
+            walk.go_on(seen[kind].again())
+    if worst(found[0], found[1]) > DRAWN:  # of dropout nothing can be said by single numbers
+        return 0.0
+    return worst(found[2], found[0])
+
+
+def _fill(values: torch.Tensor, generator: torch.Generator) -> None:
+    """Of the size of trained weights, some a little off one as norms are; the same in any dtype."""
+    block = torch.randn(min(BLOCK, max(1, values.numel())), generator=generator).mul_(0.05)
+    for part in values.split(len(block)) if values.numel() else ():
+        part.copy_(block[: len(part)])
+
+
+def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) -> Chosen:
+    """The fused update beside torch's plain one."""
+    if not chosen.efficiency.fused_optimizer:
+        return chosen
+    start, device = torch.randn(OPTIMIZER_ELEMENTS), runtime.torch_device
+    found = []
+    for fused in (True, False):
+        parameter = torch.nn.Parameter(start.to(device, copy=True))
+        optimizer = subject.optimizer_of([parameter])
+        if not optimizer.defaults.get("fused"):
+            return chosen.because("fused_optimizer", "this optimizer has its own way")
+        if not fused:
+            for group in optimizer.param_groups:
+                group.update(fused=False, foreach=False)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            parameter.grad = torch.randn(start.shape, generator=generator).to(device)
+            optimizer.step()
+        found.append({"update": parameter.detach().cpu() - start})
+    error = worst(*found)
+    if not error <= TOLERANCE["fp32"]:
+        return chosen.without("fused_optimizer", f"not used: it is {error:.1%} off the plain one")
+    return chosen
+
+
+def _loss_agreed(
+    subject: Subject, runtime: DeviceRuntime, chosen: Chosen, dtype: torch.dtype
+) -> Chosen:
+    """The fused kernel of the loss beside torch's way: used where it computes the same, faster."""
+    if chosen.efficiency.loss != "triton":
+        return chosen
+    model = subject.build()
+    layer = output_layer(model, (unit.module for unit in dissect(model, subject.units).units))
+    if layer is None:
+        return chosen.without("loss", "the model has no linear output layer")
+    try:
+        error, faster = compare_losses(layer.in_features, layer.out_features, runtime, dtype)
+    except Exception as failure:  # of the kernel's compiler, of any kind
+        if is_out_of_memory(failure):
+            raise
+        told = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        return chosen.without("loss", f"not used: {told}")
+    tolerance = TOLERANCE[_NAMES[dtype]]
+    if not error <= tolerance:
+        return chosen.without("loss", f"not used: {error:.1%} off torch's way")
+    if faster < WORTHWHILE:
+        return chosen.without("loss", f"not used: {faster:.2f} times torch's speed here")
+    return chosen.because("loss", f"{faster:.2f} times torch's speed here, {error:.2g} off it")
+
+
+def compare_losses(
+    width: int, classes: int, runtime: DeviceRuntime, dtype: torch.dtype
+) -> tuple[float, float]:
+    """How far the fused kernel is off torch's way, of a chunk of a head, and how much faster."""
+    rows = rows_per_chunk(LEAST_ROWS, vocabulary=classes, width=width)
+    generator, device = torch.Generator().manual_seed(0), runtime.torch_device
+    problem = LinearCrossEntropy(
+        hidden=torch.randn(rows, width, generator=generator).to(device, dtype),
+        weight=(torch.randn(classes, width, generator=generator) / width**0.5).to(device, dtype),
+        bias=None,
+        target=torch.randint(classes, (rows,), generator=generator).to(device),
+        operations=(),
+        dtype=torch.float32,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        mean=False,
+    )
+    upstream = torch.ones((), device=device)
+    found: list[Computed] = []
+    seconds: list[list[float]] = [[], []]
+    for _ in range(1 + REPEATS):
+        found.clear()
+        for number, fused in enumerate((True, False)):
+            way, into = replace(problem, fused=fused), Gradients(torch.empty_like(problem.hidden))
+            runtime.synchronize()
+            begun = time.perf_counter()
+            loss = way.run(upstream, into)
+            runtime.synchronize()
+            seconds[number].append(time.perf_counter() - begun)
+            assert into.hidden is not None
+            found.append({"loss": loss.cpu(), "gradient": into.hidden.float().cpu()})
+    fused_s, plain_s = (median(taken[1:]) for taken in seconds)  # the first one compiles
+    return worst(*found), plain_s / fused_s

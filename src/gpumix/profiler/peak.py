@@ -1,0 +1,36 @@
+"""What a device reaches in one large matrix product: its peak, where no datasheet says one."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.spec.peak import Peak
+
+LARGEST = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger ones are not faster
+PART_OF_MEMORY = 16  # of it, what the three matrices may take
+REPEATS = 5
+
+
+def measured_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
+    """The fastest of some products of square matrices."""
+    device = runtime.torch_device
+    size = LARGEST[device.type]
+    while size > 64 and 3 * size**2 * dtype.itemsize > runtime.memory_limit_bytes // PART_OF_MEMORY:
+        size //= 2
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    into = torch.empty_like(one)
+    fastest = min(_seconds(runtime, one, other, into) for _ in range(1 + REPEATS))
+    return Peak(flops_per_s=2 * size**3 / fastest, source="measured")
+
+
+def _seconds(
+    runtime: DeviceRuntime, one: torch.Tensor, other: torch.Tensor, into: torch.Tensor
+) -> float:
+    runtime.synchronize()
+    begun = time.perf_counter()
+    torch.mm(one, other, out=into)
+    runtime.synchronize()
+    return time.perf_counter() - begun

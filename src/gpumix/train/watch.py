@@ -1,0 +1,234 @@
+"""What each step of a rank spends its time on, told by clocks that run anyway.
+
+The time of a step is cut into two at the moment at which the device begins to compute it. Before
+that the device stands idle, for the loader (*input*) or for the host (*other*); after it, it waits
+for other ranks (*communication*), for *copies*, or computes. Stamps on CUDA are events on the
+stream: one that is recorded before the last step's work is done fires when it is, so what is
+measured is the device's own gap. The host's wait would say more than is lost wherever the host runs
+ahead. Nothing is synchronised for it; a step is read when its loop has waited for the device.
+
+What runs once a step finds its code and data gone from the caches, and takes ten times as long as
+in a loop of its own: so it does little, and makes no objects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+WINDOW_STEPS = 20
+STARVED_SHARE = 0.03  # of a window; fewer steps, or a lower share, and noise is told as a finding
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a time that add up to 1. What a device idles between the kernels of a step, because
+    they are small, counts as computing."""
+
+    compute: float
+    input: float
+    communication: float
+    copies: float
+    other: float
+
+
+class Clock(Protocol):
+    """Adds up what a device waits for."""
+
+    def total_s(self) -> float: ...
+
+
+class Stamps(Protocol):
+    """The time of a device."""
+
+    def now(self) -> Any:
+        """A stamp of this moment."""
+        ...
+
+    def between(self, one: Any, other: Any) -> float:
+        """Seconds between two stamps."""
+        ...
+
+
+class HostStamps:
+    """Of a device that computes when the host does."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.now = clock
+
+    def between(self, one: float, other: float) -> float:
+        return other - one
+
+
+class StreamStamps:
+    """Events on the current stream of a GPU."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+        other.synchronize()  # the loop has waited for all that comes before it
+        return one.elapsed_time(other) / 1e3
+
+
+def stamps_of(device: torch.device) -> Stamps:
+    return StreamStamps() if device.type == "cuda" else HostStamps()
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds of some steps by what they were spent on."""
+
+    steps: int
+    compute: float
+    input: float
+    communication: float
+    copies: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.input + self.communication + self.copies + self.other
+
+    @property
+    def step_s(self) -> float:
+        """The mean."""
+        return self.seconds / max(1, self.steps)
+
+    def shares(self) -> Shares:
+        whole = self.seconds
+        if whole <= 0:
+            return Shares(1.0, 0.0, 0.0, 0.0, 0.0)
+        return Shares(
+            self.compute / whole,
+            self.input / whole,
+            self.communication / whole,
+            self.copies / whole,
+            self.other / whole,
+        )
+
+
+class Watch:
+    """Tells a rank's steps apart. Each step is `begin`, `next_of` the loader, `computes` when its
+    first work is given to the device, and `end` when the device is done.
+
+    Args:
+        stamps: the device's time; see `stamps_of`.
+        communication, copies: clocks of what the device waits for.
+        clock: the host's.
+    """
+
+    def __init__(
+        self,
+        stamps: Stamps,
+        communication: Clock,
+        copies: Clock,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now, self._between, self._clock = stamps.now, stamps.between, clock
+        self._communication_s, self._copies_s = communication.total_s, copies.total_s
+        self._communicated_s = self._copied_s = 0.0
+        self._begun = self._work = stamps.now()
+        self._waited_s = 0.0
+        # Of the last step: the idle time before it, its part for the loader, and what came after.
+        self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._steps = 0
+        self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
+        self.starvation = Starvation()
+
+    def begin(self) -> None:
+        self._communicated_s, self._copied_s = self._communication_s(), self._copies_s()
+        self._begun = self._now()
+
+    def next_of(self, batches: Iterator[T]) -> T:
+        """The next batch; the wait for it is the loader's."""
+        asked = self._clock()
+        batch = next(batches)
+        self._waited_s = self._clock() - asked
+        return batch
+
+    def computes(self) -> None:
+        self._work = self._now()
+
+    def end(self) -> None:
+        ended = self._now()
+        gap, busy = self._between(self._begun, self._work), self._between(self._work, ended)
+        starved = self._waited_s if self._waited_s < gap else gap
+        waits = self._communication_s() - self._communicated_s
+        copying = self._copies_s() - self._copied_s
+        if waits + copying > busy:  # a copy that a collective waits for is in both clocks
+            waits = waits if waits < busy else busy
+            copying = busy - waits
+        self._last = (gap, starved, busy, waits, copying)
+        self._steps += 1
+        self._gap_s += gap
+        self._starved_s += starved
+        self._busy_s += busy
+        self._waits_s += waits
+        self._copying_s += copying
+        self.starvation.add(gap + busy, starved)
+
+    def last(self) -> Shares:
+        """What the last step was spent on."""
+        gap, starved, busy, waits, copying = self._last
+        whole = gap + busy
+        if whole <= 0:
+            return Shares(1.0, 0.0, 0.0, 0.0, 0.0)
+        computed = busy - waits - copying
+        return Shares(
+            computed / whole,
+            starved / whole,
+            waits / whole,
+            copying / whole,
+            (gap - starved) / whole,
+        )
+
+    def take(self) -> Account:
+        """Of the steps since this was asked last."""
+        taken = Account(
+            steps=self._steps,
+            compute=self._busy_s - self._waits_s - self._copying_s,
+            input=self._starved_s,
+            communication=self._waits_s,
+            copies=self._copying_s,
+            other=self._gap_s - self._starved_s,
+        )
+        self._steps = 0
+        self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
+        return taken
+
+
+class Starvation:
+    """Whether a rank's device stands idle for its data: `share` is the idle part of the window in
+    which that was found, None until it is. Two windows in a row must show it."""
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+        self._steps = 0
+        self._seconds = self._starved = 0.0
+        self._before = False
+
+    def add(self, seconds: float, starved: float) -> None:
+        self._steps += 1
+        self._seconds += seconds
+        self._starved += starved
+        if self._steps == WINDOW_STEPS:
+            self._close_window()
+
+    def _close_window(self) -> None:
+        share = self._starved / self._seconds if self._seconds > 0 else 0.0
+        found = share > STARVED_SHARE
+        if found and self._before and self.share is None:
+            self.share = share
+        self._before = found
+        self._steps = 0
+        self._seconds = self._starved = 0.0

@@ -1,0 +1,41 @@
+"""The fused kernel of the loss gives PyTorch's losses and gradients; without Triton it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpumix.engine.fused_loss import fused_losses
+from gpumix.spec.errors import MachineError
+
+HERE = Path(__file__).parent
+BOUNDS = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1e-2}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_computes_what_pytorch_does():
+    done = subprocess.run(
+        [sys.executable, HERE / "fused_losses.py"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    worst = json.loads(done.stdout)
+    assert len(worst) == 6
+    for name, error in worst.items():
+        assert error < BOUNDS[name.split()[1]], name
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
+def test_without_triton_there_is_a_word():
+    with pytest.raises(MachineError, match="pip install triton"):
+        fused_losses(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), None, 0.0)

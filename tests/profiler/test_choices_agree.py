@@ -1,0 +1,172 @@
+"""What was chosen for a device is used where it computes what plain fp32 does, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from sweeps import subject
+from torch import nn
+
+from gpumix.engine.compiled import CompiledForward
+from gpumix.hardware.efficiency import PLAIN, Chosen
+from gpumix.hardware.runtime import open_device
+from gpumix.profiler import agreement, specimen
+from gpumix.profiler.measure import Subject, measure_class
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.efficiency import Choice, Efficiency
+from gpumix.spec.profile import ClassProfile
+from models import ARCHITECTURES, WIDTH, Regression
+
+MIB = 2**20
+NAMES = ("dtype", "compile", "attention", "channels_last", "fused_optimizer")
+
+
+def wanted(**settings) -> Chosen:
+    choices = tuple(Choice(what=name, value="?", why="as asked") for name in NAMES)
+    return Chosen(Efficiency(**settings), choices)
+
+
+def measured(what: Subject) -> tuple[ClassProfile, list[str]]:
+    told: list[str] = []
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=256 * MIB)
+    with open_device(one, 0) as runtime:
+        found = measure_class(what, runtime, device_class="one", progress=told.append)
+    return found.device_class, [line for line in told if "not used" in line]
+
+
+def llama(*, dtype: str = "fp32", chosen: Chosen = PLAIN) -> Subject:
+    architecture = ARCHITECTURES["llama"]
+    # Another batch at each call, as a program's own may be.
+    generator = torch.Generator().manual_seed(1)
+    made = subject(
+        architecture.factory, largest=1, make_batch=lambda n: architecture.batch(n, generator)
+    )
+    return replace(made, dtypes={"one": dtype}, chosen={"one": chosen})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_computes_the_same_is_used(dtype):
+    settings = {"attention": "eager", "channels_last": True}
+    found, told = measured(llama(dtype=dtype, chosen=wanted(**settings)))
+    assert not told
+    assert found.efficiency == Efficiency(**settings)
+    assert found.compute_dtype == dtype
+    why = {choice.what: choice.why for choice in found.choices}
+    assert "off fp32" in why["attention"]
+    assert ("off fp32" in why["dtype"]) == (dtype == "bf16")
+
+
+def test_attention_that_computes_something_else_is_not_used(monkeypatch):
+    plain = agreement.make_efficient
+
+    def wrong(model, efficiency, device):
+        plain(model, efficiency, device)
+        if efficiency.attention == "eager":
+            for module in model.modules():
+                if type(module).__name__ == "LlamaAttention":
+                    module.register_forward_hook(lambda m, a, out: (out[0] * 1.1, *out[1:]))
+
+    monkeypatch.setattr(agreement, "make_efficient", wrong)
+    found, [told] = measured(llama(chosen=wanted(attention="eager")))
+    assert found.efficiency.attention == "own"
+    assert "attention is not used: a unit is" in told
+    [why] = [choice.why for choice in found.choices if choice.what == "attention"]
+    assert why.startswith("not used")
+
+
+class BrokenInBf16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) * (1.0 if x.dtype == torch.float32 else float("nan"))
+
+
+def test_a_dtype_that_computes_something_else_is_not_used():
+    what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
+    found, [told] = measured(replace(what, dtypes={"one": "bf16"}))
+    assert found.compute_dtype == "fp32"
+    assert "dtype is not used" in told
+
+
+def test_what_there_is_no_room_to_check_is_not_used_but_for_the_dtype(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(agreement, "computed", full)
+    found, [told] = measured(llama(dtype="bf16", chosen=wanted(attention="eager")))
+    assert (found.compute_dtype, found.efficiency.attention) == ("bf16", "own")
+    assert "no room to check it" in told
+
+
+def test_a_model_without_a_choice_of_attention_keeps_its_own():
+    what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
+    found, [told] = measured(replace(what, chosen={"one": wanted(attention="sdpa")}))
+    assert found.efficiency.attention == "own"
+    assert "no choice of attention" in told
+
+
+class _Compiled(CompiledForward):
+    """As compiled code would be, off by a factor."""
+
+    def __init__(self, plain, factor: float) -> None:
+        self.plain, self.factor = plain, factor
+
+    def __call__(self, *args, **kwargs):
+        return self.plain(*args, **kwargs) * self.factor
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_compiled_code_that_computes_something_else_is_not_used(monkeypatch, factor):
+    def compiled(units, **_):
+        for unit in units:
+            unit.forward = _Compiled(unit.forward, factor)
+
+    monkeypatch.setattr(specimen, "compile_units", compiled)
+    what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
+    what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
+    found, told = measured(what)
+    assert found.compiled == (factor == 1.0)
+    assert len(told) == (factor != 1.0)
+
+
+def test_compiled_units_are_measured_in_all_ways(monkeypatch):
+    """Also with their backward in two parts, for which the graph runs twice."""
+    compiled = partial(specimen.compile_units, backend="aot_eager")
+    monkeypatch.setattr(specimen, "compile_units", compiled)
+    found, told = measured(replace(llama(chosen=wanted()), compiled=frozenset({"one"})))
+    assert found.compiled
+    assert not told
+    [why] = [choice.why for choice in found.choices if choice.what == "compile"]
+    assert "off the same units without" in why
+
+
+def test_a_fused_optimizer_that_updates_otherwise_is_not_used():
+    class Wrong(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                if group["fused"]:
+                    with torch.no_grad():
+                        torch._foreach_mul_(group["params"], 1.01)
+
+    def of(made: type[torch.optim.AdamW]) -> bool:
+        # As a job has it: a group's own settings, beside the defaults.
+        what = replace(
+            llama(chosen=wanted()),
+            optimizer_of=lambda p: made([{"params": p, "weight_decay": 0.1}], fused=True),
+        )
+        return measured(what)[0].efficiency.fused_optimizer
+
+    assert of(torch.optim.AdamW)
+    assert not of(Wrong)
+
+
+def test_tf32_is_switched_on_for_gpus_alone():
+    before = torch.get_float32_matmul_precision()
+    agreement.make_efficient(nn.Linear(1, 1), Efficiency(tf32=True), torch.device("cpu"))
+    assert torch.get_float32_matmul_precision() == before

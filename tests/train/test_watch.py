@@ -1,0 +1,140 @@
+"""What a step is spent on: parts of its time that add up, and a word when it is the loader's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+from jobs import metrics, train, write_job
+
+from gpumix.train.watch import STARVED_SHARE, WINDOW_STEPS, HostStamps, Shares, Starvation, Watch
+
+
+class Times:
+    """Clocks that tests set: the host's, the device's, and what the device waited for."""
+
+    host = device = waited = copied = 0.0
+
+    def watch(self) -> Watch:
+        return Watch(
+            HostStamps(lambda: self.device),
+            _Told(self, "waited"),
+            _Told(self, "copied"),
+            clock=lambda: self.host,
+        )
+
+    def passes(self, seconds: float) -> None:
+        self.host += seconds
+        self.device += seconds
+
+    def batches(self, seconds: float) -> Iterator[int]:
+        while True:
+            self.passes(seconds)
+            yield 0
+
+
+class _Told:
+    def __init__(self, times: Times, name: str) -> None:
+        self._times, self._name = times, name
+
+    def total_s(self) -> float:
+        return getattr(self._times, self._name)
+
+
+def test_the_parts_of_a_step_are_told_apart():
+    times = Times()
+    watch = times.watch()
+    watch.begin()
+    watch.next_of(times.batches(2.0))
+    times.passes(1.0)  # the loop's own
+    watch.computes()
+    times.passes(7.0)
+    times.waited, times.copied = 3.0, 0.5
+    watch.end()
+    assert watch.last() == Shares(
+        compute=0.35, input=0.2, communication=0.3, copies=0.05, other=pytest.approx(0.1)
+    )
+    watch.begin()
+    watch.computes()
+    times.passes(10.0)
+    watch.end()
+    taken = watch.take()
+    assert (taken.steps, taken.seconds) == (2, 20.0)
+    assert taken.shares().compute == pytest.approx((3.5 + 10.0) / 20)
+    assert watch.take().steps == 0
+
+
+def test_a_wait_that_the_device_does_not_feel_is_none():
+    """The host runs ahead: it waits for its data while the device computes the step before."""
+    times = Times()
+    watch = times.watch()
+    watch.begin()
+    batches = iter([0])
+    times.host += 5.0
+    watch.next_of(batches)
+    times.device += 0.5  # idle between the last kernel and the next
+    watch.computes()
+    times.device += 9.5
+    watch.end()
+    assert watch.last().input == 0.0
+
+    watch.begin()
+    watch.next_of(_slow(times))
+    times.device += 0.5
+    watch.computes()
+    times.device += 9.5
+    watch.end()
+    assert watch.last().input == pytest.approx(0.05)
+
+
+def _slow(times: Times) -> Iterator[int]:
+    times.host += 5.0
+    yield 0
+
+
+@pytest.mark.parametrize("share", [STARVED_SHARE / 2, STARVED_SHARE * 2])
+def test_two_windows_in_a_row_make_a_finding(share):
+    found = Starvation()
+    for _ in range(2 * WINDOW_STEPS - 1):
+        found.add(1.0, share)
+    assert found.share is None
+    found.add(1.0, share)
+    assert found.share == (pytest.approx(share) if share > STARVED_SHARE else None)
+
+
+def test_windows_apart_make_none():
+    found = Starvation()
+    for _ in range(4):
+        for starved in (0.5, 0.0):
+            for _ in range(WINDOW_STEPS):
+                found.add(1.0, starved)
+    assert found.share is None
+
+
+def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
+    steps = 2 * WINDOW_STEPS
+    job = write_job(
+        tmp_path,
+        data={"factory": "toys:slow_tokens", "held_out": 0.1},
+        steps=steps,
+        log_every_steps=10,
+        cluster=[{"class": "big", "accelerator": "cpu", "memory": "64 MiB", "count": 2}],
+    )
+    summary = train(job)
+    records = metrics(tmp_path / "run")
+    for record in records:
+        assert sum(record["shares"].values()) == pytest.approx(1.0)
+    for record in metrics(tmp_path / "run", "ranks"):
+        assert [rank["device_class"] for rank in record["ranks"]] == ["big", "big"]
+        for rank in record["ranks"]:
+            assert sum(rank["shares"].values()) == pytest.approx(1.0)
+    [told] = metrics(tmp_path / "run", "input-bound")
+    assert {rank["share"] > STARVED_SHARE for rank in told["ranks"]} == {True}
+    [of_class] = summary.classes
+    assert sum(of_class["shares"].values()) == pytest.approx(1.0)
+    assert of_class["shares"]["input"] > STARVED_SHARE
+    assert of_class["peak_source"] == "measured"
+    assert 0 < of_class["mfu"] <= of_class["hfu"] < 1
+    assert of_class["planned_peak_bytes"] == sum(of_class["planned_memory"].values())
+    assert set(asdict(Shares(1, 0, 0, 0, 0))) == set(of_class["shares"])
