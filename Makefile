@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS := 2
+# Many tests wait: more workers than CI has cores.
+WORKERS := 3
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test lint format docs golden bench clean

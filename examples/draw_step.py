@@ -85,18 +85,31 @@ class Panel:
 
 
 def read(path: Path, title: str = "") -> Panel:
-    """A step from a trace file, which is in the Trace Event Format; devices by their stages."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    found: dict[str, list[Bar]] = {name: [] for name in names.values()}
-    for event in sorted(events, key=lambda event: event.get("ts", 0)):
-        if event["ph"] == "X" and (event["cat"] in WORK or event["cat"] == "waiting"):
-            found[names[event["pid"]]].append(_bar(event))
+    """A step from a trace file, which is in the Trace Event Format; devices by their stages.
+
+    Raises:
+        ValueError: it is no trace of a step.
+    """
+    try:
+        found = _bars(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of a step: {error}") from error
+    if not any(found.values()):
+        raise ValueError(f"{path} is no trace of a step: no device does anything in it")
     stages = {name: sorted({bar.stage for bar in bars} - {0}) for name, bars in found.items()}
     devices = {
         _label(name, stages[name]): found[name] for name in sorted(found, key=stages.__getitem__)
     }
     return Panel(title or path.stem, devices)
+
+
+def _bars(events: Sequence[dict[str, Any]]) -> dict[str, list[Bar]]:
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    found: dict[str, list[Bar]] = {name: [] for name in names.values()}
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
+        if event["ph"] == "X" and (event["cat"] in WORK or event["cat"] == "waiting"):
+            found[names[event["pid"]]].append(_bar(event))
+    return found
 
 
 def _label(process: str, stages: Sequence[int]) -> str:
@@ -186,7 +199,10 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("step.png"))
     options = parser.parse_args()
-    panels = [read(path) for path in options.traces]
+    try:
+        panels = [read(path) for path in options.traces]
+    except ValueError as error:
+        parser.error(str(error))
     draw(
         [Panel(f"{p.title}: idle {p.idle_share:.0%}", p.devices) for p in panels],
         options.out,

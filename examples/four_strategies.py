@@ -72,6 +72,7 @@ TEXTBOOK = {
     "heads": "whole",
     "state_on": "device",
     "leave_out": False,
+    "sequence": False,
 }
 
 

@@ -14,7 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpumix.data.course import ByLength
     from gpumix.data.loader import Loader, evaluation_batches
+    from gpumix.data.own_samples import OwnSamples
+    from gpumix.data.packing import PackedDocuments
     from gpumix.engine.deferred import build
     from gpumix.engine.engine import Engine
     from gpumix.engine.optimizers.adafactor import Adafactor
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ByLength": "gpumix.data.course",
     "Loader": "gpumix.data.loader",
     "evaluation_batches": "gpumix.data.loader",
+    "OwnSamples": "gpumix.data.own_samples",
+    "PackedDocuments": "gpumix.data.packing",
     "build": "gpumix.engine.deferred",
     "Engine": "gpumix.engine.engine",
     "Adafactor": "gpumix.engine.optimizers.adafactor",
@@ -56,6 +62,7 @@ _HOME = {
 
 __all__ = [
     "Adafactor",
+    "ByLength",
     "Checkpointer",
     "Cluster",
     "Device",
@@ -64,6 +71,8 @@ __all__ = [
     "GpumixError",
     "Loader",
     "Muon",
+    "OwnSamples",
+    "PackedDocuments",
     "Plan",
     "Profile",
     "Space",

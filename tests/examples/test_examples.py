@@ -77,6 +77,13 @@ def test_resume_elsewhere_goes_on_with_the_losses(cache):
     assert two[0] < three[-1]
 
 
+def test_packing_saves_padding_and_gives_ranks_what_they_can_do(cache):
+    out = python("examples/packing.py", cache=cache)
+    padding = [float(found) for found in re.findall(r"([\d.]+)% padding", out)]
+    assert len(padding) == 3 and padding[0] > 20 > 5 > max(padding[1:])
+    assert all(0.97 < float(found) < 1.03 for found in re.findall(r"has ([\d.]+) times", out))
+
+
 @pytest.mark.slow
 def test_four_strategies_come_to_one_loss_and_leave_traces_and_pictures(cache, tmp_path):
     script, names = "examples/four_strategies.py", ("model", "pipeline-tensor")

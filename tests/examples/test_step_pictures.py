@@ -82,3 +82,11 @@ def test_steps_are_drawn_below_each_other_on_one_scale(trace, tmp_path):
     widths = sorted(row.sum() for row in blue if row.sum() > 100)
     # The shorter step's only bar is half of the width; forward passes of the other a fourth.
     assert widths[-1] == pytest.approx(2 * widths[0], rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": []}'])
+def test_what_is_no_trace_is_said(text, tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"trace.json is no trace of a step"):
+        read(path)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import pytest
 from profiles import GIB, MIB, Card, Network, block, in_a_row, line, profile, steady
 
+from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.best_subset import best_subset
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.compare import compare
+from gpumix.planner.counted import Candidate, Counting
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
+from gpumix.planner.manner import ALONE, Manner
 from gpumix.planner.optimal import optimal
+from gpumix.planner.pace import PaceOf
 from gpumix.planner.staged import staged
+from gpumix.planner.way import Way
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
+from gpumix.spec.plan import Mode
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
@@ -131,3 +137,33 @@ def test_more_devices_than_units_are_told():
     found = profile([Card("one", 3, GIB, steady(1e-3))], calls=("block",) * 2)
     with pytest.raises(InputError, match="3 devices of a stage each need as many units"):
         by_memory(in_a_row(found), PlanRequest(global_batch=4))
+
+
+@pytest.mark.parametrize("link", [2e8, 5e8])
+def test_no_plan_is_faster_than_the_bound(link):
+    """Whether it has one stage or several, and whichever was taken."""
+    found, request = hosts(link), PlanRequest(global_batch=32)
+    plan, stages = fastest(found, request), staged(found, request)
+    assert predicted(plan).bound_s <= predicted(stages).step_s
+
+
+def test_state_that_is_moved_to_where_there_is_room_is_updated_there():
+    """And the step takes as long as that."""
+    found = profile(
+        [
+            Card("big", 2, 200 * MIB, steady(1e-3), per_host=4, optimizer_s_per_element=1e-8),
+            Card("small", 1, 24 * MIB, steady(1e-3), per_host=4, optimizer_s_per_element=1e-8),
+        ],
+        calls=("block",) * 2,
+        kinds=[block(trainable=2_000_000, kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+        links=StatedNetwork(inside=Link.stated(10e9, 1e-5), between=Link.stated(1e9, 1e-5)),
+    )
+    found = in_a_row(found, message=line(1e4))
+    row = (found.cluster.in_rank_order()[:1], found.cluster.in_rank_order()[1:])
+    way = Way(row, (Manner(ALONE, Mode()),) * 2, "1f1b", 1)
+    counting = Counting(PaceOf(found), 8)
+    counted = counting.best(Candidate(way, 3, (1, 2)), float("inf"))
+    assert counted is not None
+    shares = [worker.state_share for worker in counted.plan.stages[1].workers]
+    assert shares[0] > 0.51 and predict(found, counted.plan).step_s == counted.seconds
+    assert counting.best(Candidate(way, 3, (1, 2)), counted.seconds) is None

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, permutations, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import GIB, Card, block, in_a_row, line, profile, steady
+from profiles import GIB, Card, block, in_a_row, line, profile, root, steady
 
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
@@ -34,16 +34,28 @@ def cluster(
     link: float = 1e9,
     message: float = 1e3,
     start: float = 0.0,
+    largest: dict[int, int] | None = None,
+    chunked: bool = False,
 ) -> Profile:
-    """Cards by seconds of a sample and their number, each on a host of its own."""
+    """Cards by seconds of a sample and their number, each on a host of its own; of some only
+    micro-batches up to `largest` were measured."""
     found = profile(
         [
-            Card(f"c{n}", count, memory, steady(s, start=start * s), per_host=1)
+            Card(
+                f"c{n}",
+                count,
+                memory,
+                steady(s, start=start * s),
+                per_host=1,
+                largest=(largest or {}).get(n),
+                chunked_head=line(1e-5) if chunked else None,
+            )
             for n, (s, count) in enumerate(cards)
         ],
         calls=("block",) * calls,
         kinds=[block(kept=line(message), gradient=line(message), backward=line(message))],
-        links=StatedNetwork(between=Link.stated(link, 1e-5)),
+        root_unit=root(chunked_head=line(1e3)) if chunked else None,
+        links=StatedNetwork(between=Link.stated(link, 1e-5), inside=Link.stated(link, 1e-5)),
     )
     return in_a_row(found, message=line(message))
 
@@ -225,3 +237,131 @@ def test_more_stages_than_devices_or_units_are_refused():
         staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=Space(least_stages=4)))
     with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
         Space(least_stages=4, most_stages=2)
+
+
+# -- what is proven --------------------------------------------------------------------------------
+
+
+def step_s(plan: Plan) -> float:
+    return predicted(plan).step_s
+
+
+def least_of_many_deals(found: Profile, row: list[list[str]], cut: int, batch: int) -> float:
+    """The shortest step of these groups of devices in two stages, by micro-batches of one."""
+    devices = {device.id: device for device in found.cluster.devices}
+    groups = [[devices[name] for name in group] for group in row]
+    dealt = _dealt(found, groups, [0, cut, len(found.model.calls)], 1, batch)
+    return min(predict(found, plan).step_s for plan in dealt if plan.zero_stage == 0)
+
+
+def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster():
+    """And where there are too many ways for all of them no more is claimed than is known."""
+    found = cluster([(1e-3, 2), (3.5e-3, 3)], calls=2)
+    space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole", most_stages=2)
+    plan = staged(found, PlanRequest(global_batch=9, space=space))
+    row = [[w.device for w in stage.workers] for stage in plan.stages]
+    least_s = least_of_many_deals(found, row, len(plan.stages[0].units), 9)
+    assert predicted(plan).bound_s <= least_s
+    assert step_s(plan) == pytest.approx(least_s)
+
+
+@pytest.mark.parametrize(("batch", "start"), [(64, 20.0), (100, 5.0)])
+def test_of_many_sizes_large_ones_are_tried_too(batch, start):
+    found = cluster([(1e-3, 1), (1.7e-3, 1)], calls=3, start=start)
+    space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole")
+    plan = staged(found, PlanRequest(global_batch=batch, space=space))
+    least_s = min(
+        predict(found, one).step_s
+        for devices in permutations(found.cluster.in_rank_order())
+        for cut in (1, 2)
+        for size in range(1, batch + 1)
+        for one in _dealt(found, [[d] for d in devices], [0, cut, 3], size, batch)
+        if one.zero_stage == 0
+    )
+    assert predicted(plan).bound_s <= least_s * (1 + 1e-9)
+    assert step_s(plan) <= 1.02 * least_s
+
+
+# -- what was measured -----------------------------------------------------------------------------
+
+
+def test_what_classes_that_take_no_part_can_run_is_of_no_matter():
+    limited = cluster([(1e-3, 2), (2e-3, 1)], start=50.0, largest={1: 1})
+    free = cluster([(1e-3, 2), (2e-3, 1)], start=50.0)
+    request = PlanRequest(global_batch=8, devices=("c0-0", "c0-1"))
+    assert step_s(staged(limited, request)) == step_s(staged(free, request))
+
+
+@pytest.mark.parametrize("strategy", [staged, by_memory])
+def test_no_micro_batch_is_larger_than_was_measured(strategy):
+    found = cluster([(1e-3, 1), (2e-3, 1)], start=50.0, largest={1: 3})
+    plan = strategy(found, PlanRequest(global_batch=8))
+    assert max(worker.micro_batch for worker in plan.workers) <= 3
+
+
+@pytest.mark.parametrize("strategy", ["staged", "model", "optimal"])
+@pytest.mark.parametrize(
+    ("space", "what"),
+    [
+        (Space(heads="chunked"), "a head in chunks was not measured"),
+        (Space(recompute=False), "kept graphs were not measured on class 'c0'"),
+    ],
+)
+def test_what_was_not_measured_is_told(strategy, space, what):
+    if strategy == "optimal":
+        space = space.model_copy(update={"least_stages": 2})
+    with pytest.raises(NoFeasiblePlanError, match=what) as caught:
+        make_plan(cluster([(1e-3, 2)]), 4, strategy=strategy, space=space)
+    assert "or use `strategy: optimal`" not in caught.value.fix
+
+
+def test_schedules_that_do_not_go_with_recompute_are_told():
+    space = Space(schedules="zero-bubble", recompute=True)
+    with pytest.raises(NoFeasiblePlanError, match="`recompute: true` does not"):
+        staged(cluster([(1e-3, 2)]), PlanRequest(global_batch=4, space=space))
+
+
+# -- what a space leaves out -----------------------------------------------------------------------
+
+PINS = [
+    Space(state_on="host"),
+    Space(boundaries="host"),
+    Space(orders="sequential"),
+    Space(shardings="host"),
+]
+
+
+@pytest.mark.parametrize("space", PINS)
+@pytest.mark.parametrize("strategy", ["staged", "model"])
+def test_techniques_that_stages_have_not_are_refused(strategy, space):
+    with pytest.raises(InputError, match="there is no plan of several stages with"):
+        make_plan(cluster([(1e-3, 4)]), 8, strategy=strategy, space=space)
+
+
+@pytest.mark.parametrize("space", PINS)
+def test_what_is_pinned_is_kept_by_the_fastest(space):
+    """Over a link over which stages would be faster; or there is no plan."""
+    found = cluster([(1e-3, 4)], link=1e5)
+    try:
+        plan = make_plan(found, 8, space=space)
+    except NoFeasiblePlanError as error:
+        assert "short of 0 bytes" not in error.what
+    else:
+        assert len(plan.stages) == 1 and space.missing(plan) == ""
+
+
+@pytest.mark.parametrize(
+    "space", [Space(most_stages=2), Space(schedules="gpipe"), Space(zero_stages=3)]
+)
+def test_naive_model_parallelism_is_refused_where_it_is_left_out(space):
+    with pytest.raises(InputError):
+        make_plan(cluster([(1e-3, 4)]), 8, strategy="model", space=space)
+
+
+def test_a_head_in_chunks_is_the_last_stages():
+    found = cluster([(1e-3, 2)], chunked=True)
+    space = Space(heads="chunked", least_stages=2)
+    plan = make_plan(found, 4, space=space)
+    assert space.missing(plan) == ""
+    assert {w.mode.head for w in plan.stages[-1].workers} == {"chunked"}
+    assert "head in chunks" in Space(heads="whole").missing(plan)

@@ -8,14 +8,19 @@ import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import plan_seconds, predict
+from gpumix.cost.staged import StagedStep
+from gpumix.cost.teams import told_in
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import STRATEGIES
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
+from gpumix.planner.manner import Manner, Team
+from gpumix.planner.way import Way, assemble_stages
 from gpumix.simulate.events import simulate
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.profile import CollectiveTimes, Profile
 from gpumix.spec.space import Space
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
@@ -56,7 +61,7 @@ def test_one_sample_is_computed_by_several():
     found = cards()
     plan = optimal(found, request(1, most_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2]
-    alone = fastest(found, request(1, most_stages=1))
+    alone = fastest(found, request(1, tensor=1, most_stages=1))
     assert predicted(plan).step_s < 0.6 * predicted(alone).step_s
 
 
@@ -164,6 +169,37 @@ def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
     )
     assert predict(found, plan).step_s > predict(found, whole).step_s
     assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_each_stage_waits_for_what_its_teams_gather(cut):
+    """A second entrance, and a place where hidden states are used whole: each gather is told once,
+    and waited for once."""
+    found = _with_gathers(cards(divided=1.9), enters=(0, 2), leaves=(1,), seconds=1.0)
+    devices = [d for d in found.cluster.in_rank_order() if d.device_class == "new"]
+    row = (tuple(devices[:2]), tuple(devices[2:]))
+    way = Way(row, (Manner(Team(2, True), Mode()),) * 2, "1f1b", 1)
+    plan = assemble_stages(found, 1, way, (cut, 4), ((1,), (1,)), strategy="staged")
+    step = StagedStep(found, plan)
+    for action in step.times.end_s:
+        between = told_in(found, plan, action.stage, "new")[-1]
+        gathers = {"forward": between.forward, "backward": between.backward}[action.kind]
+        assert round(step.action_s(action)) == len(gathers)
+
+
+def _with_gathers(
+    found: Profile, *, enters: tuple[int, ...], leaves: tuple[int, ...], seconds: float
+) -> Profile:
+    """Each gather takes so long, all else next to nothing."""
+    update = {"enters": enters, "leaves": leaves}
+    teams = tuple(team.model_copy(update=update) if team.sequence else team for team in found.teams)
+    gathers = CollectiveTimes(
+        operation="team_gather",
+        form="2",
+        group="inside",
+        times=Curve(sizes=(1.0, 1e9), values=(seconds, seconds)),
+    )
+    return found.model_copy(update={"teams": teams, "network": (*found.network, gathers)})
 
 
 def test_the_plan_says_why():

@@ -40,9 +40,10 @@ class Shared:
     def trainable(self) -> int:
         return sum(p.trainable for p in self.parameters)
 
-    @property
-    def frozen_bytes(self) -> int:
-        return sum(p.frozen_bytes for p in self.parameters)
+    def frozen_bytes(self, model: ModelProfile) -> int:
+        """In the dtype of `model`."""
+        names = {p.name for p in self.parameters}
+        return sum(p.frozen_bytes for p in model.root.parameters if p.name in names)
 
 
 @dataclass(frozen=True)

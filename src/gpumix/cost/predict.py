@@ -14,6 +14,8 @@ import numpy as np
 
 from gpumix.cost.buckets import Joining
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.flops import with_flops
+from gpumix.cost.input import input_seconds, no_faster_than_input
 from gpumix.cost.memory import (
     Activations,
     MemoryModel,
@@ -53,7 +55,8 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
         found = predict_stages(profile, plan)
     else:
         found = _Step(_in_team(profile, plan), leaders).prediction()
-    return of_members(profile, plan, found) if plan.in_teams else found
+    found = of_members(profile, plan, found) if plan.in_teams else found
+    return with_flops(profile, plan, no_faster_than_input(profile, plan, found))
 
 
 def _in_team(profile: Profile, plan: Plan) -> Profile:
@@ -69,9 +72,10 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
         InputError: as `predict` does.
     """
     check_match(profile, plan)
+    input_s = input_seconds(profile, plan)
     if len(plan.stages) > 1:
-        return StagedStep(profile, plan).seconds
-    return _Step(_in_team(profile, plan), plan.of_leaders).seconds
+        return max(input_s, StagedStep(profile, plan).seconds)
+    return max(input_s, _Step(_in_team(profile, plan), plan.of_leaders).seconds)
 
 
 @dataclass(frozen=True)

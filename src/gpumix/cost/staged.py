@@ -91,7 +91,11 @@ class StagedStep:
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
             StageCost(
-                in_team(profile, degree, sequence=sequence), self.cut, plan, number, moved=moved
+                in_team(profile, degree, sequence=sequence, in_stages=True),
+                self.cut,
+                plan,
+                number,
+                moved=moved,
             )
             for number, (degree, sequence) in enumerate(teams)
         ]
@@ -397,7 +401,8 @@ class StagedStep:
             own = numel if zero_stage == 0 else own
             width = DTYPE_BYTES[worker.compute_dtype]
             found["state"] += int(own * state.sharded_per_element)
-            found["replicas"] += aligned(numel * width) + aligned(shared.frozen_bytes)
+            frozen = shared.frozen_bytes(self.profile.model_in(worker.compute_dtype))
+            found["replicas"] += aligned(numel * width) + aligned(frozen)
             found["replicas"] += aligned(numel * GRADIENT_BYTES)
             if zero_stage and len(ranks) > 1:  # what arrives, to be summed
                 found["replicas"] += len(ranks) * own * MASTER_BYTES

@@ -26,9 +26,15 @@ from gpumix.spec.profile import (
 )
 
 
-def in_team(profile: Profile, degree: int, *, sequence: bool = False) -> Profile:
+def in_team(
+    profile: Profile, degree: int, *, sequence: bool = False, in_stages: bool = False
+) -> Profile:
     """The profile of a rank that computes together with others, `degree` in all, and divides the
     positions of samples with them too or not.
+
+    Args:
+        in_stages: in one of several stages: where hidden states come whole and leave whole there,
+            `end_seconds` says.
 
     Raises:
         InputError: such teams were not measured.
@@ -52,7 +58,10 @@ def in_team(profile: Profile, degree: int, *, sequence: bool = False) -> Profile
         update={
             "model": team.model,
             "other_models": team.other_models,
-            "classes": tuple(_with_waits(profile, team, of_class) for of_class in team.classes),
+            "classes": tuple(
+                _with_waits(profile, team, of_class, ends=not in_stages)
+                for of_class in team.classes
+            ),
             "teams": (),
             "cluster": cluster,
             "network": network,
@@ -161,17 +170,16 @@ def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
 def end_seconds(
     profile: Profile, plan: Plan, stage: int, worker: Worker, samples: int
 ) -> tuple[float, float]:
-    """That a micro-batch waits forward and backward at the ends of one stage of several, where
-    hidden states come whole and leave whole; what the first stage does is in `in_team`."""
+    """That a micro-batch waits forward and backward in one stage of several, where hidden states
+    come whole and leave whole."""
     one = plan.stages[stage]
     if not one.sequence:
         return 0.0, 0.0
     team = team_of(profile, one.tensor, sequence=True)
     device = profile.of_class(worker.device_class)
     ends = _Ends.of(profile, plan, stage, worker.device_class)
-    forward, backward = (ends.sent, ()) if stage == 0 else ((*ends.sent, *ends.left), ends.entered)
-    waits = (_seconds(profile, team, device, samples, way) for way in (forward, backward))
-    return next(waits), next(waits)
+    forward = _seconds(profile, team, device, samples, (*ends.sent, *ends.left))
+    return forward, _seconds(profile, team, device, samples, ends.entered)
 
 
 def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
@@ -188,19 +196,21 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
-def _with_waits(profile: Profile, team: TeamProfile, device: ClassProfile) -> ClassProfile:
+def _with_waits(
+    profile: Profile, team: TeamProfile, device: ClassProfile, *, ends: bool
+) -> ClassProfile:
     name, nothing = device.device_class, TeamTraffic()
 
     def told_of(unit: str) -> TeamTraffic:
         told = team.told[name].get(unit, nothing)
-        if unit != ROOT:
+        if unit != ROOT or not ends:
             return told
         entered = _gathers(team, name, team.enters)
         return told.model_copy(
             update={
                 "forward": (*told.forward, *_gathers(team, name, team.leaves)),
                 "backward": (*told.backward, *entered),
-                "gradient": entered,
+                "gradient": (*told.gradient, *entered),
             }
         )
 

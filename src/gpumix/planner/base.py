@@ -88,6 +88,7 @@ def assemble(
             state_on=setting.state_on(device.device_class),
             compile=profile.of_class(device.device_class).compiled,
             compute_dtype=profile.of_class(device.device_class).compute_dtype,
+            efficiency=profile.of_class(device.device_class).efficiency,
         )
         for device in setting.devices
     )
@@ -104,10 +105,7 @@ def assemble(
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
         estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),
     )
-    expected = predict(profile, plan)
-    if bound_s is not None:
-        bound_s = min(bound_s, expected.step_s)
-    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+    return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
 
 
 def _stage(setting: Setting, workers: tuple[Worker, ...]) -> Stage:
@@ -125,6 +123,19 @@ def predicted(plan: Plan) -> Prediction:
     """The prediction that `assemble` gave the plan."""
     assert plan.prediction is not None
     return plan.prediction
+
+
+def worth_leaving(plan: Plan) -> float:
+    """Seconds: a plan that asks for more than this one must take less."""
+    return predicted(plan).step_s * (1.0 - WORTHWHILE)
+
+
+def bounded(plan: Plan, bound_s: float | None) -> Plan:
+    """The plan with seconds that were proven of all plans, as far as it is no faster itself."""
+    expected = predicted(plan)
+    if bound_s is not None:
+        bound_s = min(bound_s, expected.step_s)
+    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
 
 
 def fit(workers: Iterable[WorkerPrediction]) -> bool:

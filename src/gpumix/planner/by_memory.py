@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil
-from typing import Literal
 
 import numpy as np
 
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
 from gpumix.cost.memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
-from gpumix.cost.time import can
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
-from gpumix.planner.manner import ALONE, Manner
+from gpumix.planner.manner import ALONE, Manners, kind_of
 from gpumix.planner.misfit import Misses
-from gpumix.planner.staged import refuse_one_stage
+from gpumix.planner.no_stages import NEEDED, refuse_one_stage, refuse_without
+from gpumix.planner.stage_room import StageRoom
 from gpumix.planner.way import Cut, Way, assemble_stages
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
 
@@ -34,19 +33,30 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
 
     Raises:
         InputError: the request names devices that the profile does not know, there is one device
-            or one unit alone, there are more devices than unit calls, or the profile does not say
-            what units need of each other.
-        NoFeasiblePlanError: the devices cannot hold the model and one sample.
+            or one unit alone, there are more devices than unit calls or stages, the techniques
+            leave out what such a plan has, or the profile does not say what units need of each
+            other.
+        NoFeasiblePlanError: the devices cannot hold the model and one sample, or what the
+            techniques ask for was not measured on them.
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
-    if len(devices) > (calls := len(profile.model.calls)):
+    refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0})
+    most = min(len(profile.model.calls), request.space.most_stages or len(devices))
+    if len(devices) > most:
         raise InputError(
-            f"{len(devices)} devices of a stage each need as many units, the model calls {calls}",
+            f"{len(devices)} devices of a stage each need as many units and stages, there are "
+            f"{most} at most",
             fix="use fewer devices, or `strategy: staged`, which puts several in a stage",
         )
+    manners = Manners({ALONE: profile}, request.space)
+    if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):
+        raise NoFeasiblePlanError(
+            f"there is no plan of a stage for each device: {lacking}",
+            fix="allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`",
+        )
     misses = Misses("the model, layer by layer,")
-    for way in _ways(profile, request, devices):
+    for way in _ways(manners, request.global_batch, devices):
         plan = _plan(profile, request.global_batch, way)
         if fit(predicted(plan).workers):
             return plan
@@ -54,19 +64,16 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     raise misses.error(profile)
 
 
-def _ways(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -> Iterator[Way]:
+def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[Way]:
+    """Those without recompute first, if all devices can."""
     row = tuple((device,) for device in devices)
-    names = {device.device_class for device in devices}
-    keep = False in request.space.recompute
-    keep = keep and all(can(profile, name, Mode(recompute=False)) for name in names)
-    head: Literal["whole", "chunked"] = "chunked" if "whole" not in request.space.heads else "whole"
-    limits = [profile.of_class(name).largest_micro_batch for name in names]
-    size = min([request.global_batch, *(limit for limit in limits if limit is not None)])
+    every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
+    size = int(min(batch, *(manners.largest(kind_of(group), ALONE) for group in row)))
     while size:
-        for recompute in (False, True):
-            if recompute in request.space.recompute and (recompute or keep):
-                mode = Mode(recompute=recompute, head=head)
-                yield Way(row, (Manner(ALONE, mode),) * len(row), "1f1b", size)
+        for again in (False, True):
+            alike = [[one for one in some if one.mode.recompute is again] for some in every]
+            if all(alike):
+                yield Way(row, tuple(some[0] for some in alike), "1f1b", size)
         size //= 2
 
 
@@ -81,41 +88,25 @@ def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
     """The cut at which the fullest device is least full."""
     calls, stages = len(profile.model.calls), len(way.row)
 
+    room = StageRoom(profile)
+
     def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
         (device,) = way.row[stage]
-        held = _bytes_before(profile, way, device, min(count, stages - stage))
-        part = (held[end] - held[begin]) + _ends(profile, device, begin == 0, end == calls)
-        return np.asarray(part / max(1, free_bytes(profile, device.device_class)))
+        name = device.device_class
+        each, _ = element_bytes(profile, name, zero_stage=0)
+        left = _left_before(profile, way, stage) * min(count, stages - stage)
+        part = room.elements(begin, end) * each + left[end] - left[begin]
+        return np.asarray(part / max(1, free_bytes(profile, name)))
 
     return (*_least_most(calls, stages, filled), calls)
 
 
-def _bytes_before(profile: Profile, way: Way, device: Device, in_flight: int) -> FloatArray:
-    """What all calls before each hold: their state, and what so many micro-batches leave there."""
-    model = profile.model_of(device.device_class)
-    each, seen = [], set()
-    for name, of_call in zip(model.calls, model.kind_of_call):
-        kind = model.kind(of_call)
-        left = kind.kept if way.manners[0].mode.recompute else kind.saved or kind.kept
-        state = 0 if name in seen else kind.trainable * _per_element(profile, device)
-        each.append(state + in_flight * float(bytes_at(left, way.micro_batch)))
-        seen.add(name)
-    return np.concatenate([[0.0], np.cumsum(each)])
-
-
-def _ends(profile: Profile, device: Device, first: FloatArray, last: FloatArray) -> FloatArray:
-    """State of what the first stage, and the last one, have of the root."""
-    model = profile.model
-    elements = {p.name: p.trainable for p in model.root.parameters}
-    sizes = [
-        sum(elements[name] for name in needs.root) for needs in (model.needs[0], model.needs[-1])
-    ]
-    of_root = np.where(first, sizes[0], 0) + np.where(last, sizes[1], 0)
-    return np.asarray(of_root * _per_element(profile, device))
-
-
-def _per_element(profile: Profile, device: Device) -> float:
-    return element_bytes(profile, device.device_class, zero_stage=0)[0]
+def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
+    """Bytes that a micro-batch leaves at all calls before each, on a stage's device."""
+    model, mode = profile.model_of(way.row[stage][0].device_class), way.manners[stage].mode
+    kinds = map(model.kind, model.kind_of_call)
+    left = (kind.kept if mode.recompute else kind.saved or kind.kept for kind in kinds)
+    return np.cumsum([0.0, *(float(bytes_at(curve, way.micro_batch)) for curve in left)])
 
 
 def _least_most(

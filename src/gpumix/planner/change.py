@@ -9,7 +9,6 @@ from pydantic import Field
 
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.fastest import fastest
-from gpumix.planner.teams import over_degrees
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, TokenRate
@@ -76,7 +75,7 @@ def _outlook(
         estimated=profile.estimated,
     )
     try:
-        plan = over_degrees(fastest)(profile, request)
+        plan = fastest(profile, request)
     except NoFeasiblePlanError as error:
         return cluster.model_copy(update={"why": error.what})
     speed = predicted(plan).tokens_per_s

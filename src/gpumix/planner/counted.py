@@ -6,9 +6,9 @@ Inside a group micro-batches go to workers as they are fast, and state to where 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, permutations, product
 from math import ceil, comb, prod
 
 import numpy as np
@@ -30,21 +30,21 @@ BESIDE_ACTIONS = 40  # a count does as much beside replaying them
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan but for who gets which micro-batches.
+    """A plan but for where its state lies.
 
     Attributes:
-        seconds: that its step may take, or takes at the least.
+        deal: micro-batches of each worker; None: each group's workers get them as they are fast.
     """
 
-    seconds: float
     way: Way
     zero_stage: ZeroStage
     cut: Cut
+    deal: Counts | None = None
 
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate as a plan that fits, and the seconds of its step."""
+    """A candidate, with its deal, as a plan that fits, and the seconds of its step."""
 
     seconds: float
     candidate: Candidate
@@ -66,83 +66,91 @@ class Counting:
         self.work = 0
         self.misses = Misses("a plan of several stages")
 
-    def best(self, candidate: Candidate, below_s: float, *, every_deal: bool) -> Found | None:
+    def best(self, candidate: Candidate, below_s: float) -> Found | None:
         """The fastest plan of a candidate; None if none fits, or is faster than `below_s`."""
-        best: Found | None = None
-        for counts in self._deals(candidate, below_s, every=every_deal):
-            for waves in _waves(candidate, counts):
-                found = self._count(candidate, counts, waves, below_s)
-                if found is not None:
-                    best, below_s = found, found.seconds
+        dealt, best = self._dealt(candidate), None
+        for waves in _waves(dealt):
+            found = self._counted(dealt, waves, below_s)
+            if found is not None:
+                best, below_s = found, found.seconds
         return best
 
-    def _count(
-        self, candidate: Candidate, counts: Counts, waves: int, below_s: float
-    ) -> Found | None:
-        try:
-            plan = assemble_stages(
-                self._profile,
-                self._batch,
-                candidate.way,
-                candidate.cut,
-                counts,
-                zero_stage=candidate.zero_stage,
-                waves=waves,
-                strategy="staged",
-            )
-        except ValueError:
-            return None  # waves that do not cut all stages' micro-batches alike
-        step = StagedStep(self._profile, plan)
-        self.work += sum(map(len, step.pipeline.orders.values())) + BESIDE_ACTIONS
+    def best_deal(self, candidate: Candidate, below_s: float) -> tuple[Found | None, bool]:
+        """The same by any deal, if there are few; and whether all plans were looked at."""
+        count, seconds = self._count(candidate.way), self._seconds(candidate)
+        deals: Iterable[Counts] = [self._dealt(candidate).deal or ()]
+        complete = prod(comb(count + len(one) - 1, len(one) - 1) for one in seconds) <= FEW_DEALS
+        if complete:
+            every = product(*(_deals_within(count, one, below_s) for one in seconds))
+            deals = dict.fromkeys(chain(deals, every))  # the best ones come first
+        best: Found | None = None
+        for deal in deals:
+            dealt = replace(candidate, deal=deal)
+            complete = complete and len(_waves(dealt)) == _most_waves(dealt)
+            found = self.best(dealt, below_s)
+            if found is not None:
+                best, below_s = found, found.seconds
+        return best, complete
+
+    def _dealt(self, candidate: Candidate) -> Candidate:
+        if candidate.deal is not None:
+            return candidate
+        count = self._count(candidate.way)
+        deal = tuple(spread(count, seconds) for seconds in self._seconds(candidate))
+        return replace(candidate, deal=deal)
+
+    def _counted(self, candidate: Candidate, waves: int, below_s: float) -> Found | None:
+        assert candidate.deal is not None
+        plan = assemble_stages(
+            self._profile,
+            self._batch,
+            candidate.way,
+            candidate.cut,
+            candidate.deal,
+            zero_stage=candidate.zero_stage,
+            waves=waves,
+            strategy="staged",
+        )
+        step = self._step(plan)
         if step.seconds >= below_s * (1 - ENOUGH):
             return None
-        fitting = self._fitting(plan, step)
-        return None if fitting is None else Found(step.seconds, candidate, fitting)
-
-    def _deals(self, candidate: Candidate, below_s: float, *, every: bool) -> Iterator[Counts]:
-        """How many micro-batches each worker of each group may get: that which makes the busiest
-        least busy, then all others if there are few."""
-        way, cut = candidate.way, candidate.cut
-        count = ceil(self._batch / way.micro_batch)
-        seconds = [self._seconds(way, cut, place) for place in range(len(way.row))]
-        first = tuple(spread(count, of_group) for of_group in seconds)
-        yield first
-        ways = (comb(count + len(group) - 1, len(group) - 1) for group in seconds)
-        if not every or prod(ways) > FEW_DEALS:
-            return
-        others = [
-            [
-                deal
-                for deal in _deals(count, len(of_group))
-                if max(n * s for n, s in zip(deal, of_group)) < below_s
-            ]
-            for of_group in seconds
-        ]
-        yield from (deals for deals in product(*others) if deals != first)
-
-    def _seconds(self, way: Way, cut: Cut, place: int) -> list[float]:
-        """Of one micro-batch on each worker of a group, in all of its stages."""
-        sizes, stages = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
-        workers = leaders(way.row[place], way.manners[place].team.degree)
-        of_class: dict[str, float] = {}
-        for name in {worker.device_class for worker in workers}:
-            of_class[name] = 0.0
-            for stage in range(place, len(cut), len(way.row)):
-                manner, (begin, end) = way.manners[stage], stages[stage]
-                pace = self._pace_of(name, manner.team, manner.mode, sizes)
-                of_class[name] += float(pace.stage_s(np.array(begin), np.array(end))[0])
-        return [of_class[worker.device_class] for worker in workers]
-
-    def _fitting(self, plan: Plan, step: StagedStep) -> Plan | None:
-        """The plan with state where there is room for it; None if there is too little."""
         workers = self._workers(plan, step)
-        if fit(workers):
-            return plan
-        moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
-        if moved is not None and fit(self._workers(moved, StagedStep(self._profile, moved))):
-            return moved
-        self.misses.note(plan.of_leaders, workers)
-        return None
+        if not fit(workers):
+            moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
+            step = step if moved is None else self._step(moved)
+            if moved is None or not fit(self._workers(moved, step)):
+                self.misses.note(plan.of_leaders, workers)
+                return None
+            plan = moved
+        if step.seconds >= below_s * (1 - ENOUGH):
+            return None
+        return Found(step.seconds, candidate, plan)
+
+    def _step(self, plan: Plan) -> StagedStep:
+        step = StagedStep(self._profile, plan)
+        self.work += sum(map(len, step.pipeline.orders.values())) + BESIDE_ACTIONS
+        return step
+
+    def _count(self, way: Way) -> int:
+        """Micro-batches of a step."""
+        return ceil(self._batch / way.micro_batch)
+
+    def _seconds(self, candidate: Candidate) -> list[list[float]]:
+        """Of one micro-batch on each worker of each group, in all of its stages."""
+        way, cut = candidate.way, candidate.cut
+        sizes, ends = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
+        found = []
+        for place, group in enumerate(way.row):
+            workers = leaders(group, way.manners[place].team.degree)
+            of_class: dict[str, float] = {}
+            for name in {worker.device_class for worker in workers}:
+                of_class[name] = 0.0
+                for stage in range(place, len(cut), len(way.row)):
+                    manner, (begin, end) = way.manners[stage], ends[stage]
+                    pace = self._pace_of(name, manner.team, manner.mode, sizes)
+                    of_class[name] += float(pace.stage_s(np.array(begin), np.array(end))[0])
+            found.append([of_class[worker.device_class] for worker in workers])
+        return found
 
     def _workers(self, plan: Plan, step: StagedStep) -> list[WorkerPrediction]:
         """What is expected of the first worker of each team."""
@@ -184,22 +192,47 @@ def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def _waves(candidate: Candidate, counts: Counts) -> list[int]:
-    """Into how many waves micro-batches may be divided."""
+def deals_near(candidate: Candidate) -> Iterator[Candidate]:
+    """The same with one micro-batch moved, between workers of two classes of a group."""
+    way, deals = candidate.way, candidate.deal or ()
+    for place, deal in enumerate(deals):
+        of_class: dict[str, list[int]] = {}
+        for number, worker in enumerate(leaders(way.row[place], way.manners[place].team.degree)):
+            of_class.setdefault(worker.device_class, []).append(number)
+        for givers, takers in permutations(of_class.values(), 2):
+            giver = max(givers, key=lambda number: deal[number])
+            taker = min(takers, key=lambda number: deal[number])
+            if deal[giver]:
+                moved = list(deal)
+                moved[giver], moved[taker] = deal[giver] - 1, deal[taker] + 1
+                others = (*deals[:place], tuple(moved), *deals[place + 1 :])
+                yield replace(candidate, deal=others)
+
+
+def _most_waves(candidate: Candidate) -> int:
+    """Into how many waves its micro-batches can be divided: each stage has a worker that has one in
+    each."""
     if candidate.zero_stage < 2:
-        return [1]
-    groups, most = len(candidate.way.row), min(max(of_group) for of_group in counts)
-    wanted = (groups, 2 * groups, 4 * groups, most)
-    return sorted({min(most, waves) for waves in wanted})
+        return 1
+    return min(map(max, candidate.deal or ()))
 
 
-def _deals(count: int, workers: int) -> Iterator[Deal]:
-    """All ways to deal so many micro-batches to workers."""
-    if workers == 1:
-        yield (count,)
+def _waves(candidate: Candidate) -> list[int]:
+    """Those that are looked at."""
+    most, groups = _most_waves(candidate), len(candidate.way.row)
+    return sorted({min(most, waves) for waves in (groups, 2 * groups, 4 * groups, most)})
+
+
+def _deals_within(count: int, seconds: Sequence[float], below_s: float) -> Iterator[Deal]:
+    """All ways to deal so many micro-batches to workers, none of whom is busy for `below_s`."""
+    if len(seconds) == 1:
+        if count * seconds[0] < below_s:
+            yield (count,)
         return
     for own in range(count + 1):
-        for rest in _deals(count - own, workers - 1):
+        if own * seconds[0] >= below_s:
+            return
+        for rest in _deals_within(count - own, seconds[1:], below_s):
             yield (own, *rest)
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
-from gpumix.cost.memory import element_bytes, free_bytes
-from gpumix.cost.time import can
-from gpumix.cost.wire import Messages
-from gpumix.planner.manner import ALONE, Team, kind_of
+from gpumix.planner.manner import ALONE, Manner, Manners, kind_of
+from gpumix.planner.options import corners
 from gpumix.planner.pace import Pace, PaceOf
 from gpumix.planner.way import Cut, Way
-from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.plan import ZeroStage
 
 FEW_CUTS = 2048  # of which all are looked at
 TINY_S = 1e-12
@@ -57,28 +55,31 @@ class Cutter:
         begins = np.concatenate([np.zeros((len(inner), 1), np.int64), inner], axis=1)
         return Cuts(begins, ends, self._least_s(way, begins, ends))
 
-    def least_of(
-        self, classes: Sequence[tuple[str, int]], size: int, modes: Iterable[Mode]
-    ) -> float:
+    def least_of_cut(self, way: Way, cut: Cut, zero_stage: ZeroStage) -> float:
+        """No step of this cut of a way takes less; see `least_s`."""
+        begins, ends = np.array([(0, *cut[:-1])]), np.array([cut])
+        cuts = Cuts(begins, ends, self._least_s(way, begins, ends))
+        return float(self.least_s(way, cuts, zero_stage)[0])
+
+    def least_of(self, classes: Iterable[tuple[str, int]], manners: Manners) -> float:
         """No plan of stages takes less on these devices, of classes and their numbers: not even if
-        each computed all the time, in the best of these modes, alone or in a team, what it is best
-        at."""
-        calls = []
-        for name, _ in classes:
-            seconds = [
-                np.diff(self._pace_of(name, team, mode, (size,)).both_s[0]) * team.degree
-                for mode in modes
-                for team, profile in self._pace_of.profiles.items()
-                if name in {c.device_class for c in profile.classes} and can(profile, name, mode)
-            ]
-            if not seconds:
-                return float("inf")
-            calls.append(np.maximum(np.min(seconds, axis=0), TINY_S))
-        speed = sum(
-            count * float((calls[0] / own).max()) for own, (_, count) in zip(calls, classes)
-        )
-        whole = float(calls[0].sum()) * max(1, self._batch // size)
-        return whole / speed + self._profile.step_overhead_s
+        each computed all the time, in the best of all manners and sizes, what it is best at."""
+        each, speed = [], 0.0
+        for name, count in classes:
+            of_class = [self._least_per_sample(name, manner) for manner in manners.of_class(name)]
+            each.append(np.maximum(np.min(of_class, axis=0), TINY_S))
+            speed += count * float((each[0] / each[-1]).max())
+        return self._batch * float(each[0].sum()) / speed + self._profile.step_overhead_s
+
+    def _least_per_sample(self, name: str, manner: Manner) -> FloatArray:
+        """Seconds of each call, of one device: no micro-batch takes less for each of its samples,
+        of those that were measured."""
+        profile = self._pace_of.profiles[manner.team]
+        limit = min(self._batch, profile.of_class(name).largest_micro_batch or self._batch)
+        sizes = np.array(corners(profile, name, limit))
+        both_s = self._pace_of(name, manner.team, manner.mode, tuple(map(int, sizes))).both_s
+        seconds = np.diff(both_s, axis=1) * manner.team.degree
+        return np.asarray((seconds / sizes[:, None]).min(axis=0))
 
     def _least_s(self, way: Way, begins: IntArray, ends: IntArray) -> FloatArray:
         """No step of these cuts takes less: some worker computes so long, and before it
@@ -116,13 +117,11 @@ class Cutter:
             sizes = [float(bytes_at(curve, way.micro_batch)) for curve in curves]
             self._sizes[way.micro_batch] = min(sizes, default=0.0) / 2  # they may be sent narrower
         size = self._sizes[way.micro_batch]
-        messages = Messages(self._profile)
-        pairs = {
-            (a.host, a.device_class, b.host, b.device_class): (a, b)
-            for a in way.row[place]
-            for b in way.row[place + 1]
-        }
-        return min(messages.between(a, b, size) for a, b in pairs.values())
+        here, there = (
+            {(d.host, d.device_class): d for d in group}.values()
+            for group in way.row[place : place + 2]
+        )
+        return min(self._pace_of.sent_s(a, b, size) for a, b in product(here, there))
 
     def _count(self, way: Way) -> int:
         """Micro-batches; what is left for a smaller one may take next to no time."""
@@ -140,18 +139,16 @@ class Cutter:
         """
         least = cuts.least_s
         for place, classes in enumerate(way.teams):
-            if (elements := self._elements(way.manners[place].team)) is not None:
-                summed = np.zeros(len(least))
-                longest = np.zeros(len(least))
-                for stage in range(place, len(way.stages), len(way.row)):
-                    begin, end = cuts.begins[:, stage], cuts.ends[:, stage]
-                    summed += (elements[end] - elements[begin]) * GRADIENT_BYTES
-                    paces = [self._pace(way, stage, name) for name, _ in classes]
-                    longest += np.max([pace.stage_s(begin, end)[0] for pace in paces], axis=0)
-                team = way.manners[place].team
-                moved = summed * self._pace_of.s_per_byte(kind_of(way.row[place]), team)
-                computed = self._busy_s(way, cuts, place) - longest if zero_stage < 2 else 0.0
-                least = np.maximum(least, moved + computed)
+            summed = self._least_elements(way, cuts, place) * GRADIENT_BYTES
+            longest = np.zeros(len(least))
+            for stage in range(place, len(way.stages), len(way.row)):
+                begin, end = cuts.begins[:, stage], cuts.ends[:, stage]
+                paces = [self._pace(way, stage, name) for name, _ in classes]
+                longest += np.max([pace.stage_s(begin, end)[0] for pace in paces], axis=0)
+            team = way.manners[place].team
+            moved = summed * self._pace_of.s_per_byte(kind_of(way.row[place]), team)
+            computed = self._busy_s(way, cuts, place) - longest if zero_stage < 2 else 0.0
+            least = np.maximum(least, np.where(summed > 0, moved + computed, 0.0))
         return np.where(self._may_fit(way, cuts, zero_stage), least, np.inf)
 
     def _busy_s(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
@@ -168,33 +165,17 @@ class Cutter:
     def _may_fit(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> npt.NDArray[np.bool_]:
         """Whether the units' state alone, without what micro-batches hold, finds room."""
         fits = np.ones(len(cuts.begins), dtype=bool)
-        for place, teams in enumerate(way.teams):
-            team = way.manners[place].team
-            elements, profile = self._elements(team), self._pace_of.profiles[team]
-            if elements is None:
-                continue
-            numel = np.zeros(len(fits))
-            for stage in range(place, len(way.stages), len(way.row)):
-                numel += elements[cuts.ends[:, stage]] - elements[cuts.begins[:, stage]]
-            room, needed = np.zeros(len(fits)), np.zeros(len(fits))
-            for name, count in teams:
-                whole, owned = element_bytes(profile, name, zero_stage)
-                left = free_bytes(profile, name) - numel * whole
-                fits &= left >= 0
-                room += count * left
-                needed = np.maximum(needed, numel * owned)
-            fits &= room >= needed
+        for place, workers in enumerate(way.teams):
+            room = self._pace_of.rooms[way.manners[place].team]
+            fits &= room.fits(workers, self._least_elements(way, cuts, place), zero_stage)
         return fits
 
-    def _elements(self, team: Team) -> FloatArray | None:
-        """Trained elements of all calls before each, of which each of a team has its part; None
-        where a unit is called twice."""
-        model = self._pace_of.profiles[team].model
-        if len(set(model.calls)) < len(model.calls):
-            return None
-        sizes = {kind.name: kind.trainable for kind in model.kinds}
-        each = [sizes[kind] for kind in model.kind_of_call]
-        return np.concatenate([[0.0], np.cumsum(each)])
+    def _least_elements(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
+        """Trained elements of a group, in all of its stages, that nobody else has a part of."""
+        room = self._pace_of.rooms[way.manners[place].team]
+        stages = range(place, len(way.stages), len(way.row))
+        every = (room.least_elements(cuts.begins[:, n], cuts.ends[:, n]) for n in stages)
+        return sum(every, np.zeros(len(cuts.begins)))
 
 
 def _least_busy(count: int, seconds: Sequence[FloatArray], devices: Sequence[int]) -> FloatArray:

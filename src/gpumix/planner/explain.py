@@ -13,12 +13,13 @@ from gpumix.planner.by_memory import by_memory
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
 from gpumix.planner.fastest import fastest, fastest_beside, optimal_or_why
+from gpumix.planner.held_back import minding_data
 from gpumix.planner.optimal import least_step_s, optimal
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
-from gpumix.planner.teams import of_any_degree, over_degrees
+from gpumix.planner.teams import over_degrees
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
@@ -47,8 +48,8 @@ def _with_no_choice(strategy: Strategy) -> Strategy:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "optimal": over_degrees(fastest),
-    "staged": over_degrees(staged),
+    "optimal": minding_data(fastest),
+    "staged": minding_data(staged),
     "model": _with_no_choice(over_degrees(by_memory)),
     "even": _with_no_choice(even),
     "proportional": _with_no_choice(proportional),
@@ -104,11 +105,9 @@ def plan(
 
     @cache
     def planned(name: str) -> Plan:
-        if name == "optimal":
-            return of_any_degree(
-                profile, request, fastest, lambda: fastest_beside(profile, request, best, paces)
-            )
-        return STRATEGIES[name](profile, request)
+        if name == "optimal" and not profile.inputs:
+            return _within(space, fastest_beside(profile, request, best, paces))
+        return _within(space, STRATEGIES[name](profile, request))
 
     chosen = planned(strategy)
     others = [
@@ -127,6 +126,16 @@ def plan(
         alternatives=(*others, *single),
     )
     return chosen.model_copy(update={"reasons": reasons})
+
+
+def _within(space: Space, plan: Plan) -> Plan:
+    """The plan, if it uses nothing that the space leaves out."""
+    if missing := space.missing(plan):
+        raise InputError(
+            f"strategy '{plan.strategy}' makes a plan that the techniques leave out: {missing}",
+            fix="allow that under `techniques`, or take another strategy",
+        )
+    return plan
 
 
 def _single_classes(

@@ -1,13 +1,15 @@
-"""The fastest plan: of one stage, or of several where that is faster, or alone fits."""
+"""The fastest plan: of one stage, or of several where that is faster, or alone fits; with devices
+that compute alone, or in teams."""
 
 from __future__ import annotations
 
-from gpumix.planner.base import WORTHWHILE, PlanRequest, predicted
+from gpumix.planner.base import PlanRequest, bounded, predicted, worth_leaving
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.finish import finished
 from gpumix.planner.optimal import optimal
 from gpumix.planner.options import Paces
-from gpumix.planner.staged import staged
+from gpumix.planner.staged import staged_below
+from gpumix.planner.teams import of_any_degree
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -37,32 +39,89 @@ def optimal_or_why(
 def fastest_beside(
     profile: Profile, request: PlanRequest, other: Plan | NoFeasiblePlanError, paces: Paces
 ) -> Plan:
-    """The same, where the optimal plan of one stage is there, or is known not to be.
+    """The same, where the optimal plan of one stage, of devices that compute alone, is there, or is
+    known not to be.
 
     Raises:
-        NoFeasiblePlanError: `other`, and no plan of several stages fits.
+        InputError, NoFeasiblePlanError: no plan fits; why not in one stage, where one is allowed.
     """
-    found = other
-    if request.space.least_stages > 1:
-        found = staged(profile, request).model_copy(update={"strategy": "optimal"})
-    else:
-        if isinstance(found, Plan):
-            found = finished(profile, request, found, paces)
-            found = _of_one_class(profile, request, _worth_leaving(found), paces) or found
-        found = _staged(profile, request, _worth_leaving(found)) or found
+    best = _Best()
+    if request.space.least_stages == 1:
+        best.of_one_stage(profile, request, other, paces)
+    best.of_stages(profile, request)
     classes = list(single_classes(profile, request)) if request.space.leave_out else []
     for _, alone in classes if len(classes) > 1 else ():  # all of one were looked at
-        found = _staged(profile, alone, _worth_leaving(found)) or found
-    if isinstance(found, NoFeasiblePlanError):
+        best.of_stages(profile, alone)
+    if best.plan is None:
+        raise best.failures[0]
+    return bounded(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
+
+
+class _Best:
+    """The fastest plan so far, seconds that none of those that were weighed takes less than, and
+    why there are none."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.bound_s = float("inf")
+        self.failures: list[InputError | NoFeasiblePlanError] = []
+
+    def of_one_stage(
+        self,
+        profile: Profile,
+        request: PlanRequest,
+        other: Plan | NoFeasiblePlanError,
+        paces: Paces,
+    ) -> None:
+        one = request.model_copy(
+            update={"space": request.space.model_copy(update={"most_stages": 1})}
+        )
+        try:
+            self.plan = of_any_degree(
+                profile, one, _one_stage, lambda: _finished(profile, one, other, paces)
+            )
+        except (InputError, NoFeasiblePlanError) as error:
+            self.failures.append(error)
+        else:
+            self.bound_s = predicted(self.plan).bound_s or 0.0
+
+    def of_stages(self, profile: Profile, request: PlanRequest) -> None:
+        """Of several stages: taken where it is worth while."""
+        if request.space.most_stages == 1:
+            return
+        below_s = float("inf") if self.plan is None else worth_leaving(self.plan)
+        try:
+            found, bound_s = staged_below(profile, request, below_s)
+        except (InputError, NoFeasiblePlanError) as error:
+            self.failures.append(error)
+            return
+        self.plan, self.bound_s = found or self.plan, min(self.bound_s, bound_s)
+
+
+def _one_stage(profile: Profile, request: PlanRequest) -> Plan:
+    paces = Paces(profile, request.global_batch)
+    return _finished(profile, request, optimal_or_why(profile, request, paces), paces)
+
+
+def _finished(
+    profile: Profile, request: PlanRequest, found: Plan | NoFeasiblePlanError, paces: Paces
+) -> Plan:
+    """The optimal plan with the last touches, or one on one class alone.
+
+    Raises:
+        NoFeasiblePlanError: there is neither.
+    """
+    best, below_s, bound_s = None, float("inf"), None
+    if isinstance(found, Plan):
+        best = finished(profile, request, found, paces)
+        below_s, bound_s = worth_leaving(best), predicted(best).bound_s
+    alone = _of_one_class(profile, request, below_s, paces)
+    if alone is not None:
+        return alone if bound_s is None else bounded(alone, bound_s)
+    if best is None:
+        assert isinstance(found, NoFeasiblePlanError)
         raise found
-    return found
-
-
-def _worth_leaving(found: Plan | NoFeasiblePlanError) -> float:
-    """Another plan is worth while if its step takes less."""
-    if isinstance(found, NoFeasiblePlanError):
-        return float("inf")
-    return predicted(found).step_s * (1.0 - WORTHWHILE)
+    return best
 
 
 def _of_one_class(
@@ -80,15 +139,4 @@ def _of_one_class(
         return None
     devices = tuple(worker.device for worker in plan.workers)
     alone = request.model_copy(update={"devices": devices})
-    plan = finished(profile, alone, plan, paces)
-    return plan.model_copy(update={"strategy": "optimal"})
-
-
-def _staged(profile: Profile, request: PlanRequest, below_s: float) -> Plan | None:
-    """A plan of several stages; None if one is all that there may be, or that fits in the time."""
-    if request.space.most_stages == 1:
-        return None
-    try:
-        return staged(profile, request, below_s).model_copy(update={"strategy": "optimal"})
-    except (InputError, NoFeasiblePlanError):
-        return None
+    return finished(profile, alone, plan, paces)

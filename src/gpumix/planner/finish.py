@@ -16,7 +16,7 @@ from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Activations
 from gpumix.cost.predict import links_of_plan, predict
 from gpumix.cost.time import can, pass_seconds
-from gpumix.planner.base import PlanRequest, fit, predicted
+from gpumix.planner.base import PlanRequest, bounded, fit, predicted
 from gpumix.planner.optimal import optimal_below
 from gpumix.planner.options import Paces
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
@@ -46,7 +46,7 @@ def _of_lowest_stage(profile: Profile, request: PlanRequest, plan: Plan, paces: 
         lower = request.model_copy(update={"space": space})
         found = optimal_below(profile, lower, paces, below_s)
         if found is not None and predicted(found).step_s <= below_s:
-            return _bounded(found, plan)
+            return bounded(found, predicted(plan).bound_s)
     return plan
 
 
@@ -109,15 +109,7 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
 def _with_stage(profile: Profile, plan: Plan, stage: Stage) -> Plan:
     changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
     changed = changed.model_copy(update={"prediction": predict(profile, changed)})
-    return _bounded(changed, plan)
-
-
-def _bounded(plan: Plan, before: Plan) -> Plan:
-    """What was proven of the plan before goes for this one too, as far as it is no faster."""
-    expected, bound_s = predicted(plan), predicted(before).bound_s
-    if bound_s is not None:
-        bound_s = min(bound_s, expected.step_s)
-    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+    return bounded(changed, predicted(plan).bound_s)
 
 
 def _shorter(one: Plan, other: Plan) -> bool:

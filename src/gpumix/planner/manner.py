@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Mode, Schedule
+from gpumix.spec.plan import Head, Mode, Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
-
-Head = Literal["whole", "chunked"]
 
 Kind = tuple[tuple[tuple[str, int], ...], ...]
 """What a group is made of: of each of its hosts, how many devices it has of each class."""
@@ -79,22 +77,62 @@ class Manners:
     """
 
     def __init__(self, profiles: Mapping[Team, Profile], space: Space) -> None:
-        self._profiles = profiles
+        wanted = teams_of_space(space)
+        self._profiles = {team: profiles[team] for team in wanted if team in profiles}
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
 
+    def largest(self, kind: Kind, team: Team) -> float:
+        """The largest micro-batch that such teams of a group run; infinite if nothing limits it."""
+        classes = (self._profiles[team].of_class(name) for name in _classes(kind))
+        limits = (of_class.largest_micro_batch for of_class in classes)
+        return min((limit for limit in limits if limit is not None), default=float("inf"))
+
+    def of_class(
+        self, name: str, schedule: Schedule = "1f1b", *, last: bool = False
+    ) -> list[Manner]:
+        """All that devices of a class may do in groups of their own."""
+        return [
+            Manner(team, mode)
+            for team in self._teams_of([name])
+            for mode in self._modes(self._profiles[team], [name], schedule, last=last)
+        ]
+
+    def largest_of_class(self, name: str) -> float:
+        """The largest micro-batch that devices of a class run in any of them."""
+        return max(self.largest((((name, 1),),), manner.team) for manner in self.of_class(name))
+
+    def lacking(self, names: Iterable[str], schedule: Schedule) -> str:
+        """Why devices of these classes cannot have stages by this schedule; empty if they can."""
+        there = sorted(names)
+        if schedule == "zero-bubble" and False not in self._space.recompute:
+            return "schedule 'zero-bubble' keeps graphs, and `recompute: true` does not"
+        for name in there:
+            if not self.of_class(name):
+                return f"kept graphs were not measured on class '{name}'"
+            if not self.of_class(name, schedule):
+                return f"the two parts of a split backward were not measured on class '{name}'"
+        if not any(self.of_class(name, schedule, last=True) for name in there):
+            return f"a head in chunks was not measured on class {' or '.join(map(repr, there))}"
+        return ""
+
     def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
         """Of a group of this kind, of which the first ones ask for least."""
-        found = []
-        for team in sorted(self._profiles):
+        found, names = [], _classes(kind)
+        for team in self._teams_of(names):
             if any(count % team.degree for host in kind for _, count in host):
                 continue
-            names = sorted({name for host in kind for name, _ in host})
-            known = {c.device_class for c in self._profiles[team].classes}
-            if known.issuperset(names):
-                modes = self._modes(self._profiles[team], names, schedule, last=last)
-                found += [Manner(team, mode) for mode in modes]
+            modes = self._modes(self._profiles[team], names, schedule, last=last)
+            found += [Manner(team, mode) for mode in modes]
         return tuple(found)
+
+    def _teams_of(self, names: Collection[str]) -> list[Team]:
+        """Teams that were measured of all these classes, small ones first."""
+        known = {
+            team: {c.device_class for c in profile.classes}
+            for team, profile in self._profiles.items()
+        }
+        return sorted(team for team, there in known.items() if there.issuperset(names))
 
     def _modes(
         self, profile: Profile, names: Sequence[str], schedule: Schedule, *, last: bool
@@ -120,6 +158,10 @@ class Manners:
         chunked: list[Head] = ["chunked"] if chunks else []
         whole: list[Head] = ["whole"] if "whole" in self._space.heads else []
         return [*whole, *chunked]
+
+
+def _classes(kind: Kind) -> list[str]:
+    return sorted({name for host in kind for name, _ in host})
 
 
 def _may_split(profile: Profile, names: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import free_bytes, usable_bytes
+from gpumix.planner.no_stages import ONE_STAGE
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import host_excess, peak_bytes
 from gpumix.spec.errors import NoFeasiblePlanError
@@ -82,8 +83,8 @@ class Misses:
             f"{self._what} does not fit the devices",
             why=f"{_each(profile, self._nearest)}, in the plan that comes nearest"
             if self._nearest
-            else "their state alone is too large",
-            fix="lower `global_batch` or `sequence_length`, or use `strategy: optimal`",
+            else "no stages of theirs have room for their state and a micro-batch",
+            fix=f"lower `global_batch` or `sequence_length`, or {ONE_STAGE}",
         )
 
 

@@ -147,13 +147,15 @@ class _Best:
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Whether these devices cannot compute the batch in time."""
-        speed = sum(len(devices) * self._speeds[name] for name, devices in fleet.classes.items())
+        unknown = float("inf")  # a class that could do nothing beside the others
+        speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
         return speed > 0 and self._paces.batch / speed > self._step_s
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """All settings of one fleet, those first that promise most, until no other is faster."""
         searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
-        self._speeds = self._speeds or _speeds(searches)
+        if not self._speeds.keys() >= fleet.classes.keys():
+            self._speeds |= _speeds(searches)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):

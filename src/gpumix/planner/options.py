@@ -363,7 +363,7 @@ class Paces:
         return self._paces[key]
 
     def _per_sample_s(self, setting: Setting, name: str, mode: Mode, largest: int) -> float:
-        sizes = np.asarray(_corners(setting.profile, name, largest))
+        sizes = np.asarray(corners(setting.profile, name, largest))
         whole = MicroBatches.of(sizes, sizes)
         passes = pass_seconds(setting.profile, name, self._free, whole, _plain(mode))
         return float(np.min(np.add(*passes) / sizes))
@@ -418,7 +418,7 @@ def _plain(mode: Mode) -> Mode:
     return mode.model_copy(update={"boundary": "device"})
 
 
-def _corners(profile: Profile, name: str, limit: int) -> list[int]:
+def corners(profile: Profile, name: str, limit: int) -> list[int]:
     """Sizes up to `limit` of which one takes the least time for a sample on class `name`.
 
     Between two points of its curves the time of a sample rises or falls all the way, and beyond the

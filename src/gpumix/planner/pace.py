@@ -1,5 +1,5 @@
-"""How long calls take on device classes, added up over calls, and how long sums over groups take:
-what a search over cuts asks for."""
+"""How long calls take on device classes, added up over calls, and how long messages and sums over
+groups take: what a search over cuts asks for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.teams import in_team
 from gpumix.cost.time import Computing
-from gpumix.cost.wire import Operation, forms_for, wire_among
+from gpumix.cost.wire import Messages, Operation, forms_for, wire_among
 from gpumix.planner.manner import ALONE, Kind, Team
+from gpumix.planner.stage_room import StageRoom
+from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
 
@@ -69,14 +71,17 @@ class Pace:
 
 
 class PaceOf:
-    """The paces of a profile's classes, alone and in teams, each counted once."""
+    """The paces of a profile's classes, alone and in teams, and of its links, each counted once."""
 
     def __init__(self, profile: Profile, teams: Iterable[Team] = (ALONE,)) -> None:
         self.profiles = {
             team: in_team(profile, team.degree, sequence=team.sequence) for team in teams
         }
+        self.rooms = {team: StageRoom(one) for team, one in self.profiles.items()}
         self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], Pace] = {}
         self._rates: dict[tuple[Kind, Team], float] = {}
+        self._messages = Messages(self.profiles[ALONE])
+        self._sent: dict[tuple[bool, str, str, float], float] = {}
 
     def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> Pace:
         """Of a class, or of teams of it."""
@@ -84,6 +89,13 @@ class PaceOf:
         if key not in self._known:
             self._known[key] = Pace.of(self.profiles[team], name, sizes, mode)
         return self._known[key]
+
+    def sent_s(self, giver: Device, taker: Device, size: float) -> float:
+        """Seconds of a message of so many bytes: the same between all hosts, and inside them."""
+        key = (giver.host == taker.host, giver.device_class, taker.device_class, size)
+        if key not in self._sent:
+            self._sent[key] = self._messages.between(giver, taker, size)
+        return self._sent[key]
 
     def s_per_byte(self, kind: Kind, team: Team) -> float:
         """Seconds to sum a byte of the gradient over the workers of a group, where many are summed

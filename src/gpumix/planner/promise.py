@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
-from gpumix.cost.memory import element_bytes, free_bytes
-from gpumix.cost.wire import Messages
 from gpumix.planner.arrange import Row
 from gpumix.planner.counted import Candidate
 from gpumix.planner.manner import ALONE, Kind, Manner, Manners, Team, kind_of, teams_of
@@ -30,7 +28,7 @@ from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.plan import Mode, Schedule, ZeroStage
 from gpumix.spec.profile import ModelProfile
 
-MOST_EDGES = 65  # calls between which the model may be cut; of more, so many
+MOST_EDGES = 65  # calls between which the model may be cut; of more, so many; 128 at most
 WAVES = 2  # there are at least as many where stages gather and sum in the middle of a step
 MOST_PAIRS = 8  # of two groups' devices, of which messages are looked at
 TINY_S = 1e-12
@@ -40,7 +38,7 @@ Seconds = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class _Stage:
-    """A group that has the calls between any two edges, as [sizes, edges, edges] arrays.
+    """A group that has the calls between any two edges, as [sizes, last edges, first edges] arrays.
 
     Attributes:
         busy_s: with the whole batch; infinite where there is no room.
@@ -67,7 +65,7 @@ class Divided:
     seconds: FloatArray
     waits: npt.NDArray[np.bool_]
     stages: tuple[_Stage, ...]
-    begins: tuple[IntArray, ...]
+    begins: tuple[npt.NDArray[np.int8], ...]
 
 
 class Promises:
@@ -82,6 +80,7 @@ class Promises:
         sizes: Sequence[int],
     ) -> None:
         self._pace_of = pace_of
+        self.sent_s = pace_of.sent_s
         self.manners = manners
         self.profile = pace_of.profiles[ALONE]
         self._zero_stages = zero_stages
@@ -90,6 +89,7 @@ class Promises:
         calls = len(self.profile.model.calls)
         edges = np.linspace(0, calls, min(calls + 1, MOST_EDGES))
         self.edges = np.round(edges).astype(np.int64)
+        self._rooms = pace_of.rooms
         self._holdings: dict[tuple[str, Manner, bool], _Holding] = {}
         self.stages = lru_cache(maxsize=512)(self._stages_of)
         self._elements_of: dict[Team, FloatArray] = {}
@@ -128,9 +128,11 @@ class Promises:
             )
             for zero_stage in self._zero_stages
         }
-        begin, end = self.edges[:, None], self.edges[None, :]
+        end, begin = self.edges[:, None], self.edges[None, :]
         for number, manner in enumerate(self.manners.of(kind, schedule, last=last)):
             teams = teams_of(kind, manner.team.degree)
+            profile = self._pace_of.profiles[manner.team]
+            rounds, buffers = rounds_of(schedule), profile.model.root.buffer_bytes
             taken = {}
             for name, _ in teams:
                 pace = self._pace_of(name, manner.team, manner.mode, self.sizes)
@@ -140,40 +142,20 @@ class Promises:
             for name, _ in teams:
                 part = 1 / (taken[name] * speed)  # of the micro-batches
                 here = np.ceil(np.minimum(1 + waiting * part, counts * part))
-                held[name] = self._held(name, manner, last).at(here)
+                held[name] = self._held(name, manner, last).at(here) + buffers / rounds
             one_s = sum(count for _, count in teams) / speed
+            measured = np.array(self.sizes) <= self.manners.largest(kind, manner.team)
+            possible = measured[:, None, None] & (begin < end)
+            elements = self._elements(manner.team)
             for zero_stage, best in found.items():
-                room = self._has_room(teams, manner, zero_stage, held, rounds_of(schedule))
+                room = self._rooms[manner.team].fits(teams, elements, zero_stage, held, rounds)
                 summed = self._summed_s(kind, manner, zero_stage)
-                busy = np.where(room, counts / speed + summed, np.inf)
+                busy = np.where(room & possible, counts / speed + summed, np.inf)
                 better = busy < best.busy_s
                 np.copyto(best.busy_s, busy, where=better, casting="same_kind")
                 np.copyto(best.one_s, one_s, where=better, casting="same_kind")
                 best.manner[better] = number
         return found
-
-    def _has_room(
-        self,
-        teams: Sequence[tuple[str, int]],
-        manner: Manner,
-        zero_stage: ZeroStage,
-        held: Mapping[str, FloatArray],
-        rounds: int,
-    ) -> npt.NDArray[np.bool_]:
-        """Whether what micro-batches hold, and the state, which the workers may divide as they have
-        room, is no more than they have."""
-        profile = self._pace_of.profiles[manner.team]
-        numel = self._elements(manner.team)
-        fits: npt.NDArray[np.bool_] = (self.edges[:, None] < self.edges[None, :])[None]
-        room, needed = np.zeros(1), np.zeros(1)
-        for name, count in teams:
-            whole, owned = element_bytes(profile, name, zero_stage)
-            free = (free_bytes(profile, name) - profile.model.root.buffer_bytes) / rounds
-            left = free - numel * whole - held[name]
-            fits = fits & (left >= 0)
-            room = room + count * left
-            needed = np.maximum(needed, numel * owned)
-        return np.asarray(fits & (room >= needed))
 
     def _held(self, name: str, manner: Manner, last: bool) -> _Holding:
         key = (name, manner, last)
@@ -185,16 +167,10 @@ class Promises:
         return self._holdings[key]
 
     def _elements(self, team: Team) -> FloatArray:
-        """Trained elements of calls between edges, with what the first and the last have of the
-        root: [1, edges, edges]."""
+        """Trained elements of stages between edges: [1, last edges, first edges]."""
         if team not in self._elements_of:
-            model = self._pace_of.profiles[team].model
-            rows = [0.0, *(model.kind(name).trainable for name in model.kind_of_call)]
-            before, sizes = np.cumsum(rows)[self.edges], {p.name: p for p in model.root.parameters}
-            numel = before[None, :] - before[:, None]
-            numel[0, :] += sum(sizes[name].trainable for name in model.needs[0].root)
-            numel[:, -1] += sum(sizes[name].trainable for name in model.needs[-1].root)
-            self._elements_of[team] = numel[None]
+            end, begin = self.edges[:, None], self.edges[None, :]
+            self._elements_of[team] = self._rooms[team].elements(begin, end)[None]
         return self._elements_of[team]
 
     def _summed_s(self, kind: Kind, manner: Manner, zero_stage: ZeroStage) -> FloatArray:
@@ -216,32 +192,33 @@ class RowPromises:
 
     def __init__(self, promises: Promises, row: Row) -> None:
         self._promises = promises
-        self._row = row
+        self.row = row
         self._kinds = tuple(map(kind_of, row))
+        self.divided = lru_cache(maxsize=None)(self._divided)
 
-    def divided(self, zero_stage: ZeroStage, schedule: Schedule) -> Divided:
+    def _divided(self, zero_stage: ZeroStage, schedule: Schedule) -> Divided:
         """The model among the row's stages."""
         promises, rounds = self._promises, rounds_of(schedule)
         sizes, edges = len(promises.sizes), len(promises.edges)
-        busy = np.full((sizes, edges), np.inf)
+        busy = np.full((sizes, edges), np.inf, np.float32)
         busy[:, 0] = 0.0
         others = np.zeros_like(busy)
+        each_size, each_end = np.ogrid[:sizes, :edges]
         stages, begins = [], []
         for place, kind in enumerate(self._kinds * rounds):
             last = place == len(self._kinds) * rounds - 1
             waiting = self._waiting(place % len(self._kinds), schedule)
             stage = promises.stages(kind, schedule, waiting, last)[zero_stage]
-            most = np.maximum(busy[:, :, None], stage.busy_s)
-            total = others[:, :, None] + stage.one_s
-            begin = (most + total).argmin(axis=1)
-            rows, ends = np.ogrid[:sizes, :edges]
-            busy, others = most[rows, begin, ends], total[rows, begin, ends]
+            most = np.maximum(busy[:, None, :], stage.busy_s)
+            total = others[:, None, :] + stage.one_s
+            begin = (most + total).argmin(axis=-1)
+            busy, others = most[each_size, each_end, begin], total[each_size, each_end, begin]
             stages.append(stage)
-            begins.append(begin)
+            begins.append(begin.astype(np.int8))
         through = np.where(np.isfinite(busy[:, -1]), others[:, -1], 0.0)
         sent_s, linked_s, queued_s = self._sent_s
         # So many are under way at once, and come back only after they have gone through all stages.
-        under_way = len(self._row[0]) + self._waiting(0, schedule)
+        under_way = len(self.row[0]) + self._waiting(0, schedule)
         returned_s = promises.counts * (through + 2 * rounds * queued_s) / under_way
         busiest = np.maximum(busy[:, -1], linked_s * promises.counts) * rounds
         through = through * (1 - 1 / len(stages)) + 2 * rounds * sent_s
@@ -258,26 +235,26 @@ class RowPromises:
             begin = int(found.begins[place][number, at])
             kind, last = self._kinds[place % len(self._kinds)], place == len(found.stages) - 1
             every = promises.manners.of(kind, schedule, last=last)
-            manners.append(every[found.stages[place].manner[number, begin, at]])
+            manners.append(every[found.stages[place].manner[number, at, begin]])
             ends.append(int(promises.edges[at]))
             at = begin
         teams = [manner.team for manner in reversed(manners)]
-        if teams != teams[: len(self._row)] * rounds_of(schedule):
+        if teams != teams[: len(self.row)] * rounds_of(schedule):
             return None  # a group cannot change its teams between its stages
-        way = Way(self._row, tuple(reversed(manners)), schedule, promises.sizes[number])
-        return Candidate(float(found.seconds[number]), way, zero_stage, tuple(reversed(ends)))
+        way = Way(self.row, tuple(reversed(manners)), schedule, promises.sizes[number])
+        return Candidate(way, zero_stage, tuple(reversed(ends)))
 
     def _waiting(self, place: int, schedule: Schedule) -> float:
         """How many micro-batches wait at a group beside those that its workers compute; of which a
         worker has its part (`Pipeline.in_flight`)."""
         if schedule == "gpipe":
             return float("inf")
-        groups = len(self._row)
+        groups = len(self.row)
         if schedule == "interleaved":
             rounds = rounds_of(schedule)
             stages = 2 * (groups - place - 1) + (rounds - 1) * groups
-            return len(self._row[place]) * stages / rounds
-        later = sum(map(len, self._row[place + 1 :]))
+            return len(self.row[place]) * stages / rounds
+        later = sum(map(len, self.row[place + 1 :]))
         return 2.0 * later if schedule == "eager-1f1b" else float(later)
 
     @cached_property
@@ -285,9 +262,9 @@ class RowPromises:
         """Of a micro-batch's messages from group to group, in one direction: of all, over the
         busiest link between hosts, and of all if those that a link has for all workers come at
         once."""
-        messages, sizes = Messages(self._promises.profile), self._promises.message_bytes
+        sizes = self._promises.message_bytes
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
-        for one, other in pairwise(self._row):
+        for one, other in pairwise(self.row):
             here, there = ({(d.host, d.device_class): d for d in group} for group in (one, other))
             pairs = [(a, b) for a in here.values() for b in there.values()]
             pairs = pairs[:: -(-len(pairs) // MOST_PAIRS)]
@@ -295,7 +272,7 @@ class RowPromises:
             across = all(len(hosts) == 2 for hosts in links)
             ahead = max(1.0, (max(len(one), len(other)) / len(links) + 1) / 2) if across else 1.0
             for number, size in enumerate(sizes):
-                mean = sum(messages.between(a, b, size) for a, b in pairs) / len(pairs)
+                mean = sum(self._promises.sent_s(a, b, size) for a, b in pairs) / len(pairs)
                 total[number] += mean
                 queued[number] += mean * ahead
                 if across:
@@ -330,7 +307,7 @@ class _Holding:
             working = np.maximum(working, bytes_at(head, sizes))
         rows = [np.zeros(len(sizes)), *(left[name] for name in model.kind_of_call)]
         before = np.cumsum(rows, axis=0).T[:, edges]
-        return cls(before[:, None, :] - before[:, :, None], working)
+        return cls(before[:, :, None] - before[:, None, :], working)
 
     def at(self, waiting: FloatArray) -> FloatArray:
         """So many micro-batches."""

@@ -14,8 +14,10 @@ import numpy as np
 
 from gpumix.cost.curves import FloatArray, MicroBatches
 from gpumix.cost.memory import Activations, Demands, free_bytes, usable_bytes
+from gpumix.cost.time import can_keep_state_on_host
+from gpumix.planner.fleet import Fleet
 from gpumix.planner.knapsack import Staircase, Undecided, select
-from gpumix.planner.setting import Setting, places_of_state, setting_of
+from gpumix.planner.setting import Setting, places_of_state, setting_of, settings
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
@@ -39,8 +41,29 @@ SAMPLES = 512
 def no_room(
     profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
 ) -> NoFeasiblePlanError:
-    """The error that says by how much the devices fall short of the state and the batch."""
+    """The error that says by how much the devices fall short of the state and the batch; or, where
+    no state can be divided as the space says, or lie where it says, why."""
+    fleet = Fleet.of(profile, devices)
+    if next(settings(fleet, space), None) is None:
+        return _no_setting(fleet, space)
     return _Shortage(profile, devices, space, batch).error()
+
+
+def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
+    if not list(places_of_state(fleet, space)):
+        able = (name for name in fleet.classes if can_keep_state_on_host(fleet.profile, name))
+        unable = sorted(set(fleet.classes).difference(able))
+        return NoFeasiblePlanError(
+            f"no plan is possible: what class '{unable[0]}' takes to keep state on its host was "
+            "not measured",
+            fix="allow `techniques: {state_on: [device, host]}`, or profile again",
+        )
+    return NoFeasiblePlanError(
+        "no plan is possible: hosts cannot divide the state each for itself",
+        why="that is for several hosts, one of them with several devices, where links are known, "
+        "and for ZeRO stages 1 to 3",
+        fix="allow `techniques: {shardings: [all, host]}`",
+    )
 
 
 class _Shortage:

@@ -5,17 +5,18 @@ schedule and a micro-batch size. All rows, with the best cut and manners of each
 once (`planner.promise`); those that promise most are counted exactly (`planner.counted`), and then
 what is like the best of them: other schedules, sizes, manners, and a call more or less in a stage.
 
-Where there are few ways all are proven to be no faster: no step is shorter than what its busiest
-worker computes, and what comes before and after that (`planner.cuts`). Candidates are counted in
-the order of this least time, until none can be shorter than the best one. Where there are too many
-`bound_s` tells how far from the plan the best one may be.
+Where there are few ways, candidates are counted in the order of their least time, which is what the
+busiest worker computes and what comes before and after that (`planner.cuts`), until none can be
+shorter than the best one. `bound_s` is the least time of all that was not counted: then that of the
+plan itself, unless there are too many candidates, micro-batch sizes or deals of micro-batches to
+workers. Devices of one stage run in one mode, and share its state as equally as they have room.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -25,8 +26,8 @@ import numpy as np
 
 from gpumix.cost.predict import predict
 from gpumix.planner.arrange import Row, rows
-from gpumix.planner.base import PlanRequest, ranked_devices
-from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found, deals_near
 from gpumix.planner.cuts import FEW_CUTS, Cutter
 from gpumix.planner.manner import (
     ALONE,
@@ -36,15 +37,17 @@ from gpumix.planner.manner import (
     measured_teams,
     teams_of_space,
 )
+from gpumix.planner.no_stages import refuse_one_stage, refuse_without
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.promise import Promises, RowPromises
+from gpumix.planner.teams import devices_in_teams
 from gpumix.planner.way import Way, rounds_of
-from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
-FEW_SIZES = 12  # micro-batch sizes; of more, so many
+FEW_SIZES = 12  # micro-batch sizes, of which all are tried
+FEW_COUNTS = 4  # of micro-batches; beside other sizes, those that make so many
 FEW_WAYS = 500  # of which all are looked at
 FEW_STAGES = 4  # whose manners are changed one by one
 # Of exact counts, in actions that are replayed: of what promises most, of what is like it, of all.
@@ -53,34 +56,30 @@ PESSIMISM = 0.8  # a step takes no less than this part of its estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
 
-def staged(profile: Profile, request: PlanRequest, below_s: float = float("inf")) -> Plan:
+def staged(profile: Profile, request: PlanRequest) -> Plan:
     """The fastest plan of several stages.
-
-    Args:
-        below_s: what takes longer is of no interest.
 
     Raises:
         InputError: the request names devices that the profile does not know, there is one device
-            or one unit alone, or the profile does not say what units need of each other.
-        NoFeasiblePlanError: no such plan fits, or all take longer than `below_s`.
+            or one unit alone, the techniques leave out what stages need, or the profile does not
+            say what units need of each other.
+        NoFeasiblePlanError: no such plan fits.
+    """
+    plan, _ = staged_below(profile, request, float("inf"))
+    assert plan is not None
+    return plan
+
+
+def staged_below(
+    profile: Profile, request: PlanRequest, below_s: float
+) -> tuple[Plan | None, float]:
+    """The same if it is faster than `below_s`, else None; and seconds that no plan of several
+    stages takes less than, or `below_s` if that is shorter.
+
+    Raises:
+        InputError, NoFeasiblePlanError: there can be none, or none fits, however long it may take.
     """
     return _Search(profile, request, below_s).run()
-
-
-def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
-    """Raise an InputError where there can be no plan of several stages."""
-    what = ""
-    if len(devices) < 2:
-        what = "one device alone has one stage"
-    elif len(set(profile.model.calls)) < 2:
-        what = "a model of one unit has one stage"
-    elif not profile.model.needs:
-        what = "the profile does not say what the model's units need of each other"
-    if what:
-        raise InputError(
-            f"there is no plan of several stages: {what}",
-            fix="use `strategy: optimal`, or profile again: `gpumix profile JOB.yaml --fresh`",
-        )
 
 
 class _Search:
@@ -88,9 +87,10 @@ class _Search:
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
-        self._devices = ranked_devices(profile, request)
+        self._devices = devices_in_teams(profile, request)
         self._below_s = below_s
         refuse_one_stage(profile, self._devices)
+        refuse_without(request.space)
         most = min(len(profile.model.calls), len(self._devices))
         if request.space.least_stages > most:
             raise InputError(
@@ -101,16 +101,38 @@ class _Search:
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
         pace_of = PaceOf(profile, {ALONE, *teams})
         self._manners = Manners(pace_of.profiles, request.space)
+        self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
+        self._refuse_schedules()
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
         self._promises = Promises(
             pace_of, self._manners, request.space.zero_stages, self._batch, self._sizes
         )
-        self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
         self._best: Found | None = None
         self._seen: set[Candidate] = set()
 
-    def run(self) -> Plan:
+    def run(self) -> tuple[Plan | None, float]:
+        """The fastest plan that was found, and what was proven of all; see `staged_below`."""
+        bound_s = self._least_s
+        if bound_s < self._best_s * (1 - ENOUGH):
+            for schedule in self._schedules:  # the others are alike, where there is room for one
+                self._count_what_promises(schedule)
+                if self._best is not None or self._counting.work > PROMISING:
+                    break
+            self._count_what_is_alike()
+            bound_s = max(bound_s, self._prove())
+        bound_s = min(bound_s, self._best_s)
+        if self._best is None:
+            if self._below_s == float("inf"):
+                raise self._counting.misses.error(self._profile)
+            return None, bound_s
+        expected = predict(self._profile, self._best.plan)
+        bound_s = min(bound_s, expected.step_s)
+        expected = expected.model_copy(update={"bound_s": bound_s})
+        return self._best.plan.model_copy(update={"prediction": expected}), bound_s
+
+    def _refuse_schedules(self) -> None:
+        """Raise a NoFeasiblePlanError where there can be no plan by any of the schedules."""
         ways = product(self._rows[0], self._schedules)
         if not any(self._zero_stages(row, schedule) for row, schedule in ways):
             raise NoFeasiblePlanError(
@@ -121,21 +143,13 @@ class _Search:
                 "and zero-bubble divides no gradients",
                 fix="allow `techniques: {schedules: [1f1b, ...]}`, or more stages",
             )
-        bound_s = self._least_s
-        if bound_s < self._best_s * (1 - ENOUGH):
-            for schedule in self._schedules:  # the others are alike, where there is room for one
-                self._count_what_promises(schedule)
-                if self._best is not None:
-                    break
-            self._count_what_is_alike()
-            bound_s = max(bound_s, self._prove())
-        if self._best is None:
-            raise self._counting.misses.error(self._profile)
-        plan = self._best.plan
-        expected = predict(self._profile, plan)
-        bound_s = min(bound_s, expected.step_s)
-        expected = expected.model_copy(update={"bound_s": bound_s})
-        return plan.model_copy(update={"prediction": expected})
+        lacking = {one: self._manners.lacking(self._classes, one) for one in self._schedules}
+        if all(lacking.values()):
+            raise NoFeasiblePlanError(
+                f"there is no plan of several stages: {'; '.join(dict.fromkeys(lacking.values()))}",
+                fix="allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`",
+            )
+        self._schedules = [one for one in self._schedules if not lacking[one]]
 
     @property
     def _best_s(self) -> float:
@@ -146,22 +160,36 @@ class _Search:
         found, complete = rows(self._devices, self._most_stages)
         return [row for row in found if len(row) >= self._space.least_stages], complete
 
+    @cached_property
+    def _promised(self) -> list[RowPromises]:
+        return [self._promises.of(row) for row in self._rows[0]]
+
     @property
     def _most_stages(self) -> int:
         calls = len(self._profile.model.calls)
         return min(calls, self._space.most_stages or calls)
 
     @cached_property
+    def _classes(self) -> Counter[str]:
+        """How many devices there are of each class."""
+        return Counter(device.device_class for device in self._devices)
+
+    @cached_property
+    def _largest(self) -> int:
+        """No larger micro-batch was measured on devices of each class."""
+        limits = (self._manners.largest_of_class(name) for name in self._classes)
+        return int(min(self._batch, *limits))
+
+    @cached_property
     def _sizes(self) -> list[int]:
-        """Micro-batch sizes: of those that make as many micro-batches the smallest."""
-        limits = [c.largest_micro_batch for c in self._profile.classes]
-        most = min([self._batch, *(n for n in limits if n is not None)])
-        every = np.unique(-(-self._batch // np.arange(1, self._batch + 1)))
-        every = every[every <= most]
-        if len(every) > FEW_SIZES:
-            places = np.geomspace(1, len(every), FEW_SIZES).astype(np.int64) - 1
-            every = every[np.unique(places)]
-        return [int(size) for size in every]
+        """Micro-batch sizes. Of many those of a few micro-batches, and some that are evenly spread
+        in their logarithm; each the smallest that makes as many micro-batches."""
+        if self._largest <= FEW_SIZES:
+            return list(range(1, self._largest + 1))
+        spread = np.geomspace(1, self._largest, FEW_SIZES).astype(np.int64)
+        counts = np.union1d(-(-self._batch // spread), np.arange(1, FEW_COUNTS + 1))
+        sizes = np.unique(-(-self._batch // counts))
+        return [int(size) for size in sizes[sizes <= self._largest]]
 
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
         """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
@@ -172,24 +200,22 @@ class _Search:
         found = [stage for stage in every if stage <= 1 or schedule != "zero-bubble"]
         return found[:1] if max(map(len, row)) == 1 else found
 
-    def _count(self, candidate: Candidate, *, every_deal: bool = False) -> None:
+    def _count(self, candidate: Candidate) -> None:
         """Takes its plan if that is the best one."""
-        if not every_deal:
-            same = replace(candidate, seconds=0.0)
-            if same in self._seen:
-                return
-            self._seen.add(same)
-        found = self._counting.best(candidate, self._best_s, every_deal=every_deal)
-        self._best = found or self._best
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        least_s = self._cutter.least_of_cut(candidate.way, candidate.cut, candidate.zero_stage)
+        if least_s < self._best_s * (1 - ENOUGH) or self._best_s == float("inf"):
+            self._best = self._counting.best(candidate, self._best_s) or self._best
 
     # -- what promises most --------------------------------------------------------------------
 
     def _count_what_promises(self, first: Schedule) -> None:
         """With this schedule, or with more micro-batches under way where they are too few."""
         found: list[tuple[bool, float, int, RowPromises, ZeroStage, Schedule, int]] = []
-        within = self._counting.work + PROMISING
-        for row in self._rows[0]:
-            promises = self._promises.of(row)
+        for promises in self._promised:
+            row = promises.row
             for zero_stage in self._zero_stages(row, first):
                 for schedule in dict.fromkeys((first, "eager-1f1b")):
                     if schedule not in self._schedules:
@@ -204,7 +230,7 @@ class _Search:
                     if not of_row.waits.any():
                         break
         for _, seconds, _, promises, zero_stage, schedule, number in sorted(found):
-            if self._counting.work > within:
+            if self._counting.work > PROMISING:
                 return
             if seconds * PESSIMISM > self._best_s:
                 continue
@@ -236,12 +262,13 @@ class _Search:
             before = cut[place - 1] if place else 0
             for moved in (end - 1, end + 1):
                 if before < moved < cut[place + 1]:
-                    yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]))
+                    yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]), deal=None)
         for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
             for other in self._manners_at(way.row, way.schedule, place):
                 if other != manner and other.team == manner.team:
                     manners = (*way.manners[:place], other, *way.manners[place + 1 :])
-                    yield replace(one, way=replace(way, manners=manners))
+                    yield replace(one, way=replace(way, manners=manners), deal=None)
+        yield from deals_near(one)
 
     def _manners_at(self, row: Row, schedule: Schedule, stage: int) -> tuple[Manner, ...]:
         last = stage == len(row) * rounds_of(schedule) - 1
@@ -252,22 +279,26 @@ class _Search:
     @cached_property
     def _least_s(self) -> float:
         """No step of any plan is shorter."""
-        classes = sorted(Counter(device.device_class for device in self._devices).items())
-        modes = [Mode(recompute=again) for again in sorted(set(self._space.recompute))]
-        return min(self._cutter.least_of(classes, size, modes) for size in self._sizes)
+        return self._cutter.least_of(sorted(self._classes.items()), self._manners)
 
     def _prove(self) -> float:
-        """Seconds that no step takes less than: where there are few ways, those of the best plan,
-        which all candidates that may be faster were counted for."""
+        """Seconds that no step takes less than. Where there are few ways all candidates that may be
+        faster than the best plan are counted; of those that are not, for sizes or deals are too
+        many, it is known what they take at the least."""
         if not self._few():
             return 0.0
-        for candidate in self._nearest_first():
-            if candidate.seconds >= self._best_s * (1 - ENOUGH):
+        every_size = len(self._sizes) == self._largest
+        least_s = float("inf") if every_size else self._least_s  # of what is not counted
+        for own_least_s, candidate in self._nearest_first():
+            if own_least_s >= self._best_s * (1 - ENOUGH):
                 break
             if self._counting.work > ALL:
-                return candidate.seconds
-            self._count(candidate, every_deal=True)
-        return self._best_s
+                return min(least_s, own_least_s)
+            found, complete = self._counting.best_deal(candidate, self._best_s)
+            self._best = found or self._best
+            if not complete:
+                least_s = min(least_s, own_least_s)
+        return least_s
 
     def _few(self) -> bool:
         """Whether there are few ways, and few cuts of each."""
@@ -292,23 +323,29 @@ class _Search:
             for manners in product(*every):
                 teams = [manner.team for manner in manners]
                 if teams == teams[: len(row)] * rounds_of(schedule):
-                    yield from (Way(row, manners, schedule, size) for size in self._sizes)
+                    largest = min(map(self._manners.largest, map(kind_of, row), teams))
+                    sizes = (size for size in self._sizes if size <= largest)
+                    yield from (Way(row, manners, schedule, size) for size in sizes)
 
-    def _nearest_first(self) -> Iterator[Candidate]:
-        """All candidates that have room for the units' state, those with the least time first."""
-        heap: list[tuple[float, int, Candidate, Iterator[Candidate]]] = []
+    def _nearest_first(self) -> Iterator[tuple[float, Candidate]]:
+        """All candidates that have room for the units' state, and the least time of each, those
+        first of which that is shortest."""
+        heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
+
+        def put(number: int, others: Iterator[tuple[float, Candidate]]) -> None:
+            for least_s, candidate in others:
+                heapq.heappush(heap, (least_s, number, candidate, others))
+                return
+
         for number, way in enumerate(self._ways()):
-            others = self._cut(way)
-            if (first := next(others, None)) is not None:
-                heap.append((first.seconds, number, first, others))
-        heapq.heapify(heap)
+            put(number, self._cut(way))
         while heap:
-            _, number, candidate, others = heapq.heappop(heap)
-            yield candidate
-            if (following := next(others, None)) is not None:
-                heapq.heappush(heap, (following.seconds, number, following, others))
+            least_s, number, candidate, others = heapq.heappop(heap)
+            yield least_s, candidate
+            put(number, others)
 
-    def _cut(self, way: Way) -> Iterator[Candidate]:
+    def _cut(self, way: Way) -> Iterator[tuple[float, Candidate]]:
+        """A way's candidates by the least time that each takes."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:
             return
@@ -319,4 +356,4 @@ class _Search:
             least_s = float(least[row, number])
             if least_s == float("inf"):
                 return
-            yield Candidate(least_s, way, stages[row], cuts.cut(number))
+            yield least_s, Candidate(way, stages[row], cuts.cut(number))

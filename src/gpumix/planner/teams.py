@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import in_team
-from gpumix.planner.base import WORTHWHILE, PlanRequest, Strategy, fit, predicted, ranked_devices
+from gpumix.cost.teams import in_team, team_of
+from gpumix.planner.base import (
+    PlanRequest,
+    Strategy,
+    bounded,
+    fit,
+    predicted,
+    ranked_devices,
+    worth_leaving,
+)
 from gpumix.planner.manner import ALONE, Team, measured_teams, teams_of_space
 from gpumix.planner.way import members
 from gpumix.spec.cluster import Device
@@ -41,11 +49,9 @@ def of_any_degree(
         InputError, NoFeasiblePlanError: there is none; what the lowest degree says of it.
     """
     best: Plan | None = None
+    bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
-    if wanted[0] == ALONE:  # stages of their own teams are among what it makes (`planner.staged`)
-        space = request.space.model_copy(update={"most_stages": 1, "least_stages": 1})
-        request = request.model_copy(update={"space": space})
     for team in wanted:
         others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
         if team != ALONE and team not in measured and others:
@@ -55,12 +61,60 @@ def of_any_degree(
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
-        limit_s = float("inf") if best is None else predicted(best).step_s * (1 - WORTHWHILE)
-        if predicted(found).step_s < limit_s:
+        bounds_s.append(predicted(found).bound_s)
+        if best is None or predicted(found).step_s < worth_leaving(best):
             best = found
     if best is None:
         raise failures[0]
-    return best
+    known = [bound_s for bound_s in bounds_s if bound_s is not None]
+    return bounded(best, min(known)) if len(known) == len(bounds_s) else best
+
+
+def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
+    """The request's devices in rank order; where they may not compute alone, without those that are
+    too many on a host for teams of any of its degrees.
+
+    Raises:
+        InputError: the request names devices that the profile does not know, or no such teams were
+            measured.
+        NoFeasiblePlanError: some are too many, and none may be left out.
+    """
+    devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
+    if ALONE in wanted:
+        return devices
+    measured = [team for team in wanted if team in measured_teams(profile)] or wanted[:1]
+    degrees: dict[str, set[int]] = {}
+    for team in measured:
+        for one in team_of(profile, team.degree, sequence=team.sequence).classes:
+            degrees.setdefault(one.device_class, set()).add(team.degree)
+    alike: dict[tuple[str, str], list[Device]] = {}
+    for device in devices:
+        alike.setdefault((device.host, device.device_class), []).append(device)
+    kept = {
+        device.id
+        for (_, name), some in alike.items()
+        for device in some[: _most_in_teams(len(some), degrees.get(name, set()))]
+    }
+    if not kept or (len(kept) < len(devices) and request.space.leave_out is False):
+        raise _undivided(sorted({team.degree for team in measured}))
+    return tuple(device for device in devices if device.id in kept)
+
+
+def _most_in_teams(devices: int, degrees: set[int]) -> int:
+    """How many of so many devices can all be in teams of these degrees."""
+    reached = {0}
+    for count in range(1, devices + 1):
+        if any(count - degree in reached for degree in degrees):
+            reached.add(count)
+    return max(reached)
+
+
+def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
+    return NoFeasiblePlanError(
+        f"the devices cannot all be divided into teams of {' or '.join(map(str, degrees))}",
+        why="a team is devices of one class on one host",
+        fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
+    )
 
 
 def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: Team) -> Plan:
@@ -72,11 +126,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: 
     measured = {c.device_class for c in of_team.classes}
     leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
     if not leaders or (len(leaders) * degree < len(devices) and request.space.leave_out is False):
-        raise NoFeasiblePlanError(
-            f"the devices cannot all be divided into teams of {degree}",
-            why="a team is devices of one class on one host",
-            fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
-        )
+        raise _undivided([degree])
     request = request.model_copy(
         update={
             "devices": tuple(leaders),
@@ -99,9 +149,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: 
             f"teams of {degree} have no room for what their ranks tell each other in",
             fix="take a smaller batch, or another tensor parallel degree",
         )
-    bound_s = predicted(found).bound_s
-    bound_s = None if bound_s is None else min(bound_s, expected.step_s)
-    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+    return bounded(plan.model_copy(update={"prediction": expected}), predicted(found).bound_s)
 
 
 def _with_room(of_team: Profile, expected: Prediction) -> Profile:

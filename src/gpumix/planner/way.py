@@ -94,9 +94,7 @@ def assemble_stages(
     Args:
         batch: samples of a step.
         counts: micro-batches of each worker, or of each team.
-
-    Raises:
-        ValueError: waves that do not cut the micro-batches of all stages alike.
+        waves: each group has a worker with as many micro-batches.
     """
     model = profile.model
     stages = []
@@ -116,6 +114,7 @@ def assemble_stages(
                 mode=manner.mode,
                 compile=classes[device.device_class].compiled and manner.team.degree == 1,
                 compute_dtype=classes[device.device_class].compute_dtype,
+                efficiency=classes[device.device_class].efficiency,
             )
             for team, n in zip(teams, samples)
             for device in team

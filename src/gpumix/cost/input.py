@@ -1,0 +1,43 @@
+"""What the data costs: the samples of a step are read while the one before is computed, by the
+cores of the hosts whose ranks take them. A host that reads them more slowly than its devices
+compute sets the pace of all:
+
+    step >= max over hosts (samples of its ranks x core seconds of a sample / cores)
+
+Samples that only wait, for a network say, take no cores: workers are added for those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gpumix.spec.plan import Plan, Prediction
+from gpumix.spec.profile import HostInput, Profile
+from gpumix.spec.shares import share_of
+
+
+def input_seconds(profile: Profile, plan: Plan) -> float:
+    """To read the samples of a step, on the host where that takes longest; 0 if nothing is known
+    of that."""
+    rates = {one.host: samples_per_s(one) for one in profile.inputs}
+    if not rates:
+        return 0.0
+    read: Counter[str] = Counter()
+    for rank, worker in enumerate(plan.workers):
+        read[worker.host] += sum(map(len, share_of(plan, rank).rows()))
+    return max((n / rates[host] for host, n in read.items() if host in rates), default=0.0)
+
+
+def samples_per_s(one: HostInput) -> float:
+    """That a host can read with all of its cores."""
+    return one.cores / one.cpu_s_per_sample if one.cpu_s_per_sample else float("inf")
+
+
+def no_faster_than_input(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
+    """What is expected of a step of `plan`, if its samples cannot be read as fast."""
+    input_s = input_seconds(profile, plan)
+    if input_s <= found.step_s:
+        return found.model_copy(update={"input_s": input_s})
+    tokens = plan.global_batch * plan.sequence_length
+    update = {"input_s": input_s, "step_s": input_s, "tokens_per_s": tokens / input_s}
+    return found.model_copy(update=update)

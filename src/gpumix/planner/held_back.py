@@ -1,0 +1,115 @@
+"""Plans where hosts read samples more slowly than their devices could compute them.
+
+The search knows devices, not hosts' cores. So it is run a second time, on a profile in which a
+device takes at least as long for a sample as its part of its host's cores takes to read it; of both
+plans the one counts that is faster with the data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from contextlib import suppress
+
+from gpumix.cost.curves import seconds_at
+from gpumix.cost.input import samples_per_s
+from gpumix.cost.predict import predict
+from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted
+from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import ROOT, ClassProfile, Profile
+
+CORNERS = 24  # sizes of micro-batches, that lengthened curves have at most
+
+
+def held_back(profile: Profile) -> Profile | None:
+    """The profile with devices that are no faster than what their hosts can read; None if all hosts
+    can. Where hosts differ, the slowest counts for all devices of a class: the loader shares a
+    host's cores by samples, so the others lose less than it looks.
+    """
+    least_s = _least_seconds(profile)
+    classes = tuple(
+        _lengthened(profile, one, least_s.get(one.device_class, 0.0)) for one in profile.classes
+    )
+    if classes == profile.classes:
+        return None
+    return profile.model_copy(update={"classes": classes, "inputs": (), "teams": ()})
+
+
+def least_step_s(profile: Profile, batch: int) -> float:
+    """No plan takes less, however the samples are divided over the hosts."""
+    rates = [samples_per_s(one) for one in profile.inputs]
+    known = {one.host for one in profile.inputs}
+    if not rates or any(device.host not in known for device in profile.cluster.devices):
+        return 0.0
+    return batch / sum(rates)
+
+
+def _least_seconds(profile: Profile) -> dict[str, float]:
+    """By class: for a sample, on the host that reads most slowly."""
+    rates = {one.host: samples_per_s(one) for one in profile.inputs}
+    speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
+    there: dict[str, Counter[str]] = defaultdict(Counter)
+    for device in profile.cluster.devices:
+        there[device.host][device.device_class] += 1
+    found: dict[str, float] = defaultdict(float)
+    for host, counts in there.items():
+        together = sum(n * speeds[name] for name, n in counts.items())
+        if host in rates and rates[host] < together:
+            for name in counts:
+                found[name] = max(found[name], together / speeds[name] / rates[host])
+    return found
+
+
+def _speed(profile: Profile, of_class: ClassProfile) -> float:
+    """Samples a second that a device computes at its best."""
+    size = of_class.largest_micro_batch or max(of_class.units[ROOT].forward.sizes)
+    return size / max(_seconds(profile, of_class, float(size)), 1e-12)
+
+
+def _seconds(profile: Profile, of_class: ClassProfile, size: float) -> float:
+    """For both passes of a micro-batch through the model."""
+    calls = Counter(profile.model.kind_of_call) | Counter([ROOT])
+    return sum(
+        n * float(seconds_at(curve, size))
+        for kind, n in calls.items()
+        for curve in (of_class.units[kind].forward, of_class.units[kind].backward)
+    )
+
+
+def _lengthened(profile: Profile, of_class: ClassProfile, least_s: float) -> ClassProfile:
+    """A device that takes at least so long for each sample: the rest is added before the first
+    unit, where nothing else happens."""
+    root = of_class.units[ROOT]
+    sizes = sorted({*root.forward.sizes, *(float(2**k) for k in range(CORNERS))})
+    sizes = [size for size in sizes if size <= max(root.forward.sizes)]
+    more = [max(0.0, size * least_s - _seconds(profile, of_class, size)) for size in sizes]
+    if not any(more):
+        return of_class
+    values = [float(seconds_at(root.forward, size)) + extra for size, extra in zip(sizes, more)]
+    forward = Curve(sizes=tuple(sizes), values=tuple(values))
+    units = {**of_class.units, ROOT: root.model_copy(update={"forward": forward})}
+    return of_class.model_copy(update={"units": units})
+
+
+def minding_data(strategy: Strategy) -> Strategy:
+    """A strategy that chooses samples, with what hosts can read in mind."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        free = profile.model_copy(update={"inputs": ()})
+        plan = strategy(free, request)
+        if not profile.inputs:
+            return plan
+        bound_s = max(predicted(plan).bound_s or 0.0, least_step_s(profile, request.global_batch))
+        plans = [_with_data(profile, plan, bound_s)]
+        slower = held_back(profile)
+        if slower is not None and predicted(plans[0]).input_s > predicted(plan).step_s:
+            with suppress(NoFeasiblePlanError, InputError):
+                plans.append(_with_data(profile, strategy(slower, request), bound_s))
+        return min(plans, key=lambda one: predicted(one).step_s)
+
+    return planned
+
+
+def _with_data(profile: Profile, plan: Plan, bound_s: float) -> Plan:
+    return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)

@@ -1,0 +1,100 @@
+"""What is known of a cut without a replay, against the replay; and room for state without any."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from profiles import GIB, Card, block, in_a_row, line, profile
+
+from gpumix.planner.arrange import rows
+from gpumix.planner.counted import Candidate, Counting
+from gpumix.planner.cuts import Cutter
+from gpumix.planner.manner import ALONE, Manner, Manners
+from gpumix.planner.pace import PaceOf
+from gpumix.planner.stage_room import StageRoom
+from gpumix.planner.way import Way, rounds_of
+from gpumix.spec.network import Link, Network
+from gpumix.spec.plan import Mode
+from gpumix.spec.profile import ROOT, Profile, UnitTimes
+from gpumix.spec.space import Space
+
+BATCH = 6
+
+
+def mixture() -> Profile:
+    """Three of two classes, on two hosts, that may keep graphs and split backward passes."""
+
+    def times(seconds: float) -> dict[str, UnitTimes]:
+        unit = UnitTimes(
+            forward=line(seconds, seconds),
+            backward=line(3 * seconds, 2 * seconds),
+            gradient=line(2 * seconds, seconds),
+            inputs=line(seconds, seconds / 2),
+            weights=line(seconds, seconds / 2),
+        )
+        return {"block": unit, ROOT: UnitTimes(forward=line(1e-4), backward=line(seconds))}
+
+    found = profile(
+        [Card("fast", 2, GIB, times(1e-3), per_host=2), Card("slow", 1, GIB, times(2.3e-3))],
+        kinds=[
+            block(
+                trainable=100_000,
+                kept=line(1e4),
+                gradient=line(1e4),
+                backward=line(1e5),
+                saved=line(2e4),
+                saved_forward=line(1e4),
+                saved_backward=line(1e4),
+            )
+        ],
+        links=Network(between=Link.stated(1e7, 1e-5), inside=Link.stated(1e9, 1e-5)),
+    )
+    return in_a_row(found, message=line(1e4))
+
+
+WAYS = [("1f1b", 0), ("1f1b", 3), ("eager-1f1b", 1), ("gpipe", 2)]
+OTHERS = [("interleaved", 1), ("zero-bubble", 1)]
+
+
+@pytest.mark.parametrize(("schedule", "zero_stage"), [*WAYS, *OTHERS])
+def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage):
+    found = mixture()
+    pace_of = PaceOf(found)
+    cutter, manner = Cutter(pace_of, BATCH), Manner(ALONE, Mode(recompute=False))
+    every, _ = rows(found.cluster.in_rank_order(), 3)
+    least_of_all = cutter.least_of([("fast", 2), ("slow", 1)], Manners({ALONE: found}, Space()))
+    counted = 0
+    for row in every:
+        stages = len(row) * rounds_of(schedule)
+        if stages > len(found.model.calls):
+            continue
+        way = Way(row, (manner,) * stages, schedule, 2)
+        cuts = cutter.cuts(way)
+        least = cutter.least_s(way, cuts, zero_stage)
+        for number, least_s in enumerate(least):
+            cut = cuts.cut(number)
+            assert cutter.least_of_cut(way, cut, zero_stage) == least_s >= least_of_all * 0.999
+            best, _ = Counting(pace_of, BATCH).best_deal(
+                Candidate(way, zero_stage, cut), float("inf")
+            )
+            assert best is not None and best.seconds >= least_s * (1 - 1e-9)
+            counted += 1
+    assert counted > 2
+
+
+def test_a_unit_that_is_called_twice_counts_once_and_for_nobody_surely():
+    found = in_a_row(profile([Card("one", 2, GIB, mixture().classes[0].units)]))
+    calls = ("layers.0", "layers.1", "layers.0", "layers.2")
+    found = found.model_copy(update={"model": found.model.model_copy(update={"calls": calls})})
+    room, begin, end = StageRoom(found), np.array([0, 2]), np.array([2, 4])
+    assert list(room.elements(begin, end)) == [2000, 1000]
+    assert list(room.least_elements(begin, end)) == [1000, 1000]
+
+
+def test_state_has_room_where_workers_can_divide_it():
+    found = in_a_row(profile([Card("one", 2, 20_000_000, mixture().classes[0].units)]))
+    room, elements = StageRoom(found), np.array([1e6, 2e6, 3e6])
+    assert list(room.fits((("one", 2),), elements, 0)) == [True, False, False]
+    assert list(room.fits((("one", 2),), elements, 3)) == [True, True, False]
+    held = {"one": np.array([19e6])}
+    assert not room.fits((("one", 2),), elements, 3, held).any()

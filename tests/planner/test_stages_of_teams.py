@@ -1,0 +1,94 @@
+"""Stages of teams: of as many devices as asked for, in micro-batches that were measured of them."""
+
+from __future__ import annotations
+
+import pytest
+from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
+
+from gpumix.planner.base import PlanRequest
+from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.fastest import fastest
+from gpumix.planner.staged import staged
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.network import Link, Network
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+
+def request(batch: int, **space) -> PlanRequest:
+    return PlanRequest(global_batch=batch, space=Space(**space))
+
+
+def in_hosts(
+    per_host: int, degree: int, *, faster: float, start: float = 0.0, count: int = 8
+) -> Profile:
+    """Cards of one class over links of no time, and teams of so many."""
+    found = profile(
+        [Card("new", count, GIB, steady(1e-3, start=start), per_host=per_host)],
+        calls=("block",) * 4,
+        kinds=[block(kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+        links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e12, 1e-6)),
+    )
+    return with_teams(in_a_row(found, message=line(1e3)), degree, faster=faster)
+
+
+def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
+    found = in_hosts(4, 4, faster=3.9)
+    assert len(fastest(found, request(1, least_stages=2)).stages) >= 2
+    assert len(make_plan(found, 1, space=Space(least_stages=2)).stages) >= 2
+
+
+def with_limit(found: Profile, largest: int) -> Profile:
+    """Where teams ran no larger micro-batches."""
+    limits = {"largest_micro_batch": largest}
+    teams = tuple(
+        team.model_copy(
+            update={"classes": tuple(c.model_copy(update=limits) for c in team.classes)}
+        )
+        for team in found.teams
+    )
+    return found.model_copy(update={"teams": tuple(teams)})
+
+
+def test_teams_run_no_larger_micro_batches_than_were_measured():
+    found = in_hosts(2, 2, faster=1.9, start=2e-2, count=4)
+    plan = staged(found, request(2, tensor=(1, 2)))
+    assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 2
+    plan = staged(with_limit(found, 1), request(2, tensor=(1, 2)))
+    assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 1
+
+
+def test_teams_may_run_larger_micro_batches_than_their_members_alone():
+    found = in_hosts(2, 2, faster=1.9, start=5e-3)
+    alone = tuple(c.model_copy(update={"largest_micro_batch": 1}) for c in found.classes)
+    found = found.model_copy(update={"classes": alone})
+    plan = staged(found, request(8, tensor=(1, 2), schedules="1f1b"))
+    assert max(worker.micro_batch for worker in plan.workers) > 1
+
+
+def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
+    """A host of four is one team, one of two another."""
+    found = profile(
+        [
+            Card("four", 4, GIB, steady(4e-3), per_host=4),
+            Card("two", 2, GIB, steady(2e-3), per_host=2),
+        ],
+        calls=("block",) * 4,
+        kinds=[block(kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+        links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e9, 1e-6)),
+    )
+    found = in_a_row(found, message=line(1e3))
+    both = [with_teams(found, 4, faster=3.9), with_teams(found, 2, faster=1.95)]
+    teams = tuple(team for one in both for team in one.teams)
+    network = tuple(times for one in both for times in one.network)
+    found = found.model_copy(update={"teams": teams, "network": network})
+    plan = staged(found, request(1, tensor=(2, 4), schedules="1f1b"))
+    assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
+
+
+def test_devices_that_are_too_many_for_teams_are_left_out():
+    found = in_hosts(3, 2, faster=1.9)
+    plan = staged(found, request(4, tensor=2, leave_out=True))
+    assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
+    with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
+        staged(found, request(4, tensor=2, leave_out=False))
