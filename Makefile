@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
-WORKERS := 3
+WORKERS := 4
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test lint format docs golden bench clean
@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/gpumix demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs

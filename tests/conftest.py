@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from draws import USUAL
+
 # Examples that start processes take as long as they take.
 settings.register_profile(
     "ci",
     deadline=None,
     derandomize=True,
-    max_examples=20,
+    max_examples=USUAL,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

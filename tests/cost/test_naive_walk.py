@@ -5,16 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from naive import peak_bytes, step_seconds, update_seconds, worker_seconds
 from plans import plans_of_all_kinds, profiles_of_all_kinds
 
+from draws import examples
 from gpumix.cost.predict import predict
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 LAST_DIGITS = 8  # bytes: each of several amounts is rounded up, some from just above a whole one
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(80)
 
 
 @MANY

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
+from draws import examples
 from gpumix.cost.buckets import Joining, buckets_of
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, free_bytes, usable_bytes
@@ -18,7 +19,7 @@ from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.plan import PLAIN, Collectives
 
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(25)
 
 
 def one_worker(samples=4, micro_batch=2, **changes):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policies import plan_by
 from profiles import GIB, Card, fleet, profile, steady
 
+from draws import examples
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.best_subset import best_subset
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import NoFeasiblePlanError
 
-MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(15)
 
 
 @MANY

@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from policies import parts_of, plan_by, room, seconds
 from profiles import GIB, MIB, Card, block, fleet, line, profile, steady
 
+from draws import examples
 from gpumix.planner import cephalo as module
 from gpumix.planner.base import PlanRequest, ranked_devices
 from gpumix.planner.cephalo import cephalo, solve
@@ -20,7 +21,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(40)
 INF = float("inf")
 
 

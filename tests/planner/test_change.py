@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, profile, steady
 
+from draws import examples
 from gpumix.hardware.decoder import decoder
 from gpumix.hardware.describe import cluster
 from gpumix.hardware.estimate import estimate
@@ -21,7 +22,7 @@ from gpumix.spec.space import Space
 
 SIZES = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip
-EASY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(15)
 
 
 def cards(fast=1, slow=1, memory=GIB):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policies import peaked
 from profiles import GIB, Card, fleet, profile, steady
 
+from draws import examples
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.compare import Comparison, compare
 from gpumix.planner.explain import STRATEGIES
@@ -16,7 +17,7 @@ from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.profile import Profile
 
-EASY = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(15)
 
 
 def two_classes() -> Profile:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, line, profile, steady
 
+from draws import examples
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.even import even
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.space import Space
 
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(40)
 
 
 def test_samples_shares_and_micro_batches_are_equal():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, root
 
+from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.planner.base import Part, PlanRequest, assemble
 from gpumix.planner.finish import _most_graphs, finished
@@ -18,7 +19,7 @@ from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(25)
 TIMES = {
     "block": UnitTimes(forward=line(1.0), backward=line(3.0), gradient=line(2.0)),
     ROOT: UnitTimes(forward=line(0.1), backward=line(0.2)),

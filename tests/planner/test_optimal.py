@@ -8,10 +8,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 from brute import best_step, linked_profiles, small_profiles, step_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
 
+from draws import examples
 from gpumix.planner import fleet, options
 from gpumix.planner import optimal as module
 from gpumix.planner.base import PlanRequest, predicted
@@ -21,7 +22,7 @@ from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import ROOT, UnitTimes
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
-MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(100)
 
 
 @MANY
@@ -33,13 +34,13 @@ def test_no_plan_is_faster(profile, batch):
         assert found == about(expected)
 
 
-@settings(MANY, max_examples=25)
+@examples(10)
 @given(linked_profiles(), st.integers(1, 3))
 def test_no_plan_on_some_devices_is_faster_where_links_are_stated(profile, batch):
     assert step_of(profile, batch) == best_of_some(profile, batch, lambda some: True)
 
 
-@settings(MANY, max_examples=15)
+@examples(10)
 @given(linked_profiles(), st.integers(1, 3))
 def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
     def whole(some):
@@ -68,7 +69,7 @@ def subsets(devices):
         yield from combinations(devices, size)
 
 
-@settings(MANY, max_examples=25)
+@examples(10)
 @given(small_profiles(), st.integers(2, 12))
 def test_a_rough_answer_first_changes_nothing(profile, batch):
     expected = step_of(profile, batch)

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 from brute import linked_profiles, plan_of, small_profiles, step_of
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from draws import examples
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT, Profile
 
-EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-FEW = settings(EASY, max_examples=25)
+EASY = examples(20)
+FEW = examples(12)
 BATCHES = st.integers(1, 12)
 PROFILES = st.one_of(small_profiles(), linked_profiles())
 

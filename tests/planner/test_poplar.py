@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policies import (
     by_largest_remainder,
@@ -17,13 +17,14 @@ from policies import (
 )
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 
+from draws import examples
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.poplar import poplar
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(15)
 ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}
 
 

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policies import (
     by_largest_remainder,
@@ -19,6 +19,7 @@ from policies import (
 )
 from profiles import GIB, Card, block, fleet, line, profile, steady
 
+from draws import examples
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.memory import Activations
 from gpumix.planner.base import PlanRequest
@@ -28,7 +29,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(15)
 
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")

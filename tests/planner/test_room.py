@@ -4,10 +4,11 @@ from math import inf
 
 import pytest
 from brute import best_of, linked_profiles, small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import Card, block, line, profile, steady
 
+from draws import examples
 from gpumix.planner import room
 from gpumix.planner.base import PlanRequest, ranked_devices
 from gpumix.planner.fleet import Fleet
@@ -16,7 +17,7 @@ from gpumix.planner.setting import setting_of
 from gpumix.planner.setting import settings as settings_of
 from gpumix.spec.space import EVERYTHING
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = examples(60)
 
 
 @MANY

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 from brute import plan_of, small_profiles
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from policies import peaked, plan_by
 from profiles import fleet
 
+from draws import examples
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.explain import STRATEGIES
 from gpumix.spec.space import EVERYTHING, Space
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
-EASY = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(12)
 BATCHES = st.integers(1, 12)
 SPACES = pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
 POLICIES = pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo", "best-subset"])

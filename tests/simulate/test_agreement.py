@@ -16,17 +16,18 @@ import statistics
 
 import pytest
 from brute import plan_of, small_profiles
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import Network, fleet, line
 from replays import any_plans, cards, head_s, lockstep_s, plan_by_hand, wire
 
+from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode
 
-EASY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(40)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]
 SEQUENTIAL = Mode(order="sequential")
 ROUNDING = 1e-9

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import fleet
 from replays import any_plans, cards, on_stream, plan_by_hand, wire
 
+from draws import examples
 from gpumix.simulate.events import simulate
 from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
 from gpumix.spec.plan import Mode
 
-EASY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(40)
 
 
 @EASY

@@ -6,16 +6,17 @@ from itertools import pairwise
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import block, line
 from replays import any_plans, cards, plan_by_hand, wire
 
+from draws import examples
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.spec.plan import Mode
 
-EASY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(40)
 
 
 @EASY

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 from brute import small_profiles
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from replays import any_plans, cards, plan_by_hand, wire
 
+from draws import examples
 from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
@@ -18,7 +19,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.trace import STREAMS, Trace, event, wait
 
 COMMUNICATION = STREAMS.index("communication")
-EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+EASY = examples(25)
 
 
 def document(trace: Trace):

@@ -95,10 +95,14 @@ def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[s
 
 
 class _OneReader(list):
-    """A disk that serves one reader at a time, whoever and how many they are."""
+    """A disk of each rank that serves one reader at a time, however many they are."""
+
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        super().__init__(samples)
+        self.disk = sorted(Path(__file__).parent.glob("*.py"))[_rank()]
 
     def __getitem__(self, index):
-        with Path(__file__).open("rb") as disk:
+        with self.disk.open("rb") as disk:
             fcntl.flock(disk, fcntl.LOCK_EX)
             time.sleep(SLOW_READ_S)
             return super().__getitem__(index)

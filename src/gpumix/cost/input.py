@@ -13,7 +13,6 @@ from collections import Counter
 
 from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import HostInput, Profile
-from gpumix.spec.shares import share_of
 
 
 def input_seconds(profile: Profile, plan: Plan) -> float:
@@ -23,8 +22,8 @@ def input_seconds(profile: Profile, plan: Plan) -> float:
     if not rates:
         return 0.0
     read: Counter[str] = Counter()
-    for rank, worker in enumerate(plan.workers):
-        read[worker.host] += sum(map(len, share_of(plan, rank).rows()))
+    for worker in plan.workers:
+        read[worker.host] += worker.samples
     return max((n / rates[host] for host, n in read.items() if host in rates), default=0.0)
 
 

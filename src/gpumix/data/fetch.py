@@ -13,7 +13,13 @@ import numpy as np
 
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.rows import Source
-from gpumix.spec.errors import GpumixError, InputError, TrainingError
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    TrainingError,
+    first_line,
+    in_a_line,
+)
 
 BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
@@ -158,8 +164,7 @@ def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
 
 
 def _first_line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text if isinstance(error, GpumixError) else f"{type(error).__name__}: {text}"
+    return first_line(error) if isinstance(error, GpumixError) else in_a_line(error)
 
 
 def _place(error: Exception) -> str:

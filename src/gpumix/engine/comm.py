@@ -28,6 +28,7 @@ from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import indexed
+from gpumix.spec.errors import first_line
 from gpumix.spec.plan import Collectives
 
 
@@ -110,8 +111,7 @@ def reported(label: str) -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             raise  # an error of this device's own work, which only shows here
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CommunicationError(f"the {label} failed", why=lines[0]) from error
+        raise CommunicationError(f"the {label} failed", why=first_line(error)) from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.spec.efficiency import Efficiency
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, first_line
 
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}  # of transformers
 
@@ -53,9 +53,7 @@ def _set_attention(model: nn.Module, name: str) -> None:
     try:
         choose(name)
     except (ValueError, ImportError) as error:
-        raise InputError(
-            f"the model has no attention '{name}'", why=str(error).strip().splitlines()[0]
-        ) from error
+        raise InputError(f"the model has no attention '{name}'", why=first_line(error)) from error
 
 
 def _use_liger(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from gpumix.engine.boundary import cast
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.units import Anatomy, Slot
+from gpumix.spec.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,9 @@ class Elsewhere:
             with self._installed(call.unit, self._zeros):
                 return plain_run(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
                 f"what unit '{call.unit}' of another stage returns cannot be told",
-                why=f"run on zeros it fails: {lines[0]}",
+                why=f"run on zeros it fails: {first_line(error)}",
                 fix="make a plan of one stage for this model",
             ) from error
 

@@ -41,7 +41,7 @@ from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
-from gpumix.spec.errors import GpumixError, InputError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan, split_micro_batches
 from gpumix.spec.shares import share_of
 
@@ -480,8 +480,7 @@ class Engine:
             if self.comm.world > 1:
                 if isinstance(error, GpumixError) and not error.where:
                     error.where = f"rank {self.comm.rank}"
-                lines = str(error).splitlines() or [""]
-                self._failed = f"{type(error).__name__}: {lines[0]}"
+                self._failed = in_a_line(error)
             else:
                 for bucket in self._buckets:
                     bucket.abandon()

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.spec.errors import GpumixError, TrainingError, in_a_line
 
 # How long a rank waits for a collective before it looks whether somebody has failed.
 LOOK_S = 0.5
@@ -112,8 +112,7 @@ class LastWords:
 def _described(error: BaseException) -> dict[str, str]:
     if isinstance(error, GpumixError):
         return {"what": error.what, "why": error.why, "fix": error.fix}
-    first = (str(error).strip().splitlines() or [""])[0]
-    return {"what": f"{type(error).__name__}: {first}", "why": "", "fix": ""}
+    return {"what": in_a_line(error), "why": "", "fix": ""}
 
 
 def _retold(told: str, here: int) -> CommunicationError:

@@ -26,6 +26,8 @@ from gpumix.spec.errors import (
     MachineError,
     NoFeasiblePlanError,
     TrainingError,
+    first_line,
+    in_a_line,
 )
 from gpumix.spec.plan import Plan
 
@@ -247,7 +249,7 @@ class Ranks:
         return TrainingError(
             "the process that holds the ranks together is gone",
             where=self.names[self.rank],
-            why=str(error).splitlines()[0],
+            why=first_line(error),
             fix="look at the launcher's host, then run the same command with --resume",
         )
 
@@ -296,8 +298,7 @@ def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
 def _account(error: BaseException) -> str:
     """An error as text that other ranks can read."""
     if not isinstance(error, GpumixError):
-        first = str(error).strip().splitlines() or [""]
-        error = GpumixError(f"{type(error).__name__}: {first[0]}")
+        error = GpumixError(in_a_line(error))
     return json.dumps(error.as_dict())
 
 

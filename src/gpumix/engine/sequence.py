@@ -29,6 +29,7 @@ from gpumix.engine.lazy_logits import ANSWERED
 from gpumix.engine.randomness import Draws, untouched
 from gpumix.engine.regions import enter_together, leave, leave_apart, part_of, side_by_side
 from gpumix.engine.rehearsal import DIM, Call, Subject, rehearse
+from gpumix.spec.errors import first_line
 
 Forward = Callable[..., Any]
 WITHOUT = "make a plan without: `techniques: {sequence: false}`"
@@ -193,8 +194,9 @@ class Positions:
         there = weakref.ref(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = next(leaf for leaf in _leaves((args, kwargs)) if is_divided(leaf))
-            if self._is_new(kind, hidden, _leaves((args, kwargs))):
+            leaves = _leaves((args, kwargs))
+            hidden = next(leaf for leaf in leaves if is_divided(leaf))
+            if self._is_new(kind, hidden, leaves):
                 unit = there()
                 assert unit is not None, "it is being called"
                 with untouched(hidden.device):
@@ -215,9 +217,10 @@ class Positions:
 
     def _run(self, call: Call, inner: Forward, given: tuple[Any, Any]) -> Any:
         args, kwargs = given
-        hidden = next((n for n, leaf in enumerate(_leaves(given)) if _is_hidden(leaf)), -1)
+        leaves = _leaves(given)
+        hidden = next((n for n, leaf in enumerate(leaves) if _is_hidden(leaf)), -1)
         self._call = call
-        self._whole = [leaf for n, leaf in enumerate(_leaves(given)) if n != hidden]
+        self._whole = [leaf for n, leaf in enumerate(leaves) if n != hidden]
         try:
             return inner(*args, **kwargs)
         finally:
@@ -273,10 +276,9 @@ class Positions:
         self, label: str, unit: nn.Module, inner: Forward, parts: Sequence[str], given: Any
     ) -> None:
         """Raise a ModelError if parts of the positions do not come to what they do among all."""
-        place = next(n for n, leaf in enumerate(_leaves(given)) if is_divided(leaf))
+        place, hidden = next((n, t) for n, t in enumerate(_leaves(given)) if is_divided(t))
         with torch.no_grad():
             args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
-        wants = _leaves(given)[place].part.requires_grad
         subject = Subject(
             lambda call, args, kwargs: self._run(call, inner, (args, kwargs)),
             unit,
@@ -284,7 +286,7 @@ class Positions:
             args,
             kwargs,
             place,
-            wants,
+            hidden.part.requires_grad,
         )
         problem = ""
         try:
@@ -292,8 +294,8 @@ class Positions:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's code says of such shapes
-            problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refused = torch.tensor([float(bool(problem))], device=_leaves(given)[place].device)
+            problem = first_line(error)
+        refused = torch.tensor([float(bool(problem))], device=hidden.device)
         if self.team.all_reduce(refused, "comparison of divided sequences").item():
             raise ModelError(
                 f"the positions of unit '{label}' cannot be divided over the ranks of a team",

@@ -32,6 +32,7 @@ from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import Progress, on_device
 from gpumix.profiler.specimen import Outputs, Specimens
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
+from gpumix.spec.errors import first_line
 from gpumix.spec.plan import ComputeDtype
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class _Check:
         except Exception as failure:  # a library's own, of any kind
             if is_out_of_memory(failure):
                 raise
-            return True, (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+            return True, first_line(failure)
         error = worst(found, reference)
         if not error <= tolerance:  # nor if it is no number
             return True, f"a unit is {error:.1%} off fp32, {tolerance:.2%} is borne"
@@ -278,7 +279,7 @@ def _loss_agreed(
     except Exception as failure:  # of the kernel's compiler, of any kind
         if is_out_of_memory(failure):
             raise
-        told = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        told = first_line(failure)
         return chosen.without("loss", f"not used: {told}")
     tolerance = TOLERANCE[_NAMES[dtype]]
     if not error <= tolerance:

@@ -39,7 +39,7 @@ from gpumix.profiler.compute import (
 from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
-from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
@@ -312,7 +312,7 @@ def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> N
     return NoFeasiblePlanError(
         "one unit with one sample does not fit",
         where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
-        why=str(error).splitlines()[0],
+        why=first_line(error),
         fix="shorten sequence_length, or leave this class out of the cluster",
     )
 

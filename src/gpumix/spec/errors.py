@@ -86,3 +86,14 @@ class Interrupted(GpumixError):
     """The user asked to stop; a checkpoint was saved."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error of any library: its type, and the first line of what it says."""
+    name, said = type(error).__name__, first_line(error)
+    return said if said == name else f"{name}: {said}"

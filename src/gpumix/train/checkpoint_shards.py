@@ -33,6 +33,7 @@ from gpumix.engine.comm import reported
 from gpumix.engine.window import Window
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.base import Value
+from gpumix.spec.errors import first_line
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
 from gpumix.train.checkpoint_together import Together, explained
 
@@ -262,5 +263,5 @@ class _Reader(dcp.FileSystemReader):
         except OSError as error:
             raise explained(error, "a rank could not read a checkpoint", self._folder) from error
         except Exception as error:  # of unpickling: anything
-            why = f"its tensors cannot be read: {str(error).splitlines()[0]}"
+            why = f"its tensors cannot be read: {first_line(error)}"
             raise damaged(self._folder / INDEX, why) from error

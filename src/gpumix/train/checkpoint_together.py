@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gpumix.engine.comm import reported
-from gpumix.spec.errors import GpumixError, MachineError, TrainingError
+from gpumix.spec.errors import GpumixError, MachineError, TrainingError, in_a_line
 
 T = TypeVar("T")
 
@@ -84,8 +84,7 @@ def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
     where = f"{socket.gethostname()}: {folder}"
     system = _system_error(error)
     if system is None:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return TrainingError(what, where=where, why=f"{type(error).__name__}: {first}")
+        return TrainingError(what, where=where, why=in_a_line(error))
     code = system.errno or 0
     file = f" ({system.filename})" if system.filename else ""
     return MachineError(

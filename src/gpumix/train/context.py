@@ -23,7 +23,7 @@ from gpumix.hardware.environment import cache_folder, hide_gpus
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.errors import InputError, TrainingError, first_line
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
 from gpumix.train.failures import in_words
@@ -194,7 +194,7 @@ def _out_of_memory(error: Exception, runtime: DeviceRuntime, ranks: Ranks) -> Tr
         "out of memory",
         where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}, limit "
         f"{show_bytes(runtime.memory_limit_bytes)}",
-        why=str(error).strip().splitlines()[0],
+        why=first_line(error),
         fix="profile again (`gpumix profile JOB.yaml --fresh`), or give the class a smaller "
         "`memory` in the cluster file, so that the plan leaves more room",
     )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
 from gpumix.train.checkpoint_file import Manifest, verify
@@ -78,7 +78,7 @@ def export(
         raise MachineError(
             "cannot write the exported model",
             where=str(to),
-            why=str(error).splitlines()[0],
+            why=first_line(error),
             fix="choose another folder, or make room on that disk",
         ) from error
     finally:

@@ -10,7 +10,13 @@ import traceback
 from pathlib import Path
 
 import gpumix
-from gpumix.spec.errors import GpumixError, InputError, MachineError, TrainingError
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    MachineError,
+    TrainingError,
+    in_a_line,
+)
 
 _PACKAGE = Path(gpumix.__file__).parent
 # What sees every operation on its way, whoever's it is.
@@ -36,8 +42,7 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return MachineError(f"{error.strerror or error}{file}", where=where)
-    first = (str(error).strip().splitlines() or [""])[0]
-    what = f"{type(error).__name__}: {first}"
+    what = in_a_line(error)
     if of_job:
         # A factory is part of the input; the rest runs in training.
         kind = InputError if _place(frames[last]) == "data/factory.py" else TrainingError

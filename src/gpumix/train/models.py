@@ -13,7 +13,7 @@ from torch import nn
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.spec.job import Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
 
@@ -57,7 +57,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
-            why=str(error).splitlines()[0],
+            why=first_line(error),
         ) from error
 
 

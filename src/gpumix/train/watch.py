@@ -98,6 +98,14 @@ class Account:
     def seconds(self) -> float:
         return self.compute + self.input + self.communication + self.copies + self.other
 
+    @classmethod
+    def of(
+        cls, steps: int, gap: float, starved: float, busy: float, waits: float, copying: float
+    ) -> Account:
+        """By the time before devices compute, the loader's part of it, and the time after it, with
+        its waits and copies."""
+        return cls(steps, busy - waits - copying, starved, waits, copying, gap - starved)
+
     @property
     def step_s(self) -> float:
         """The mean."""
@@ -139,7 +147,7 @@ class Watch:
         self._communicated_s = self._copied_s = 0.0
         self._begun = self._work = stamps.now()
         self._waited_s = 0.0
-        # Of the last step: the idle time before it, its part for the loader, and what came after.
+        # Of the last step, as `Account.of` has it.
         self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._steps = 0
         self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
@@ -179,28 +187,17 @@ class Watch:
 
     def last(self) -> Shares:
         """What the last step was spent on."""
-        gap, starved, busy, waits, copying = self._last
-        whole = gap + busy
-        if whole <= 0:
-            return Shares(1.0, 0.0, 0.0, 0.0, 0.0)
-        computed = busy - waits - copying
-        return Shares(
-            computed / whole,
-            starved / whole,
-            waits / whole,
-            copying / whole,
-            (gap - starved) / whole,
-        )
+        return Account.of(1, *self._last).shares()
 
     def take(self) -> Account:
         """Of the steps since this was asked last."""
-        taken = Account(
-            steps=self._steps,
-            compute=self._busy_s - self._waits_s - self._copying_s,
-            input=self._starved_s,
-            communication=self._waits_s,
-            copies=self._copying_s,
-            other=self._gap_s - self._starved_s,
+        taken = Account.of(
+            self._steps,
+            self._gap_s,
+            self._starved_s,
+            self._busy_s,
+            self._waits_s,
+            self._copying_s,
         )
         self._steps = 0
         self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
