@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from gpumix.data.layout import Batch, Layout
+from gpumix.data.order import GlobalOrder
 from gpumix.data.rows import Source
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
 
@@ -19,7 +20,6 @@ BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
 
 TRIES = 8  # of samples that could take the place of a bad one
-_MIX_1, _MIX_2, _WORD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1  # splitmix64
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -134,7 +134,7 @@ def _instead(source: Source, index: int, problem: Exception) -> int:
         if source.in_order:
             other = index + attempt + 1
         else:
-            other = _mixed(index * TRIES + attempt + 1) % len(source)
+            other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
         if _problem(source, other) is None:
             return other
     raise TrainingError(
@@ -167,13 +167,6 @@ def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_PACKAGE) and "/torch/" not in f.filename]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-
-
-def _mixed(x: int) -> int:
-    x = (x * 0x9E3779B97F4A7C15) & _WORD
-    x = ((x ^ (x >> 30)) * _MIX_1) & _WORD
-    x = ((x ^ (x >> 27)) * _MIX_2) & _WORD
-    return x ^ (x >> 31)
 
 
 def clocked(

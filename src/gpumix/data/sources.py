@@ -68,8 +68,8 @@ class _Opened:
             return self._fixed_samples(data.factory)
         source: Source
         if data.dataset is not None:
-            place = self._folder / data.dataset
-            source = open_saved(place, data.column, self._tokenizer(), self._length, self._cache)
+            tokenizer = self._tokenizer()
+            source = open_saved(self._place, data.column, tokenizer, self._length, self._cache)
         else:
             source = PackedSource(self._text())
         self.is_text = isinstance(source, PackedSource)
@@ -105,16 +105,13 @@ class _Opened:
             if isinstance(made, Ragged):
                 return made
             return OwnSamples(made, data.factory, longest=self._length)
-        assert data.dataset is not None
-        place = self._folder / data.dataset
         tokenizer = self._tokenizer()
-        return open_saved_documents(place, data.column, tokenizer, self._length, self._cache)
+        return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
     def _on_the_fly(self) -> TokenizedTexts:
         data, tokenizer = self._job.data, self._tokenizer()
         if data.dataset is not None:
-            place = self._folder / data.dataset
-            texts = open_saved_texts(place, data.column, tokenizer, self._length)
+            texts = open_saved_texts(self._place, data.column, tokenizer, self._length)
         else:
             assert data.factory is not None
             texts = self._texts_of_factory(data.factory, tokenizer)
@@ -136,6 +133,12 @@ class _Opened:
         )
         texts.take_lengths(declared_lengths(made, len(texts), reference))
         return texts
+
+    @property
+    def _place(self) -> Path:
+        """The folder of the saved dataset."""
+        assert self._job.data.dataset is not None, "there is one"
+        return self._folder / self._job.data.dataset
 
     def _text(self) -> PackedText:
         data = self._job.data
