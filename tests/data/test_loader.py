@@ -15,6 +15,7 @@ from data_helpers import Numbers
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order import GlobalOrder
+from gpumix.data.tuning import Limit
 from gpumix.spec.errors import InputError, TrainingError
 
 
@@ -163,6 +164,14 @@ def test_a_loader_that_nobody_closes_does_not_keep_the_interpreter():
         [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=120, check=True
     )
     assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def test_a_loader_says_what_holds_it_back():
+    with Loader(Numbers(40), [4], 0) as loader:
+        assert loader.limit is Limit.UNKNOWN
+        take(loader, 1)
+        loader._tuner.limit = Limit.CORES
+        assert loader.limit is Limit.CORES
 
 
 def test_no_prefetch_is_refused():

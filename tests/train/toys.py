@@ -104,6 +104,20 @@ class _OneReader(list):
             return super().__getitem__(index)
 
 
+class _Costly(list):
+    """Samples that take a core to make."""
+
+    def __init__(self, samples: list[dict[str, Tensor]], cpu_s: float) -> None:
+        super().__init__(samples)
+        self.cpu_s = cpu_s
+
+    def __getitem__(self, index):
+        until_s = time.thread_time() + self.cpu_s
+        while time.thread_time() < until_s:
+            pass
+        return super().__getitem__(index)
+
+
 class _Remote(list):
     """Samples that come over a network: many can be under way at once."""
 
@@ -114,6 +128,10 @@ class _Remote(list):
 
 def remote_tokens() -> list[dict[str, Tensor]]:
     return _Remote(tokens())
+
+
+def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
+    return _Costly(tokens(), cpu_s)
 
 
 def slow_tokens() -> list[dict[str, Tensor]]:

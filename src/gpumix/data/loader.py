@@ -29,7 +29,7 @@ from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource, is_stream
-from gpumix.data.tuning import Bounds, Setting, Step, Tuner
+from gpumix.data.tuning import Bounds, Limit, Setting, Step, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of
@@ -54,8 +54,9 @@ class Loader(Iterator[Batch]):
     be one that can be pickled; a worker that dies or is stuck is replaced, and its samples are
     fetched again. How many there are and how far ahead they fetch is chosen from what samples take
     and what the device takes, in the first steps, and put right later; `setting` says what it is
-    now, `reasons` why. Workers end when the loader is closed or collected, and with this process.
-    An error in the dataset is raised by `next()`, with the loader's place unchanged.
+    now, `reasons` why, `limit` what is short. Workers end when the loader is closed or collected,
+    and with this process. An error in the dataset is raised by `next()`, with the loader's place
+    unchanged.
 
     Args:
         dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors; or
@@ -150,6 +151,11 @@ class Loader(Iterator[Batch]):
     def reasons(self) -> list[tuple[int, str]]:
         """Why: each change with the number of steps before it."""
         return list(self._tuner.reasons)
+
+    @property
+    def limit(self) -> Limit:
+        """What holds the data back, by the last steps; where cores do, no setting helps."""
+        return self._tuner.limit
 
     def __next__(self) -> Batch:
         asked_s = time.perf_counter()
