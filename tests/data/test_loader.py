@@ -186,9 +186,7 @@ def test_host_batches_are_not_pinned():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_for_a_gpu_are_pinned():
-    with Loader(Numbers(4), [1], 0, device="cuda:0") as loader:
-        assert all(value.is_pinned() for value in next(loader).values())
+def test_batches_of_an_evaluation_on_a_gpu_are_pinned():
     ((batch, _),) = evaluation_batches(Numbers(2), [2], 0, batches=1, device="cuda")
     assert all(value.is_pinned() for value in batch.values())
 

@@ -137,6 +137,11 @@ class Feed:
         batch = self._by_position[position]
         return batch.done is not None or batch.error is not None
 
+    def there(self, position: int) -> Batch | None:
+        """The batch at `position`, if all of it is there; it can still be taken."""
+        batch = self._by_position.get(position)
+        return None if batch is None else batch.done
+
     def take(self, position: int) -> tuple[Batch, np.ndarray]:
         """The batch at `position`, which was wanted, and its samples' indices; waits for it. After
         an error it can be wanted again.
