@@ -12,13 +12,14 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 VOCABULARY = 32
 FOREVER_S = 60
@@ -136,6 +137,28 @@ def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
 
 def slow_tokens() -> list[dict[str, Tensor]]:
     return _OneReader(tokens())
+
+
+class _Stream(IterableDataset):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(tokens(self.samples))
+
+
+def token_stream(samples: int = 64) -> Iterator[dict[str, Tensor]]:
+    """A generator."""
+    yield from tokens(samples)
+
+
+def token_passes(samples: int = 64) -> Callable[[int], Iterator[dict[str, Tensor]]]:
+    """What makes a generator for each pass."""
+    return lambda number: token_stream(samples)
+
+
+def token_iterable(samples: int = 64) -> IterableDataset:
+    return _Stream(samples)
 
 
 def no_module() -> str:

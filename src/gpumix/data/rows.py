@@ -91,6 +91,28 @@ class PackedSource(Source):
         return {"input_ids": tokens, "labels": tokens.clone()}  # a caller may mask labels in place
 
 
+class KeptRows(Source):
+    """Samples that are in memory: tensors with samples in the first dimension."""
+
+    thread_safe = True
+
+    def __init__(self, name: str, rows: dict[str, Tensor]) -> None:
+        self.name = name
+        self._rows = rows
+
+    @property
+    def fingerprint(self) -> str:
+        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in sorted(self._rows.items())]
+        return digest(self.name, "kept", shapes)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows.values())))
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        wanted = torch.from_numpy(np.asarray(indices))
+        return {key: value[wanted] for key, value in self._rows.items()}
+
+
 class DerivedSource(Source):
     """The samples of another source, which may be read as that one may."""
 
