@@ -252,6 +252,37 @@ def test_a_stream_that_breaks_stops_the_run():
         next(loader)
 
 
+def test_a_stream_that_breaks_once_is_read_anew(tmp_path):
+    """A generator that raised has ended; what it had left is not lost, nor is its next pass taken
+    for that."""
+    failed = tmp_path / "failed"
+
+    def breaking() -> Iterator[dict[str, int]]:
+        for k in range(N):
+            if k == 24 and not failed.exists():
+                failed.touch()
+                raise OSError("the line is dead")
+            yield {"k": k}
+
+    found = []
+    with Loader(breaking, [1], 0, workers=0) as loader:
+        for _ in range(2 * N):
+            found += next(loader)["k"].tolist()
+    assert failed.exists() and found == 2 * list(range(N))
+
+
+def test_a_generator_that_broke_does_not_go_on():
+    def breaking() -> Iterator[dict[str, int]]:
+        yield {"k": 0}
+        raise OSError("the line is dead")
+
+    with Loader(breaking(), [1], 0) as loader:
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(TrainingError, match="the line is dead"):
+                next(loader)
+
+
 def test_transforms_are_for_streams():
     with pytest.raises(InputError, match="`transform` is for streams"):
         Loader([{"k": 1}], [1], 0, transform=squared)

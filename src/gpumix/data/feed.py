@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpumix.data.arena import Arena
-from gpumix.data.crew import Crew, Kind, Place, Processes, Threads
+from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
 from gpumix.data.fetch import BadSamples, Chunk, Cost, Fetched, Skipped
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.rows import Source
@@ -152,7 +152,9 @@ class Feed:
         batch = self._by_position[position]
         with self._changed:
             while batch.done is None and batch.error is None:
-                self._changed.wait(1.0)  # not for ever: so an interrupt comes through
+                self._changed.wait(LOOK_S)  # not for ever: so an interrupt comes through
+                if self._crew is not None:
+                    self._crew.look()
         if batch.done is None:
             assert batch.error is not None, "it is done or not"
             self.forget()
@@ -192,7 +194,13 @@ class Feed:
     def _hired(self) -> Crew:
         setting = self._setting
         if setting.kind == "threads":
-            return Threads(self._source, self._bad_samples, self._finished, setting.workers)
+            return Threads(
+                self._source,
+                self._bad_samples,
+                self._finished,
+                setting.workers,
+                timeout_s=self._timeout_s,
+            )
         layout = self._layout(max((len(b.indices) for b in self._by_position.values()), default=0))
         known = max(self.batch_bytes, 0 if layout is None else layout.nbytes)
         self._arena = Arena(SLOTS, LARGER * known or UNKNOWN_BYTES)

@@ -20,6 +20,8 @@ BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
 
 TRIES = 8  # of samples that could take the place of a bad one
+# What a dataset may end with; `sys.exit` in one must not end a worker without a word.
+_FAILURES = (Exception, SystemExit)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -87,14 +89,14 @@ def fetch(
         return source.rows(indices), ()
     except DataChangedError:
         raise
-    except Exception as error:
+    except _FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it says which sample is bad, and why
         return _one_by_one(source, indices, bad_samples, error)
 
 
 def _one_by_one(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: Exception
+    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: BaseException
 ) -> tuple[Batch, tuple[Skipped, ...]]:
     """After an error: find whose it is. What does not happen again is over."""
     taken, skipped = indices.copy(), []
@@ -110,7 +112,7 @@ def _one_by_one(
         return source.rows(taken), tuple(skipped)
     except GpumixError:
         raise
-    except Exception as again:
+    except _FAILURES as again:
         raise TrainingError(
             f"{len(indices)} samples of {source.name} cannot be put together: {_first_line(again)}",
             where=_place(again),
@@ -118,17 +120,17 @@ def _one_by_one(
         ) from error
 
 
-def _problem(source: Source, index: int) -> Exception | None:
+def _problem(source: Source, index: int) -> BaseException | None:
     try:
         source.rows(np.array([index]))
     except DataChangedError:
         raise
-    except Exception as error:
+    except _FAILURES as error:
         return error
     return None
 
 
-def _instead(source: Source, index: int, problem: Exception) -> int:
+def _instead(source: Source, index: int, problem: BaseException) -> int:
     """The sample in the place of a bad one: the same in every plan and in every worker."""
     for attempt in range(TRIES):
         if source.in_order:
@@ -146,7 +148,7 @@ def _instead(source: Source, index: int, problem: Exception) -> int:
     ) from problem
 
 
-def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
+def _in_words(source: Source, index: int, error: BaseException) -> TrainingError:
     found = TrainingError(
         f"sample {index} of {source.name} cannot be read: {_first_line(error)}",
         where=_place(error),
@@ -157,12 +159,12 @@ def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, GpumixError) else f"{type(error).__name__}: {text}"
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_PACKAGE) and "/torch/" not in f.filename]

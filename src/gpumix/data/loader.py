@@ -77,7 +77,8 @@ class Loader(Iterator[Batch]):
         collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
         bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
             the same in every plan, takes its place (`skipped` tells).
-        timeout_s: after so long over one part of a batch a worker process is stuck.
+        timeout_s: after so long over one part of a batch a worker is stuck. A process is replaced;
+            a thread cannot be ended, and stops the run.
         by_length: how samples of unlike length are read, where the dataset knows their lengths.
         cores: of this host, for this rank's data; default: its share of those that there are, by
             how many of its host's samples it reads.

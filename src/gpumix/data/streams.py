@@ -163,10 +163,13 @@ class _Lane:
         self._passes = begin(0)
         self._epoch, self._next, self._of_pass = 0, 0, 0
         self._last: Any = None
+        self._broken: Exception | None = None
 
     def at(self, place: int) -> Any:
         """The sample at a place of the endless sequence of passes."""
-        if place < self._next - 1:
+        if self._broken is not None and self._once:
+            raise self._broken
+        if place < self._next - 1 or self._broken is not None:
             if self._once:
                 raise InputError(
                     f"sample {place} of {self._name} has gone by",
@@ -174,6 +177,7 @@ class _Lane:
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
             self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
+            self._broken = None
         while self._next <= place:
             self._last = self._read()
             self._next += 1
@@ -186,6 +190,10 @@ class _Lane:
             except StopIteration:
                 self._begin_again()
                 continue
+            except Exception as error:
+                # A generator that raised has ended: to read on would be to begin the next pass.
+                self._broken = error
+                raise
             self._of_pass += 1
             return sample
 
