@@ -290,6 +290,17 @@ def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
     assert found == [whole.get(k, k) for k in expected(25, stop=8)]
 
 
+def test_bad_samples_count_when_they_are_returned():
+    with processes(Squares(read=broken({3, 50, 51, 120})), [N], bad_samples="skip") as loader:
+        begin = loader.state_dict()
+        for _ in range(2):
+            next(loader)
+            until(lambda: loader._feed.is_ready(loader.cursor.position))
+            assert {one.index for one in loader.skipped} == {3, 50, 51, 120}
+            loader.load_state_dict(begin)
+        assert len(loader.skipped) == 2 * 4
+
+
 def test_a_dataset_of_bad_samples_stops_the_run():
     class Bad(Squares):
         def __getitem__(self, k: int) -> dict[str, Any]:

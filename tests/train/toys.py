@@ -119,6 +119,15 @@ class _Costly(list):
         return super().__getitem__(index)
 
 
+class _Damaged(list):
+    """Each tenth sample cannot be read."""
+
+    def __getitem__(self, index):
+        if index % 10 == 9:
+            raise OSError("a bad sector")
+        return super().__getitem__(index)
+
+
 class _Remote(list):
     """Samples that come over a network: many can be under way at once."""
 
@@ -133,6 +142,10 @@ def remote_tokens() -> list[dict[str, Tensor]]:
 
 def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
     return _Costly(tokens(), cpu_s)
+
+
+def damaged_tokens() -> list[dict[str, Tensor]]:
+    return _Damaged(tokens())
 
 
 def slow_tokens() -> list[dict[str, Tensor]]:

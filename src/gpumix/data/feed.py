@@ -49,6 +49,7 @@ class _Ahead:
 
     Attributes:
         missing: chunks that are not there yet, by their first rows; `begun`: that were given out.
+        skipped: samples that could not be read, by the first rows of their chunks.
         done: all of it, put together.
         dropped: nobody wants it any more, but somebody may still write into its memory.
     """
@@ -62,6 +63,7 @@ class _Ahead:
     arena: Arena | None = None
     target: Batch | None = None
     parts: dict[int, Batch] = field(default_factory=dict)
+    skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
     done: Batch | None = None
     error: Exception | None = None
     dropped: bool = False
@@ -161,6 +163,7 @@ class Feed:
             self._dismiss()  # a disk that was away may be back: processes start from what is now
             raise batch.error
         del self._by_position[position]
+        self._skipped += [one for start in sorted(batch.skipped) for one in batch.skipped[start]]
         self.batch_bytes = max(self.batch_bytes, sum(t.nbytes for t in batch.done.values()))
         return batch.done, batch.indices
 
@@ -178,10 +181,11 @@ class Feed:
             self._by_position.clear()
 
     def drain(self) -> tuple[list[Cost], list[Skipped]]:
-        """What chunks took and which samples were skipped since the last time."""
+        """What chunks took since the last time, and which samples were skipped in the batches that
+        were taken."""
         with self._changed:
             costs, self._costs = self._costs, []
-            skipped, self._skipped = self._skipped, []
+        skipped, self._skipped = self._skipped, []
         return costs, skipped
 
     def close(self) -> None:
@@ -283,7 +287,7 @@ class Feed:
                 batch.error = batch.error or found
             else:
                 self._costs.append(found.cost)
-                self._skipped.extend(found.skipped)
+                batch.skipped[chunk.start] = found.skipped
                 if found.values is not None:
                     batch.parts[chunk.start] = found.values
                 batch.layout = batch.layout or found.layout

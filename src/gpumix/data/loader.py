@@ -137,7 +137,8 @@ class Loader(Iterator[Batch]):
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
         self.skipped: list[Skipped] = []
-        """The samples that could not be read, and those in their places."""
+        """The samples that could not be read, and those in their places; of the batches that were
+        returned."""
 
     @property
     def global_batch(self) -> int:

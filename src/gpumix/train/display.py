@@ -162,3 +162,11 @@ def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     if not told:
         return ""
     return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
+
+
+def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+    """Whose samples could not be read so far; by rank. Empty if all could."""
+    told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]
+    if not told:
+        return ""
+    return f"samples that could not be read, others took their places: {', '.join(told)}"

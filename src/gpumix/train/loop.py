@@ -24,7 +24,7 @@ from gpumix.spec.profile import ROOT
 from gpumix.train import run_files
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
-from gpumix.train.display import Display, input_bound
+from gpumix.train.display import Display, input_bound, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.metrics import (
     ClassRecord,
@@ -357,6 +357,7 @@ class Trainer:
             shares=watched.shares(),
             starved_share=self.watch.starvation.share,
             input_limit=self.loader.limit,
+            skipped=len(self.loader.skipped),
             **speed_of(self.plan, self.context.ranks.rank, watched.step_s)._asdict(),
         )
         told = self.context.ranks.gather("records", mine.to_json())
@@ -367,6 +368,9 @@ class Trainer:
             self._log.ranks(self.step, self._records)
             self._display.classes(self._classes)
             self._tell_of_starvation()
+            missed = unread(self.context.ranks.names, self._records)
+            if missed and self.step == self.job.steps:
+                self._display.say(missed)
 
     def _tell_of_starvation(self) -> None:
         """Once in a run."""

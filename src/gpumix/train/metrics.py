@@ -42,7 +42,8 @@ class RankRecord:
 
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
-    MFU and HFU are None where FLOPs or peak are not known.
+    `skipped` counts the samples that it could not read so far. MFU and HFU are None where FLOPs or
+    peak are not known.
     """
 
     device: str
@@ -54,6 +55,7 @@ class RankRecord:
     shares: Shares | None = None
     starved_share: float | None = None
     input_limit: str = ""
+    skipped: int = 0
     tokens_per_s: float = 0.0
     mfu: float | None = None
     hfu: float | None = None
