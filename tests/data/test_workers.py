@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -91,6 +92,14 @@ def until(done: Callable[[], bool]) -> None:
 def test_the_batches_are_those_of_one_thread(given):
     with processes(Squares(), **given) as loader:
         assert take(loader, 60) == expected(60)
+
+
+def test_a_dataset_need_not_be_one_that_can_be_pickled():
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        pickle.dumps(Squares())
+    with processes(Squares()) as loader:
+        assert take(loader, 4) == expected(4)
+        assert loader.setting.kind == "processes"
 
 
 def test_a_batch_that_is_kept_stays_as_it_is():
