@@ -15,6 +15,7 @@ from data_helpers import Numbers
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order import GlobalOrder
+from gpumix.data.tuning import Limit
 from gpumix.spec.errors import InputError, TrainingError
 
 
@@ -165,6 +166,14 @@ def test_a_loader_that_nobody_closes_does_not_keep_the_interpreter():
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
+def test_a_loader_says_what_holds_it_back():
+    with Loader(Numbers(40), [4], 0) as loader:
+        assert loader.limit is Limit.UNKNOWN
+        take(loader, 1)
+        loader._tuner.limit = Limit.CORES
+        assert loader.limit is Limit.CORES
+
+
 def test_no_prefetch_is_refused():
     with pytest.raises(InputError, match="prefetch"):
         Loader(Numbers(4), [1], 0, prefetch=0)
@@ -177,9 +186,7 @@ def test_host_batches_are_not_pinned():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_for_a_gpu_are_pinned():
-    with Loader(Numbers(4), [1], 0, device="cuda:0") as loader:
-        assert all(value.is_pinned() for value in next(loader).values())
+def test_batches_of_an_evaluation_on_a_gpu_are_pinned():
     ((batch, _),) = evaluation_batches(Numbers(2), [2], 0, batches=1, device="cuda")
     assert all(value.is_pinned() for value in batch.values())
 

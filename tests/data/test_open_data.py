@@ -32,8 +32,15 @@ class Data:
 def make(n, length=4):
     return Data(n, length)
 
-def make_iterator(n):
-    return iter(range(n))
+def make_generator(n, length=4):
+    for k in range(n):
+        yield {{"input_ids": torch.full((length,), k)}}
+
+def make_passes(n):
+    return lambda number: make_generator(n)
+
+def make_set(n):
+    return set(range(n))
 
 def make_source(n):
     from gpumix.data.samples import SampleSource
@@ -112,7 +119,10 @@ def test_a_factory_may_make_a_source(tmp_path, module):
         ("number", {}, "has no function 'number'"),
         ("make", {}, "missing a required argument: 'n'"),
         ("make", {"n": 3, "m": 3}, "unexpected keyword argument 'm'"),
-        ("make_iterator", {"n": 3}, "no map-style dataset"),
+        ("make_set", {"n": 3}, "sample 0 is a int, not a dictionary"),
+        ("make_generator", {"n": 0}, "the stream is empty"),
+        ("make_generator", {"n": 9, "length": 5}, "sequence_length is 4"),
+        ("make_generator", {"n": 8}, "nothing of the stream is left to train on"),
         ("make", {"n": 0}, "the dataset is empty"),
         ("make", {"n": 9, "length": 5}, "sequence_length is 4"),
     ],
@@ -120,6 +130,36 @@ def test_a_factory_may_make_a_source(tmp_path, module):
 def test_what_a_factory_cannot_be(tmp_path, module, name, arguments, says):
     with pytest.raises(InputError, match=says):
         opened(tmp_path, factory=f"{module}:{name}", arguments=arguments)
+
+
+@pytest.mark.parametrize("name", ["make_generator", "make_passes"])
+def test_a_factory_may_make_a_stream(tmp_path, module, name):
+    """Four batches of two are held out, as many as an evaluation takes."""
+    factory = f"{module}:{name}"
+    train, held_out = opened(tmp_path, factory=factory, arguments={"n": 10})
+    assert not len(held_out)  # there is no evaluation
+    assert train.in_order and not train.once
+    assert train.rows(np.arange(5))["input_ids"][:, 0].tolist() == [8, 9, 8, 9, 8]
+    every, none = opened(tmp_path, factory=factory, arguments={"n": 3}, held_out=0)
+    assert every.rows(np.arange(4))["input_ids"][:, 0].tolist() == [0, 1, 2, 0]
+    assert not len(none) and every.fingerprint != train.fingerprint
+    evaluated = job(factory=factory, arguments={"n": 10})
+    evaluation = evaluated.evaluation.model_copy(update={"every_steps": 1, "batches": 2})
+    evaluated = evaluated.model_copy(update={"evaluation": evaluation})
+    train, held_out = open_data(evaluated, tmp_path, tmp_path / "cache", vocabulary=9)
+    assert held_out.rows(np.array([3, 0]))["input_ids"].tolist() == [[3] * 4, [0] * 4]
+    assert len(held_out) == 4
+    with pytest.raises(InputError, match="holds token 9, the model knows 0 to 8"):
+        train.rows(np.array([4, 5]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"packing": "documents"}, {"packing": "none"}, {"packing": "none", "tokenize": "on-the-fly"}],
+)
+def test_streams_are_not_packed_or_tokenised(tmp_path, module, given):
+    with pytest.raises(InputError, match="stream cannot be packed, padded or tokenised"):
+        opened(tmp_path, factory=f"{module}:make_generator", arguments={"n": 10}, **given)
 
 
 def test_near_names_are_offered(tmp_path, module):

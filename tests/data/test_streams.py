@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from gpumix.data.loader import Loader
-from gpumix.data.streams import is_stream
+from gpumix.data.streams import StreamSource, is_stream
 from gpumix.spec.errors import InputError, TrainingError
 
 N = 50
@@ -152,6 +153,43 @@ def test_a_rank_reads_its_own_lanes_only():
     assert set(opened) == {0, 4, 5}  # the first says what samples look like
 
 
+# -- what is held out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_first_batches_of_each_pass_are_held_out(shards):
+    """Of all shards alike; the rest comes as it would."""
+    stream = sharded(shards)
+    whole = StreamSource(stream, "mine", 6)
+    train, held_out = whole.split(1, read=True)
+    assert held_out[3]["k"] == whole[3]["k"] and len(held_out) == 6
+    held = set(held_out.rows(np.arange(6))["k"].tolist())
+    per_pass = 10 * shards - 6
+    found = [train.rows(np.array([p]))["k"].item() for p in range(2 * per_pass)]
+    assert not held & set(found)
+    assert found == 2 * [whole.rows(np.array([6 + p]))["k"].item() for p in range(per_pass)]
+
+
+def test_a_specimen_reads_nothing():
+    opened = []
+
+    def counted() -> Iterator[dict[str, int]]:
+        opened.append(1)
+        yield from numbers()
+
+    source = StreamSource(counted, "mine", 2)
+    assert source.specimen(3)["k"].tolist() == [0, 0, 0]
+    assert source.rows(np.arange(4))["k"].tolist() == [0, 1, 2, 3]
+    assert len(opened) == 1
+
+
+def test_a_stream_that_is_all_held_out_is_refused():
+    with pytest.raises(InputError, match="nothing of the stream is left to train on") as caught:
+        StreamSource(numbers, "mine", 10).split(5, read=True)
+    assert "the first 50 samples of each pass" in caught.value.why
+    assert "data.held_out" in caught.value.fix
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
@@ -212,6 +250,37 @@ def test_a_stream_that_breaks_stops_the_run():
 
     with Loader(breaking, [4], 0) as loader, pytest.raises(TrainingError, match="the line is dead"):
         next(loader)
+
+
+def test_a_stream_that_breaks_once_is_read_anew(tmp_path):
+    """A generator that raised has ended; what it had left is not lost, nor is its next pass taken
+    for that."""
+    failed = tmp_path / "failed"
+
+    def breaking() -> Iterator[dict[str, int]]:
+        for k in range(N):
+            if k == 24 and not failed.exists():
+                failed.touch()
+                raise OSError("the line is dead")
+            yield {"k": k}
+
+    found = []
+    with Loader(breaking, [1], 0, workers=0) as loader:
+        for _ in range(2 * N):
+            found += next(loader)["k"].tolist()
+    assert failed.exists() and found == 2 * list(range(N))
+
+
+def test_a_generator_that_broke_does_not_go_on():
+    def breaking() -> Iterator[dict[str, int]]:
+        yield {"k": 0}
+        raise OSError("the line is dead")
+
+    with Loader(breaking(), [1], 0) as loader:
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(TrainingError, match="the line is dead"):
+                next(loader)
 
 
 def test_transforms_are_for_streams():

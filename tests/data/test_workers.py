@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from gpumix.data import arena
 from gpumix.data.crew import Processes
+from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.fetch import DataChangedError
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.errors import InputError, MachineError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -87,6 +92,14 @@ def until(done: Callable[[], bool]) -> None:
 def test_the_batches_are_those_of_one_thread(given):
     with processes(Squares(), **given) as loader:
         assert take(loader, 60) == expected(60)
+
+
+def test_a_dataset_need_not_be_one_that_can_be_pickled():
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        pickle.dumps(Squares())
+    with processes(Squares()) as loader:
+        assert take(loader, 4) == expected(4)
+        assert loader.setting.kind == "processes"
 
 
 def test_a_batch_that_is_kept_stays_as_it_is():
@@ -205,6 +218,57 @@ def test_an_error_in_a_worker_names_the_sample_and_its_line():
             assert loader.cursor.position == 5 * 8
 
 
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_a_sample_that_leaves_the_program_is_named(kind):
+    bad = expected(4)[-1]
+
+    def read(k: int) -> None:
+        if k == bad:
+            sys.exit("no licence")
+
+    with processes(Squares(read=read), kind=kind) as loader:
+        assert take(loader, 3) == expected(3)
+        with pytest.raises(TrainingError, match=f"sample {bad} of .*: SystemExit: no licence"):
+            next(loader)
+    with processes(Squares(read=read), [N], kind=kind, bad_samples="skip") as loader:
+        next(loader)
+        assert [one.index for one in loader.skipped] == [bad]
+
+
+def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
+    bad, go_on = expected(4)[-1], threading.Event()
+
+    def read(k: int) -> None:
+        if k == bad:
+            go_on.wait(60)
+
+    with processes(Squares(read=read), workers=1, kind="threads", timeout_s=0.5) as loader:
+        assert take(loader, 3) == expected(3)
+        for _ in range(2):
+            with pytest.raises(TrainingError, match="a thread of the data is stuck") as caught:
+                next(loader)
+            assert str(bad) in caught.value.what and "timeout" in caught.value.fix
+            assert loader.cursor.position == 3 * 8
+        go_on.set()
+        assert take(loader, 3) == expected(6)[18:]
+
+
+def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
+    """What starts them was killed, as the system does where memory runs out."""
+    with processes(Squares()) as loader:
+        found = take(loader, 3)
+        crew = loader._feed._crew
+        assert isinstance(crew, Processes)
+        some = pids(loader)
+        os.kill(crew._nursery._pid, signal.SIGKILL)
+        until(lambda: not any(map(alive, some)))  # they end with it
+        with pytest.raises(MachineError, match="the process that starts data workers is gone"):
+            for _ in range(MOST_AHEAD + 1):
+                found += take(loader, 1)
+        found += take(loader, 5)
+        assert found == expected(len(found) // 6)
+
+
 def broken(bad: set[int]) -> Callable[[int], None]:
     def read(k: int) -> None:
         if k in bad:
@@ -235,6 +299,17 @@ def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
     assert found == [whole.get(k, k) for k in expected(25, stop=8)]
 
 
+def test_bad_samples_count_when_they_are_returned():
+    with processes(Squares(read=broken({3, 50, 51, 120})), [N], bad_samples="skip") as loader:
+        begin = loader.state_dict()
+        for _ in range(2):
+            next(loader)
+            until(lambda: loader._feed.is_ready(loader.cursor.position))
+            assert {one.index for one in loader.skipped} == {3, 50, 51, 120}
+            loader.load_state_dict(begin)
+        assert len(loader.skipped) == 2 * 4
+
+
 def test_a_dataset_of_bad_samples_stops_the_run():
     class Bad(Squares):
         def __getitem__(self, k: int) -> dict[str, Any]:
@@ -257,6 +332,23 @@ def test_samples_of_another_shape_are_named_or_skipped():
     with processes(Ragged(), [N]) as loader, pytest.raises(InputError, match="of sample 7 is"):
         next(loader)
     with processes(Ragged(), [N], bad_samples="skip") as loader:
+        next(loader)
+        assert [one.index for one in loader.skipped] == [7]
+
+
+@pytest.mark.parametrize("empty", [{}, None, {"k": 7, "square": []}])
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_samples_without_content_are_named_or_skipped(kind, empty):
+    class Empty(Squares):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            return empty if k == 7 else super().__getitem__(k)
+
+    with (
+        processes(Empty(), [N], kind=kind) as loader,
+        pytest.raises(InputError, match="sample 7 "),
+    ):
+        next(loader)
+    with processes(Empty(), [N], kind=kind, bad_samples="skip") as loader:
         next(loader)
         assert [one.index for one in loader.skipped] == [7]
 
@@ -349,3 +441,23 @@ def test_nothing_is_taken_of_shared_memory_that_others_need():
         kept = [next(loader) for _ in range(6)]
         assert before - os.statvfs("/dev/shm").f_bavail < 16
         assert kept[0]["x"].shape == (4, 2**20)
+
+
+@pytest.mark.parametrize("slots", [8, 1, 0])
+def test_where_less_can_be_shared_batches_come_all_the_same(monkeypatch, slots):
+    """Through fewer slots, and through pipes; without any room that is said."""
+    whole = mmap.mmap
+
+    def limited(fileno: int, length: int, **given: Any) -> mmap.mmap:
+        if length > slots * UNKNOWN_BYTES:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return whole(fileno, length, **given)
+
+    monkeypatch.setattr(arena.mmap, "mmap", limited)
+    with processes(Squares(), prefetch=6) as loader:
+        if slots:
+            assert take(loader, 30) == expected(30)
+            return
+        with pytest.raises(MachineError, match="cannot be shared with data workers") as caught:
+            next(loader)
+    assert caught.value.why == "Cannot allocate memory"

@@ -11,12 +11,15 @@ import yaml
 from pages import PAGES, blocks
 
 import gpumix
+from gpumix.spec.job import DataSpec
 from gpumix.spec.read import read_cluster, read_job
 
 ALL = [block for page in PAGES for block in blocks(page)]
 JOBS = [block for block in ALL if block.text.startswith("model:")]
 CLUSTERS = [block for block in ALL if block.text.startswith(("- {class", "classes:"))]
 PYTHON = [block for block in ALL if "import gpumix" in block.text]
+WHOLE = [block for block in ALL if block.text.startswith("from gpumix import")]
+DATA = [block for block in ALL if block.text.startswith("data:")]
 
 
 @pytest.mark.parametrize("block", JOBS, ids=str)
@@ -41,7 +44,19 @@ def test_calls_bind_to_the_real_signatures(block):
     assert {"gpumix.prepare", "gpumix.Loader", "Engine.step"} <= checked.bound
 
 
+@pytest.mark.parametrize("block", WHOLE, ids=str)
+def test_what_is_whole_runs(block):
+    exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("block", DATA, ids=str)
+def test_data_of_a_job_is_read(block):
+    assert DataSpec.model_validate(yaml.safe_load(block.text)["data"])
+
+
 def test_the_pages_show_what_is_tested_here():
+    assert {block.page.name for block in WHOLE} == {"python.md"}
+    assert len(DATA) >= 3
     assert {block.page.name for block in JOBS} >= {"README.md", "job.md"}
     assert {block.page.name for block in PYTHON} >= {"README.md", "python.md"}
     assert len(CLUSTERS) >= 2

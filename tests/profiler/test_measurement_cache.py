@@ -14,7 +14,7 @@ from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
-from gpumix.spec.profile import ClassMeasurement, Profile
+from gpumix.spec.profile import ClassMeasurement, InputMeasurement, Profile
 from gpumix.train.pipeline import Pipeline
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
@@ -85,6 +85,18 @@ def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
     again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again) == times(measured)
     assert again.network != measured.network
+
+
+def test_what_reading_samples_takes_is_not_measured_again(measured, tmp_path):
+    (found,) = measured.inputs
+    planted = (found.model_copy(update={"cpu_s_per_sample": 123.0}),)
+    cache(tmp_path).save_inputs(InputMeasurement(inputs=planted))
+    new = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
+    write_job(tmp_path, cluster=[*CLUSTER, new])  # so something is measured
+    assert Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile().inputs == planted
+    (again,) = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True).inputs
+    assert again.cpu_s_per_sample < 1.0
+    assert cache(tmp_path).inputs() == InputMeasurement(inputs=(again,))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import re
 import pytest
 from jobs import metrics, plan_for, train, write_job
 
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.data.order import GlobalOrder
+from gpumix.spec.errors import InputError, MachineError, TrainingError
 from gpumix.spec.read import read_job
 from gpumix.train.models import check_fits, config_of, model_of
 
@@ -153,6 +154,19 @@ def test_other_data_cannot_go_on(tmp_path):
     train(job, "steps=1", plan=plan)
     with pytest.raises(InputError, match="data"):
         train(job, "data.arguments={samples: 80}", plan=plan, resume=True)
+
+
+def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path, capfd):
+    data = {"factory": "toys:damaged_tokens", "held_out": 0, "bad_samples": "skip"}
+    job = write_job(tmp_path, data=data)
+    summary = train(job, plan=plan_for(job))
+    read = GlobalOrder(64, 0).span(0, 6 * 8).reshape(6, 8)
+    bad = [int((read[:, own] % 10 == 9).sum()) for own in (range(4), range(4, 6), range(6, 8))]
+    assert [device["skipped"] for device in summary.devices] == bad and sum(bad)
+    told = " ".join(capfd.readouterr().err.split())
+    assert told.count(f"others took their places: {bad[0]} of rank 0 (device 'big-0'") == 1
+    with pytest.raises(TrainingError, match=r"sample \d*9 of .* cannot be read: OSError: a bad"):
+        train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan_for(job))
 
 
 @pytest.mark.parametrize("held_out", [0.02, 0.06])

@@ -8,6 +8,9 @@ from dataclasses import asdict
 import pytest
 from jobs import metrics, train, write_job
 
+from gpumix.data.tuning import Limit
+from gpumix.train.display import input_bound
+from gpumix.train.metrics import RankRecord
 from gpumix.train.watch import STARVED_SHARE, WINDOW_STEPS, HostStamps, Shares, Starvation, Watch
 
 
@@ -112,6 +115,20 @@ def test_windows_apart_make_none():
     assert found.share is None
 
 
+def starved(share: float | None, limit: Limit) -> RankRecord:
+    return RankRecord("", "", 1.0, None, 0, starved_share=share, input_limit=limit)
+
+
+def test_who_waits_for_data_is_named_and_so_is_what_is_short():
+    names = ["one", "two", "three"]
+    records = [starved(None, Limit.DEVICE), starved(0.2, Limit.CORES), starved(0.1, Limit.UNKNOWN)]
+    assert input_bound(names, records) == (
+        "the run is input-bound: of each step stand idle for their data two 20% (cores: fetching "
+        "takes more of them than there are), three 10%"
+    )
+    assert input_bound(names[:1], records[:1]) == ""
+
+
 def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     steps = 2 * WINDOW_STEPS
     job = write_job(
@@ -131,6 +148,7 @@ def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
             assert sum(rank["shares"].values()) == pytest.approx(1.0)
     [told] = metrics(tmp_path / "run", "input-bound")
     assert {rank["share"] > STARVED_SHARE for rank in told["ranks"]} == {True}
+    assert {rank["limit"] for rank in told["ranks"]} <= set(Limit)
     [of_class] = summary.classes
     assert sum(of_class["shares"].values()) == pytest.approx(1.0)
     assert of_class["shares"]["input"] > STARVED_SHARE

@@ -12,13 +12,14 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 VOCABULARY = 32
 FOREVER_S = 60
@@ -108,6 +109,29 @@ class _OneReader(list):
             return super().__getitem__(index)
 
 
+class _Costly(list):
+    """Samples that take a core to make."""
+
+    def __init__(self, samples: list[dict[str, Tensor]], cpu_s: float) -> None:
+        super().__init__(samples)
+        self.cpu_s = cpu_s
+
+    def __getitem__(self, index):
+        until_s = time.thread_time() + self.cpu_s
+        while time.thread_time() < until_s:
+            pass
+        return super().__getitem__(index)
+
+
+class _Damaged(list):
+    """Each tenth sample cannot be read."""
+
+    def __getitem__(self, index):
+        if index % 10 == 9:
+            raise OSError("a bad sector")
+        return super().__getitem__(index)
+
+
 class _Remote(list):
     """Samples that come over a network: many can be under way at once."""
 
@@ -120,8 +144,38 @@ def remote_tokens() -> list[dict[str, Tensor]]:
     return _Remote(tokens())
 
 
+def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
+    return _Costly(tokens(), cpu_s)
+
+
+def damaged_tokens() -> list[dict[str, Tensor]]:
+    return _Damaged(tokens())
+
+
 def slow_tokens() -> list[dict[str, Tensor]]:
     return _OneReader(tokens())
+
+
+class _Stream(IterableDataset):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(tokens(self.samples))
+
+
+def token_stream(samples: int = 64) -> Iterator[dict[str, Tensor]]:
+    """A generator."""
+    yield from tokens(samples)
+
+
+def token_passes(samples: int = 64) -> Callable[[int], Iterator[dict[str, Tensor]]]:
+    """What makes a generator for each pass."""
+    return lambda number: token_stream(samples)
+
+
+def token_iterable(samples: int = 64) -> IterableDataset:
+    return _Stream(samples)
 
 
 def no_module() -> str:

@@ -14,23 +14,25 @@ import weakref
 import torch
 from torch import Tensor
 
+from gpumix.spec.errors import MachineError
+from gpumix.spec.units import show_bytes
+
 _PAGE_BYTES = mmap.PAGESIZE
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has no name for it; Linux on all else
 
 
 class Arena:
-    """So many slots of so many bytes."""
+    """So many slots of so many bytes; fewer, where the system does not let so much be shared.
+
+    Raises:
+        MachineError: it does not let a single slot be shared.
+    """
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slots = slots
         self.slot_bytes = max(1, -(-slot_bytes // _PAGE_BYTES)) * _PAGE_BYTES
-        self._memory = mmap.mmap(
-            -1,
-            self.slots * self.slot_bytes,
-            flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE,
-        )
+        self._memory = _shared(slots, self.slot_bytes)
         # Last in, first out: what is never needed is never touched.
-        self._free = list(range(slots))[::-1]
+        self._free = list(range(len(self._memory) // self.slot_bytes))[::-1]
         self._lock = threading.Lock()
 
     def take(self) -> int | None:
@@ -62,3 +64,18 @@ class Arena:
             raise ValueError(f"{nbytes} bytes do not fit into a slot of {self.slot_bytes}")
         begin = slot * self.slot_bytes
         return memoryview(self._memory)[begin : begin + nbytes]
+
+
+def _shared(slots: int, slot_bytes: int) -> mmap.mmap:
+    """A limit of the process, or a system that reserves what is asked for, may bear less."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        return mmap.mmap(-1, slots * slot_bytes, flags=flags)
+    except OSError as error:
+        if slots > 1:
+            return _shared(slots // 2, slot_bytes)
+        raise MachineError(
+            f"{show_bytes(slot_bytes)} of memory for a batch cannot be shared with data workers",
+            why=error.strerror or str(error),
+            fix="free memory, raise `ulimit -v`, or fetch in a thread: `data: {workers: 0}`",
+        ) from error

@@ -8,11 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Literal
 
 import torch
@@ -32,6 +32,10 @@ Done = Callable[[Chunk, "Fetched | Exception"], None]
 MOST_WORKERS = 128
 WAITING = 1  # chunks that a process has before it, beside the one that it fetches
 TRIES = 2  # of a chunk whose worker died
+_IF_SLOW = (
+    "look at these samples; if they take that long, raise `timeout`, in a loop of one's own "
+    "Loader(timeout_s=...)"
+)
 LOOK_S = 0.5  # how often stuck workers are looked for
 
 
@@ -67,55 +71,126 @@ class Crew(ABC):
         """Have so many workers."""
 
     @abstractmethod
+    def look(self) -> None:
+        """Who waits for chunks calls this now and then: those that are stuck are replaced."""
+
+    @abstractmethod
     def close(self) -> None:
         """What is under way is dropped."""
 
 
 class Threads(Crew):
-    """Threads of this process. They belong to an executor, which ends them when it is shut down or
-    collected, and before the interpreter exits."""
+    """Threads of this process. One that is stuck cannot be ended: it is left behind, and has no say
+    any more. So they are daemons; `close` ends them before the interpreter does.
+
+    Args:
+        timeout_s: after that long over one chunk a thread counts as stuck.
+    """
 
     kind: Kind = "threads"
 
-    def __init__(self, source: Source, bad_samples: BadSamples, done: Done, workers: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        bad_samples: BadSamples,
+        done: Done,
+        workers: int,
+        *,
+        timeout_s: float,
+    ) -> None:
         super().__init__(workers)
         self._source, self._bad_samples, self._done = source, bad_samples, done
-        self._executor = _executor(workers)
-        self._running = 0
+        self._timeout_s = timeout_s
+        self._given: SimpleQueue[tuple[Chunk, Place] | None] = SimpleQueue()  # None ends a thread
+        self._begun = 0  # chunks that are not done
+        self._at: dict[threading.Thread, tuple[Chunk, float]] = {}  # since when
+        self._threads: set[threading.Thread] = set()
+        self._left_behind = False
         self._lock = threading.Lock()
+        self._closed = False
+        for _ in range(workers):
+            self._hire()
 
     @property
     def room(self) -> int:
-        return max(0, self.workers - self._running)
+        return max(0, self.workers - self._begun)
 
     def begin(self, chunk: Chunk, place: Place) -> None:
         with self._lock:
-            self._running += 1
-        self._executor.submit(self._fetch, chunk, place)
+            self._begun += 1
+        self._given.put((chunk, place))
 
     def resize(self, workers: int) -> None:
-        self._executor.shutdown(wait=False)  # once they have done what they were given
-        self.workers, self._executor = workers, _executor(workers)
+        for _ in range(workers - self.workers):
+            self._hire()
+        for _ in range(self.workers - workers):
+            self._given.put(None)  # behind what they were given
+        self.workers = workers
+
+    def look(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            at = list(self._at.items())
+            stuck = [(who, chunk) for who, (chunk, s) in at if now - s > self._timeout_s]
+            for who, _ in stuck:
+                del self._at[who]
+                self._threads.discard(who)
+                self._left_behind = True
+                self._begun -= 1
+        for _, chunk in stuck:
+            self._hire()
+            self._done(chunk, self._lost(chunk))
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._closed = True
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+        for _ in threads:
+            self._given.put(None)
+        for thread in threads:
+            # Where one was left behind others may wait for a lock that it holds.
+            thread.join(0 if self._left_behind else self._timeout_s)
 
-    def _fetch(self, chunk: Chunk, place: Place) -> None:
-        found: Fetched | Exception
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _hire(self) -> None:
+        thread = threading.Thread(target=self._work, name="gpumix-loader", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        own = threading.current_thread()
+        while (given := self._given.get()) is not None and not self._closed:
+            chunk, place = given
+            with self._lock:
+                self._at[own] = chunk, time.monotonic()
+            found = self._fetched(chunk, place)
+            with self._lock:
+                if self._at.pop(own, None) is None:
+                    return  # it took too long: another one has its place
+                self._begun -= 1
+            self._done(chunk, found)
+        with self._lock:
+            self._threads.discard(own)
+
+    def _fetched(self, chunk: Chunk, place: Place) -> Fetched | Exception:
         try:
             with host_memory():
                 values, skipped, cost = clocked(self._source, chunk, self._bad_samples)
                 written = _written(values, place.target, chunk.rows)
-            found = Fetched(cost, skipped, None if written else values)
+            return Fetched(cost, skipped, None if written else values)
         except Exception as error:
-            found = error
-        with self._lock:
-            self._running -= 1
-        self._done(chunk, found)
+            return error
 
-
-def _executor(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="gpumix-loader")
+    def _lost(self, chunk: Chunk) -> TrainingError:
+        return TrainingError(
+            f"a thread of the data is stuck at samples {_some_of(chunk)} of {self._source.name}: "
+            f"it was at it for more than {self._timeout_s:g} s",
+            where=f"process {os.getpid()}",
+            why="a thread cannot be ended, so it is left behind",
+            fix=_IF_SLOW,
+        )
 
 
 @dataclass
@@ -195,6 +270,9 @@ class Processes(Crew):
                 self._hire()
         self._bell.send_bytes(b"!")
 
+    def look(self) -> None:
+        """The listener does."""
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -273,10 +351,12 @@ class Processes(Crew):
         with self._lock:
             if self._closed:
                 return
-            del self._hands[hand.worker.connection]
-            how = why or self._nursery.end(hand.worker)
-            if why:
-                self._nursery.end(hand.worker)
+            connection = hand.worker.connection
+            how = self._nursery.end(hand.worker)
+            if not hand.leaving:
+                self._hire()  # or it is known, with the chunks of this one, that none can be had
+            del self._hands[connection]
+            how = why or how
             failed: tuple[Chunk, TrainingError] | None = None
             if hand.given:  # the first is the one that it was at
                 chunk = hand.given[0][0]
@@ -285,26 +365,28 @@ class Processes(Crew):
                 if self._tries[key] >= TRIES:
                     hand.given.popleft()
                     failed = chunk, self._lost(hand.worker.pid, chunk, how)
-            if not hand.leaving:
-                self._hire()
             for chunk, place in hand.given:
                 self._give(min(self._staff, key=lambda h: len(h.given)), chunk, place)
         if failed is not None:
             self._done(*failed)
 
     def _lost(self, pid: int, chunk: Chunk, how: str) -> TrainingError:
-        some = ", ".join(map(str, chunk.indices[:8].tolist()))
-        more = ", ..." if len(chunk.indices) > 8 else ""
         killed = "SIGKILL" in how
         return TrainingError(
-            f"worker {pid} of the data was lost at samples {some}{more} of {self._source.name}, "
+            f"worker {pid} of the data was lost at samples {_some_of(chunk)} of "
+            f"{self._source.name}, "
             f"as was one before it: {how}",
             where=f"process {os.getpid()}",
             why="the system kills what takes too much memory: see `dmesg`" if killed else "",
             fix="look at these samples; fewer workers take less memory: `data: {workers: 1}`"
             if killed
-            else "look at these samples; if they take that long, raise `data: {timeout: ...}`",
+            else _IF_SLOW,
         )
+
+
+def _some_of(chunk: Chunk) -> str:
+    more = ", ..." if len(chunk.indices) > 8 else ""
+    return ", ".join(map(str, chunk.indices[:8].tolist())) + more
 
 
 def _work(connection: Connection, source: Source, bad_samples: BadSamples, arena: Arena) -> None:

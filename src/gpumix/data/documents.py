@@ -21,6 +21,8 @@ class Documents(Ragged):
         InputError: no document has two tokens.
     """
 
+    name = "the text"
+
     def __init__(self, text: PackedText, *, pad_token: int) -> None:
         super().__init__(longest=text.sequence_length, pad_token=pad_token)
         self._text = text

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpumix.data.arena import Arena
-from gpumix.data.crew import Crew, Kind, Place, Processes, Threads
+from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
 from gpumix.data.fetch import BadSamples, Chunk, Cost, Fetched, Skipped
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.rows import Source
@@ -49,6 +49,7 @@ class _Ahead:
 
     Attributes:
         missing: chunks that are not there yet, by their first rows; `begun`: that were given out.
+        skipped: samples that could not be read, by the first rows of their chunks.
         done: all of it, put together.
         dropped: nobody wants it any more, but somebody may still write into its memory.
     """
@@ -62,6 +63,7 @@ class _Ahead:
     arena: Arena | None = None
     target: Batch | None = None
     parts: dict[int, Batch] = field(default_factory=dict)
+    skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
     done: Batch | None = None
     error: Exception | None = None
     dropped: bool = False
@@ -137,6 +139,11 @@ class Feed:
         batch = self._by_position[position]
         return batch.done is not None or batch.error is not None
 
+    def there(self, position: int) -> Batch | None:
+        """The batch at `position`, if all of it is there; it can still be taken."""
+        batch = self._by_position.get(position)
+        return None if batch is None else batch.done
+
     def take(self, position: int) -> tuple[Batch, np.ndarray]:
         """The batch at `position`, which was wanted, and its samples' indices; waits for it. After
         an error it can be wanted again.
@@ -147,13 +154,16 @@ class Feed:
         batch = self._by_position[position]
         with self._changed:
             while batch.done is None and batch.error is None:
-                self._changed.wait(1.0)  # not for ever: so an interrupt comes through
+                self._changed.wait(LOOK_S)  # not for ever: so an interrupt comes through
+                if self._crew is not None:
+                    self._crew.look()
         if batch.done is None:
             assert batch.error is not None, "it is done or not"
             self.forget()
             self._dismiss()  # a disk that was away may be back: processes start from what is now
             raise batch.error
         del self._by_position[position]
+        self._skipped += [one for start in sorted(batch.skipped) for one in batch.skipped[start]]
         self.batch_bytes = max(self.batch_bytes, sum(t.nbytes for t in batch.done.values()))
         return batch.done, batch.indices
 
@@ -171,10 +181,11 @@ class Feed:
             self._by_position.clear()
 
     def drain(self) -> tuple[list[Cost], list[Skipped]]:
-        """What chunks took and which samples were skipped since the last time."""
+        """What chunks took since the last time, and which samples were skipped in the batches that
+        were taken."""
         with self._changed:
             costs, self._costs = self._costs, []
-            skipped, self._skipped = self._skipped, []
+        skipped, self._skipped = self._skipped, []
         return costs, skipped
 
     def close(self) -> None:
@@ -187,7 +198,13 @@ class Feed:
     def _hired(self) -> Crew:
         setting = self._setting
         if setting.kind == "threads":
-            return Threads(self._source, self._bad_samples, self._finished, setting.workers)
+            return Threads(
+                self._source,
+                self._bad_samples,
+                self._finished,
+                setting.workers,
+                timeout_s=self._timeout_s,
+            )
         layout = self._layout(max((len(b.indices) for b in self._by_position.values()), default=0))
         known = max(self.batch_bytes, 0 if layout is None else layout.nbytes)
         self._arena = Arena(SLOTS, LARGER * known or UNKNOWN_BYTES)
@@ -270,7 +287,7 @@ class Feed:
                 batch.error = batch.error or found
             else:
                 self._costs.append(found.cost)
-                self._skipped.extend(found.skipped)
+                batch.skipped[chunk.start] = found.skipped
                 if found.values is not None:
                     batch.parts[chunk.start] = found.values
                 batch.layout = batch.layout or found.layout

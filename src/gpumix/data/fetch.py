@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from gpumix.data.layout import Batch, Layout
+from gpumix.data.order import GlobalOrder
 from gpumix.data.rows import Source
 from gpumix.spec.errors import (
     GpumixError,
@@ -25,7 +26,8 @@ BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
 
 TRIES = 8  # of samples that could take the place of a bad one
-_MIX_1, _MIX_2, _WORD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1  # splitmix64
+# What a dataset may end with; `sys.exit` in one must not end a worker without a word.
+_FAILURES = (Exception, SystemExit)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -93,14 +95,14 @@ def fetch(
         return source.rows(indices), ()
     except DataChangedError:
         raise
-    except Exception as error:
+    except _FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it says which sample is bad, and why
         return _one_by_one(source, indices, bad_samples, error)
 
 
 def _one_by_one(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: Exception
+    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: BaseException
 ) -> tuple[Batch, tuple[Skipped, ...]]:
     """After an error: find whose it is. What does not happen again is over."""
     taken, skipped = indices.copy(), []
@@ -116,7 +118,7 @@ def _one_by_one(
         return source.rows(taken), tuple(skipped)
     except GpumixError:
         raise
-    except Exception as again:
+    except _FAILURES as again:
         raise TrainingError(
             f"{len(indices)} samples of {source.name} cannot be put together: {_first_line(again)}",
             where=_place(again),
@@ -124,23 +126,23 @@ def _one_by_one(
         ) from error
 
 
-def _problem(source: Source, index: int) -> Exception | None:
+def _problem(source: Source, index: int) -> BaseException | None:
     try:
         source.rows(np.array([index]))
     except DataChangedError:
         raise
-    except Exception as error:
+    except _FAILURES as error:
         return error
     return None
 
 
-def _instead(source: Source, index: int, problem: Exception) -> int:
+def _instead(source: Source, index: int, problem: BaseException) -> int:
     """The sample in the place of a bad one: the same in every plan and in every worker."""
     for attempt in range(TRIES):
         if source.in_order:
             other = index + attempt + 1
         else:
-            other = _mixed(index * TRIES + attempt + 1) % len(source)
+            other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
         if _problem(source, other) is None:
             return other
     raise TrainingError(
@@ -152,7 +154,7 @@ def _instead(source: Source, index: int, problem: Exception) -> int:
     ) from problem
 
 
-def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
+def _in_words(source: Source, index: int, error: BaseException) -> TrainingError:
     found = TrainingError(
         f"sample {index} of {source.name} cannot be read: {_first_line(error)}",
         where=_place(error),
@@ -163,22 +165,15 @@ def _in_words(source: Source, index: int, error: Exception) -> TrainingError:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return first_line(error) if isinstance(error, GpumixError) else in_a_line(error)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_PACKAGE) and "/torch/" not in f.filename]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-
-
-def _mixed(x: int) -> int:
-    x = (x * 0x9E3779B97F4A7C15) & _WORD
-    x = ((x ^ (x >> 30)) * _MIX_1) & _WORD
-    x = ((x ^ (x >> 27)) * _MIX_2) & _WORD
-    return x ^ (x >> 31)
 
 
 def clocked(

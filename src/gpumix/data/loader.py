@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gpumix.data.copies import Copies, CopyStream
 from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
 from gpumix.data.crew import Kind
 from gpumix.data.feed import Feed
@@ -29,7 +30,7 @@ from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource, is_stream
-from gpumix.data.tuning import Bounds, Setting, Step, Tuner
+from gpumix.data.tuning import Bounds, Limit, Setting, Step, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of
@@ -54,8 +55,9 @@ class Loader(Iterator[Batch]):
     be one that can be pickled; a worker that dies or is stuck is replaced, and its samples are
     fetched again. How many there are and how far ahead they fetch is chosen from what samples take
     and what the device takes, in the first steps, and put right later; `setting` says what it is
-    now, `reasons` why. Workers end when the loader is closed or collected, and with this process.
-    An error in the dataset is raised by `next()`, with the loader's place unchanged.
+    now, `reasons` why, `limit` what is short. Workers end when the loader is closed or collected,
+    and with this process. An error in the dataset is raised by `next()`, with the loader's place
+    unchanged.
 
     Args:
         dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors; or
@@ -64,7 +66,9 @@ class Loader(Iterator[Batch]):
         shares: samples of each global batch per rank, in rank order, zeros are allowed; or a plan.
         rank: whose share to read.
         seed: of the global order; the same on every rank.
-        device: where the batches will go; for a CUDA device they lie in pinned memory.
+        device: where the batches go. To a CUDA device each is copied while the one before it is
+            computed; tokens with an `attention_mask` come in pinned memory, for the engine cuts off
+            padding before it copies them.
         workers: how many fetch at once; 0: one thread.
         kind: of the workers: threads of this process, for which the dataset must be safe to be read
             by several at once, or processes.
@@ -73,7 +77,8 @@ class Loader(Iterator[Batch]):
         collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
         bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
             the same in every plan, takes its place (`skipped` tells).
-        timeout_s: after so long over one part of a batch a worker process is stuck.
+        timeout_s: after so long over one part of a batch a worker is stuck. A process is replaced;
+            a thread cannot be ended, and stops the run.
         by_length: how samples of unlike length are read, where the dataset knows their lengths.
         cores: of this host, for this rank's data; default: its share of those that there are, by
             how many of its host's samples it reads.
@@ -118,19 +123,22 @@ class Loader(Iterator[Batch]):
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
         )
+        pin = pin_device(device)
         self._feed = Feed(
             self._source,
             bad_samples=bad_samples,
-            pin=pin_device(device),
+            pin=pin,
             timeout_s=timeout_s,
         )
+        self._copies = None if pin is None else Copies(CopyStream(pin))
         self._end = weakref.finalize(self, self._feed.close)
         self._tuner = self._new_tuner()
         self._returned_s: float | None = None
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
         self.skipped: list[Skipped] = []
-        """The samples that could not be read, and those in their places."""
+        """The samples that could not be read, and those in their places; of the batches that were
+        returned."""
 
     @property
     def global_batch(self) -> int:
@@ -151,6 +159,11 @@ class Loader(Iterator[Batch]):
         """Why: each change with the number of steps before it."""
         return list(self._tuner.reasons)
 
+    @property
+    def limit(self) -> Limit:
+        """What holds the data back, by the last steps; where cores do, no setting helps."""
+        return self._tuner.limit
+
     def __next__(self) -> Batch:
         asked_s = time.perf_counter()
         position = self._cursor.position
@@ -158,11 +171,15 @@ class Loader(Iterator[Batch]):
         ready = self._feed.is_ready(position)
         # Only once the batch is there does anything change, so that an error or an interrupt while
         # waiting loses nothing.
-        batch, self.last_indices = self._feed.take(position)
+        batch, indices = self._feed.take(position)
+        if self._copies is not None:
+            batch = self._copies.take(position, batch)
+        self.last_indices = indices
         self._cursor = self._cursor.advanced(self.global_batch)
         waited_s = time.perf_counter() - asked_s
         self._tune(waited_s, asked_s, ready)
         self._fetch_ahead()
+        self._copy_ahead()
         self._returned_s = time.perf_counter()
         return batch
 
@@ -184,7 +201,7 @@ class Loader(Iterator[Batch]):
                 f"the new samples per rank add up to {share.total}, not to the global batch of "
                 f"{self.global_batch}"
             )
-        self._feed.forget()
+        self._forget()
         self._share, self.course = share, self._course_of(shares)
         self._tuner = self._new_tuner()
         self._returned_s = None
@@ -201,11 +218,12 @@ class Loader(Iterator[Batch]):
             InputError: it belongs to another dataset, seed or version of the order.
         """
         self._cursor = self._cursor.load_state_dict(state)
-        self._feed.forget()
+        self._forget()
 
     def close(self) -> None:
         """Stop fetching and end all workers."""
         self._end()
+        self._forget()
 
     def __enter__(self) -> Loader:
         return self
@@ -235,6 +253,20 @@ class Loader(Iterator[Batch]):
         for k in range(ahead):
             position = self._cursor.position + k * self.global_batch
             self._feed.want(position, partial(self.course.indices, position))
+
+    def _copy_ahead(self) -> None:
+        """Have the next batch on its way to the device, if it is there."""
+        if self._copies is None:
+            return
+        batch = self._feed.there(self._cursor.position)
+        if batch is not None:
+            self._copies.begin(self._cursor.position, batch)
+
+    def _forget(self) -> None:
+        """What is under way."""
+        self._feed.forget()
+        if self._copies is not None:
+            self._copies.forget()
 
     def _new_tuner(self) -> Tuner:
         tuner = Tuner(self._bounds, self._source.splits)

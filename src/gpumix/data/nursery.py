@@ -2,8 +2,8 @@
 
 The nursery is forked once, on the thread that asks for it, and has no threads of its own: so
 workers can be had later, whenever they are needed, without a fork of a process that trains, which
-takes long and copies whatever locks its threads hold. Nothing is pickled: a dataset is there as it
-is.
+takes long and copies whatever locks its threads hold. A dataset is not pickled: it is there as it
+is. Only what goes through a connection is: numbers of samples, and what has no room elsewhere.
 """
 
 from __future__ import annotations
@@ -207,5 +207,6 @@ def picklable(error: Exception) -> Exception:
 
 
 def sent(connection: Connection, message: Any) -> None:
-    """What `Connection.send` does, whatever the message is made of."""
+    """Sent so that tensors go with their values. `Connection.send` has a pickler of its own, which
+    torch teaches to put them into files in /dev/shm."""
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

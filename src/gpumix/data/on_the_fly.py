@@ -44,7 +44,7 @@ class TokenizedTexts(Ragged):
         self._dataset = MapStyle(dataset, name)
         self._tokenizer = tokenizer
         self._column = column
-        self._name = name
+        self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
         self._texts([0])
@@ -60,7 +60,7 @@ class TokenizedTexts(Ragged):
 
     @property
     def fingerprint(self) -> str:
-        content = self._content or self._name
+        content = self._content or self.name
         return digest(content, len(self), self._tokenizer.fingerprint, self.longest)
 
     @property
@@ -98,7 +98,7 @@ class TokenizedTexts(Ragged):
             raise InputError(
                 f"sample {index} should be a text, or a dictionary with one in '{self._column}'; "
                 f"it has {has}a {type(text).__name__}",
-                where=self._name,
+                where=self.name,
                 fix="set data.column, drop such samples, or leave out `tokenize: on-the-fly`",
             )
         return text

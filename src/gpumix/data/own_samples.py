@@ -39,7 +39,7 @@ class OwnSamples(Ragged):
     ) -> None:
         super().__init__(longest=longest, pad_token=pad_token)
         self._source = SampleSource(dataset, name)
-        self._name = name
+        self.name = name
         if lengths is None:
             lengths = declared_lengths(dataset, len(self._source), name)
         self._lengths = None if lengths is None else np.minimum(lengths, longest)
@@ -67,7 +67,7 @@ class OwnSamples(Ragged):
                 has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
                 raise InputError(
                     f"sample {index} needs '{TOKENS}', a list of one or more tokens; it has {has}",
-                    where=self._name,
+                    where=self.name,
                     fix="drop empty samples; data.packing other than concatenate is for tokens",
                 )
         return [cut_to(sample, self.longest) for sample in found]

@@ -37,6 +37,7 @@ class PackedDocuments(Source):
     def __init__(
         self, documents: Ragged, *, seed: int, predicts_next: bool, window: int = WINDOW
     ) -> None:
+        self.name = documents.name
         self._documents = documents
         self._predicts_next = predicts_next
         self._lengths = lengths_needed(documents, "packing")

@@ -19,6 +19,7 @@ from gpumix.data.rows import Source
 from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+PER_TOKEN = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
 IGNORED = -100  # a label that the loss leaves out
 
 Sample = dict[str, Tensor]

@@ -91,15 +91,39 @@ class PackedSource(Source):
         return {"input_ids": tokens, "labels": tokens.clone()}  # a caller may mask labels in place
 
 
-class KnownTokens(Source):
-    """Another source, whose `input_ids` must be tokens of the model's vocabulary: others fail
-    somewhere inside the model, on a GPU without a word about the sample."""
+class KeptRows(Source):
+    """Samples that are in memory: tensors with samples in the first dimension."""
 
-    def __init__(self, whole: Source, vocabulary: int) -> None:
+    thread_safe = True
+
+    def __init__(self, name: str, rows: dict[str, Tensor]) -> None:
+        self.name = name
+        self._rows = rows
+
+    @property
+    def fingerprint(self) -> str:
+        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in sorted(self._rows.items())]
+        return digest(self.name, "kept", shapes)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows.values())))
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        wanted = torch.from_numpy(np.asarray(indices))
+        return {key: value[wanted] for key, value in self._rows.items()}
+
+
+class DerivedSource(Source):
+    """The samples of another source, which may be read as that one may."""
+
+    def __init__(self, whole: Source) -> None:
         self._whole = whole
-        self._vocabulary = vocabulary
-        self.name, self.splits = whole.name, whole.splits
+        self.name = whole.name
+        self.splits = whole.splits
         self.thread_safe = whole.thread_safe
+        self.in_order = whole.in_order
+        self.parallel = whole.parallel
+        self.once = whole.once
 
     @property
     def fingerprint(self) -> str:
@@ -109,11 +133,26 @@ class KnownTokens(Source):
     def lengths(self) -> np.ndarray | None:
         return self._whole.lengths
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._known(self._whole.specimen(samples), np.arange(samples) % len(self))
-
     def __len__(self) -> int:
         return len(self._whole)
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.rows(indices)
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        return self._whole.specimen(samples)
+
+
+class KnownTokens(DerivedSource):
+    """Another source, whose `input_ids` must be tokens of the model's vocabulary: others fail
+    somewhere inside the model, on a GPU without a word about the sample."""
+
+    def __init__(self, whole: Source, vocabulary: int) -> None:
+        super().__init__(whole)
+        self._vocabulary = vocabulary
+
+    def specimen(self, samples: int) -> dict[str, Tensor]:
+        return self._known(self._whole.specimen(samples), np.arange(samples) % len(self))
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._known(self._whole.rows(indices), indices)
@@ -137,15 +176,13 @@ class KnownTokens(Source):
         return most if most >= self._vocabulary else least
 
 
-class View(Source):
+class View(DerivedSource):
     """Samples [start, stop) of another source."""
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
-        self._whole = whole
+        super().__init__(whole)
         self._start = start
         self._stop = stop
-        self.name, self.splits = whole.name, whole.splits
-        self.thread_safe = whole.thread_safe
 
     @property
     def fingerprint(self) -> str:
@@ -155,9 +192,6 @@ class View(Source):
     def lengths(self) -> np.ndarray | None:
         of_all = self._whole.lengths
         return None if of_all is None else of_all[self._start : self._stop]
-
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._whole.specimen(samples)
 
     def __len__(self) -> int:
         return self._stop - self._start

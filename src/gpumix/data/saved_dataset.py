@@ -18,16 +18,12 @@ from gpumix.data.documents import Documents
 from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packed import PackedText, Recipe, SourceFile, TokenWriter, packed
-from gpumix.data.ragged import Ragged, declared_lengths
+from gpumix.data.ragged import IGNORED, LABELS, MASK, PER_TOKEN, TOKENS, Ragged, declared_lengths
 from gpumix.data.rows import PackedSource, Source, digest
 from gpumix.data.text import Piece, write_documents
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError, MachineError
 
-_TOKENS = "input_ids"
-_MASK = "attention_mask"
-_PER_TOKEN = (_TOKENS, "labels", _MASK, "token_type_ids", "position_ids")
-_IGNORED = -100  # a label that the loss leaves out
 _ROWS = 2000
 
 
@@ -43,7 +39,7 @@ def open_saved(
     """
     dataset = _load(folder)
     name = _column(dataset, column, folder)
-    if name == _TOKENS and _lengths_are(dataset, sequence_length, folder):
+    if name == TOKENS and _lengths_are(dataset, sequence_length, folder):
         return SavedRows(dataset, _mark(folder))
     return PackedSource(_packed(dataset, name, folder, tokenizer, sequence_length, cache))
 
@@ -55,10 +51,10 @@ def open_saved_documents(
     are. Errors as those of `open_saved`."""
     dataset = _load(folder)
     name = _column(dataset, column, folder)
-    if name != _TOKENS:
+    if name != TOKENS:
         text = _packed(dataset, name, folder, tokenizer, sequence_length, cache, at_least=1)
         return Documents(text, pad_token=tokenizer.end_of_text)
-    names = [name for name in _PER_TOKEN if name in dataset.column_names]
+    names = [name for name in PER_TOKEN if name in dataset.column_names]
     return OwnSamples(
         dataset.select_columns(names).with_format("numpy"),
         str(folder),
@@ -74,7 +70,7 @@ def open_saved_texts(
 ) -> TokenizedTexts:
     """The texts of `column`, to be tokenised as they are read. Errors as those of `open_saved`."""
     dataset = _load(folder)
-    if _column(dataset, column, folder) != column or column == _TOKENS:
+    if _column(dataset, column, folder) != column or column == TOKENS:
         raise InputError(
             "the dataset holds tokens, there is nothing to tokenise on the fly",
             where=str(folder),
@@ -107,7 +103,7 @@ def _packed(
     )
 
     def fill(writer: TokenWriter) -> None:
-        if name == _TOKENS:
+        if name == TOKENS:
             _write_tokens(dataset, tokenizer, writer, folder)
         else:
             write_documents(_documents(dataset, name, folder), tokenizer, writer)
@@ -116,13 +112,13 @@ def _packed(
 
 
 class SavedRows(Source):
-    """Rows of one length, as they are: those of `_PER_TOKEN` that there are, int64[k, L].
+    """Rows of one length, as they are: those of `PER_TOKEN` that there are, int64[k, L].
 
     Without a column `labels` the labels are the tokens, -100 where the attention mask is 0.
     """
 
     def __init__(self, dataset: Any, fingerprint: str) -> None:
-        names = [name for name in _PER_TOKEN if name in dataset.column_names]
+        names = [name for name in PER_TOKEN if name in dataset.column_names]
         self._rows = dataset.with_format("numpy", columns=names)
         self._fingerprint = fingerprint
 
@@ -140,10 +136,10 @@ class SavedRows(Source):
             name: torch.from_numpy(np.array(column, dtype=np.int64))[: len(wanted)]
             for name, column in columns.items()
         }
-        if "labels" not in batch:
-            batch["labels"] = batch[_TOKENS].clone()
-            if _MASK in batch:
-                batch["labels"][batch[_MASK] == 0] = _IGNORED
+        if LABELS not in batch:
+            batch[LABELS] = batch[TOKENS].clone()
+            if MASK in batch:
+                batch[LABELS][batch[MASK] == 0] = IGNORED
         return batch
 
 
@@ -177,23 +173,23 @@ def _load(folder: Path) -> Any:
 def _column(dataset: Any, column: str, folder: Path) -> str:
     """The column to read: `column`, or `input_ids` where there is no such column."""
     names = dataset.column_names
-    if column not in names and _TOKENS not in names:
+    if column not in names and TOKENS not in names:
         raise InputError(
             f"there is no column '{column}'",
             where=str(folder),
             why=f"there is {', '.join(names)}",
             fix="set data.column to the column of text",
         )
-    if column in names and column != _TOKENS and _TOKENS in names:
+    if column in names and column != TOKENS and TOKENS in names:
         raise InputError(
-            f"the dataset has both text ('{column}') and tokens ('{_TOKENS}')",
+            f"the dataset has both text ('{column}') and tokens ('{TOKENS}')",
             where=str(folder),
-            fix=f"set data.column to {_TOKENS} to use the tokens, or save the dataset without them",
+            fix=f"set data.column to {TOKENS} to use the tokens, or save the dataset without them",
         )
-    name = column if column in names else _TOKENS
+    name = column if column in names else TOKENS
     kind = dataset.features.arrow_schema.field(name).type
-    wanted = "lists of integers" if name == _TOKENS else "text"
-    if not (_is_tokens(kind) if name == _TOKENS else _is_text(kind)):
+    wanted = "lists of integers" if name == TOKENS else "text"
+    if not (_is_tokens(kind) if name == TOKENS else _is_text(kind)):
         raise InputError(f"column '{name}' holds {kind}, not {wanted}", where=str(folder))
     return name
 
@@ -213,14 +209,14 @@ def _is_tokens(kind: Any) -> bool:
 
 def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
     """Whether every row has `length` tokens; the other per-token columns must agree."""
-    names = [name for name in _PER_TOKEN if name in dataset.column_names]
+    names = [name for name in PER_TOKEN if name in dataset.column_names]
     equal = True
     for first, columns in _lists(dataset, names, folder):
-        lengths = columns[_TOKENS][0]
+        lengths = columns[TOKENS][0]
         for name in names:
             if (columns[name][0] != lengths).any():
                 raise InputError(
-                    f"'{name}' and '{_TOKENS}' differ in length at or after row {first}",
+                    f"'{name}' and '{TOKENS}' differ in length at or after row {first}",
                     where=str(folder),
                 )
         equal = equal and bool((lengths == length).all())
@@ -230,11 +226,11 @@ def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
 def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
     """Tokens of each row that its attention mask leaves."""
     _lengths_are(dataset, 0, folder)
-    wanted = _MASK if _MASK in names else _TOKENS
+    wanted = MASK if MASK in names else TOKENS
     found = [np.empty(0, dtype=np.int32)]
     for _, columns in _lists(dataset, [wanted], folder):
         lengths, values = columns[wanted]
-        if wanted == _MASK:
+        if wanted == MASK:
             seen = np.concatenate([[0], np.cumsum(values != 0)])
             ends = np.cumsum(lengths)
             lengths = seen[ends] - seen[ends - lengths]
@@ -270,15 +266,15 @@ def _lists(
 
 def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folder: Path) -> None:
     """Every row's tokens that the attention mask leaves, then end-of-text if not yet there."""
-    if "labels" in dataset.column_names:
+    if LABELS in dataset.column_names:
         raise InputError(
             "rows of other lengths than sequence_length cannot keep their column 'labels'",
             where=str(folder),
             fix="cut them to sequence_length, or save the dataset without 'labels'",
         )
-    names = [name for name in (_TOKENS, _MASK) if name in dataset.column_names]
+    names = [name for name in (TOKENS, MASK) if name in dataset.column_names]
     for first, columns in _lists(dataset, names, folder):
-        lengths, tokens = columns[_TOKENS]
+        lengths, tokens = columns[TOKENS]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
             raise InputError(
                 f"a token near row {first} is outside the tokenizer's {tokenizer.vocab_size}",
@@ -289,8 +285,8 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
         added = ends[tokens[ends - 1] != tokenizer.end_of_text]
         tokens = np.insert(tokens, added, tokenizer.end_of_text)
         ends += np.searchsorted(added, ends, side="right")  # so many were put in up to there
-        if _MASK in columns:
-            kept = np.insert(columns[_MASK][1] != 0, added, True)
+        if MASK in columns:
+            kept = np.insert(columns[MASK][1] != 0, added, True)
             tokens, ends = tokens[kept], np.unique(np.cumsum(kept)[ends - 1])
         writer.write(tokens, ends)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
 from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
+from gpumix.data.streams import StreamSource, is_stream
 from gpumix.data.text import pack_text
 from gpumix.data.tokenizer import Tokenizer, open_tokenizer
 from gpumix.spec.errors import InputError
@@ -26,6 +29,8 @@ def open_data(
     job: Job, folder: Path, cache: Path, *, vocabulary: int | None = None
 ) -> tuple[Source, Source]:
     """(train, held out) as `job.data` names them; held out is empty where it says 0.
+
+    Of a stream the first samples of each pass are held out, as many as an evaluation takes.
 
     Args:
         job: the job.
@@ -45,10 +50,17 @@ def open_data(
             where="model.task",
             fix="give samples with `labels`: data.factory, or a data.dataset that has that column",
         )
-    # Those of a job's own tokenizer are compared with the model before.
-    if vocabulary is not None and (job.data.factory is not None or not opened.is_text):
-        whole = KnownTokens(whole, vocabulary)
-    return split_held_out(whole, job.data.held_out)
+
+    def known(source: Source) -> Source:
+        # Those of a job's own tokenizer are compared with the model before.
+        own = job.data.factory is None and opened.is_text
+        return source if vocabulary is None or own else KnownTokens(source, vocabulary)
+
+    if isinstance(whole, StreamSource):
+        batches = job.evaluation.batches if job.data.held_out else 0
+        train, held_out = whole.split(batches, read=job.evaluation.every_steps > 0)
+        return known(train), known(held_out)
+    return split_held_out(known(whole), job.data.held_out)
 
 
 class _Opened:
@@ -68,8 +80,8 @@ class _Opened:
             return self._fixed_samples(data.factory)
         source: Source
         if data.dataset is not None:
-            place = self._folder / data.dataset
-            source = open_saved(place, data.column, self._tokenizer(), self._length, self._cache)
+            tokenizer = self._tokenizer()
+            source = open_saved(self._place, data.column, tokenizer, self._length, self._cache)
         else:
             source = PackedSource(self._text())
         self.is_text = isinstance(source, PackedSource)
@@ -101,20 +113,17 @@ class _Opened:
         if data.tokenize == "on-the-fly":
             return self._on_the_fly()
         if data.factory is not None:
-            made = call_factory(data.factory, data.arguments, self._folder)
+            made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
             return OwnSamples(made, data.factory, longest=self._length)
-        assert data.dataset is not None
-        place = self._folder / data.dataset
         tokenizer = self._tokenizer()
-        return open_saved_documents(place, data.column, tokenizer, self._length, self._cache)
+        return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
     def _on_the_fly(self) -> TokenizedTexts:
         data, tokenizer = self._job.data, self._tokenizer()
         if data.dataset is not None:
-            place = self._folder / data.dataset
-            texts = open_saved_texts(place, data.column, tokenizer, self._length)
+            texts = open_saved_texts(self._place, data.column, tokenizer, self._length)
         else:
             assert data.factory is not None
             texts = self._texts_of_factory(data.factory, tokenizer)
@@ -125,7 +134,7 @@ class _Opened:
         return texts
 
     def _texts_of_factory(self, reference: str, tokenizer: Tokenizer) -> TokenizedTexts:
-        made = call_factory(reference, self._job.data.arguments, self._folder)
+        made = self._samples_of(reference)
         texts = TokenizedTexts(
             made,
             tokenizer,
@@ -137,6 +146,12 @@ class _Opened:
         texts.take_lengths(declared_lengths(made, len(texts), reference))
         return texts
 
+    @property
+    def _place(self) -> Path:
+        """The folder of the saved dataset."""
+        assert self._job.data.dataset is not None, "there is one"
+        return self._folder / self._job.data.dataset
+
     def _text(self) -> PackedText:
         data = self._job.data
         spec = data.model_copy(update={"text": tuple(self._folder / path for path in data.text)})
@@ -146,9 +161,34 @@ class _Opened:
         named = self._job.tokenizer
         return open_tokenizer(self._folder / named if isinstance(named, Path) else named)
 
+    def _made(self, reference: str) -> Any:
+        """By a factory. One that is a generator is begun again for each pass."""
+        make = partial(call_factory, reference, self._job.data.arguments, self._folder)
+        made = make()
+        return (lambda: make()) if isinstance(made, Iterator) else made
+
+    def _samples_of(self, reference: str) -> Any:
+        """By a factory; not a stream."""
+        made = self._made(reference)
+        if isinstance(made, Source) or not is_stream(made):
+            return made
+        raise InputError(
+            "the samples of a stream cannot be packed, padded or tokenised here",
+            where=reference,
+            why="what does that asks for samples by their numbers, and must know how long they are",
+            fix="let it give samples of sequence_length tokens, and leave out data.packing and "
+            "data.tokenize; or write it to disk once: datasets.save_to_disk",
+        )
+
     def _fixed_samples(self, reference: str) -> Source:
-        made: Any = call_factory(reference, self._job.data.arguments, self._folder)
-        source = made if isinstance(made, Source) else SampleSource(made, reference)
+        made = self._made(reference)
+        source: Source
+        if isinstance(made, Source):
+            source = made
+        elif is_stream(made):
+            source = StreamSource(made, reference, self._job.global_batch)
+        else:
+            source = SampleSource(made, reference)
         tokens = source[0].get("input_ids") if len(source) else None
         if tokens is not None and tokens.shape[-1:] != (self._length,):
             raise InputError(

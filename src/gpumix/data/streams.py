@@ -12,13 +12,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gpumix.data.rows import Source, digest
+from gpumix.data.layout import Batch
+from gpumix.data.rows import KeptRows, Source, View, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import InputError
 
@@ -35,6 +36,7 @@ class StreamSource(Source):
         global_batch: samples of a step over all ranks: lanes divide it.
         transform: what a worker makes of each sample.
         collate: makes a batch of samples; default: they are stacked.
+        passed_over: global batches at the beginning of each pass that are left out.
 
     Raises:
         InputError: it gives nothing, or what cannot be put together.
@@ -50,6 +52,7 @@ class StreamSource(Source):
         *,
         transform: Transform | None = None,
         collate: Collate | None = None,
+        passed_over: int = 0,
     ) -> None:
         self.name = name
         self.once = isinstance(stream, Iterator)
@@ -58,10 +61,11 @@ class StreamSource(Source):
         self._stream, self._transform, self._collate = stream, transform, collate
         self._lanes = _lanes_of(stream, global_batch)
         self._of_lane = global_batch // self._lanes
+        self._passed_over = passed_over * self._of_lane  # samples of a lane
         self._open: dict[int, _Lane] = {}
         self._opener = os.getpid()
-        first = self._sample(0)
-        self._stack = None if collate else Stack(name, first)
+        self._first = self._sample(0)
+        self._stack = None if collate else Stack(name, self._first)
         self._empty = (
             self._stack.empty
             if self._stack is not None
@@ -71,15 +75,45 @@ class StreamSource(Source):
     @property
     def fingerprint(self) -> str:
         shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in sorted(self._empty.items())]
-        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes)
+        passed_over = [self._passed_over] if self._passed_over else []
+        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *passed_over)
 
     def __len__(self) -> int:
         return ENDLESS
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+    def rows(self, indices: np.ndarray) -> Batch:
         if not len(indices):
             return self._empty
-        samples = [self._sample(position) for position in indices.tolist()]
+        return self._batch(indices, [self._sample(position) for position in indices.tolist()])
+
+    def specimen(self, samples: int) -> Batch:
+        """The first sample, so many times: nothing is read."""
+        return self._batch(np.zeros(samples, dtype=np.int64), [self._first] * samples)
+
+    def split(self, batches: int, *, read: bool) -> tuple[Source, Source]:
+        """(the rest, the first global batches of each pass): how many samples there are is not
+        known, so none can be held out by their part.
+
+        Args:
+            read: the held-out ones will be asked for. They are read once, now: later a thread reads
+                the rest, and to come back to them is to open the stream again.
+        """
+        if not batches:
+            return self, View(self, 0, 0)
+        rest = StreamSource(
+            self._stream,
+            self.name,
+            self._lanes * self._of_lane,
+            transform=self._transform,
+            collate=self._collate,
+            passed_over=batches,
+        )
+        if not read:
+            return rest, View(self, 0, 0)
+        first = self.rows(np.arange(batches * self._lanes * self._of_lane))
+        return rest, KeptRows(self.name, first)
+
+    def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
         if self._collate is not None:
             return collated(self._collate, samples, self.name)
         assert self._stack is not None, "there is one or the other"
@@ -91,7 +125,12 @@ class StreamSource(Source):
         step, row = divmod(position, self._lanes * self._of_lane)
         lane, place = divmod(row, self._of_lane)
         if lane not in self._open:
-            self._open[lane] = _Lane(lambda epoch: self._begun(lane, epoch), self.name, self.once)
+            self._open[lane] = _Lane(
+                lambda epoch: islice(self._begun(lane, epoch), self._passed_over, None),
+                self.name,
+                once=self.once,
+                passed_over=self._passed_over,
+            )
         sample = self._open[lane].at(step * self._of_lane + place)
         return sample if self._transform is None else self._transform(sample)
 
@@ -113,17 +152,24 @@ class _Lane:
     Args:
         begin: a pass, by its number.
         once: there is only one.
+        passed_over: samples that each lacks at its beginning.
     """
 
-    def __init__(self, begin: Callable[[int], Iterator[Any]], name: str, once: bool) -> None:
+    def __init__(
+        self, begin: Callable[[int], Iterator[Any]], name: str, *, once: bool, passed_over: int
+    ) -> None:
         self._begin, self._name, self._once = begin, name, once
+        self._passed_over = passed_over
         self._passes = begin(0)
         self._epoch, self._next, self._of_pass = 0, 0, 0
         self._last: Any = None
+        self._broken: Exception | None = None
 
     def at(self, place: int) -> Any:
         """The sample at a place of the endless sequence of passes."""
-        if place < self._next - 1:
+        if self._broken is not None and self._once:
+            raise self._broken
+        if place < self._next - 1 or self._broken is not None:
             if self._once:
                 raise InputError(
                     f"sample {place} of {self._name} has gone by",
@@ -131,6 +177,7 @@ class _Lane:
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
             self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
+            self._broken = None
         while self._next <= place:
             self._last = self._read()
             self._next += 1
@@ -143,10 +190,22 @@ class _Lane:
             except StopIteration:
                 self._begin_again()
                 continue
+            except Exception as error:
+                # A generator that raised has ended: to read on would be to begin the next pass.
+                self._broken = error
+                raise
             self._of_pass += 1
             return sample
 
     def _begin_again(self) -> None:
+        if not self._of_pass and self._passed_over:
+            raise InputError(
+                "nothing of the stream is left to train on",
+                where=self._name,
+                why=f"the first {self._passed_over} samples of each pass, or of each shard's, are "
+                "held out for evaluation",
+                fix="give more samples, lower evaluation.batches, or set data.held_out to 0",
+            )
         if not self._of_pass:
             raise InputError("the stream is empty", where=self._name)
         if self._once:

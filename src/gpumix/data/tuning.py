@@ -40,7 +40,6 @@ TAIL = 1.2  # times the slowest chunk, in batches ahead
 class Limit(StrEnum):
     """What holds the data back, if anything does."""
 
-    NONE = "nothing: batches are there when they are asked for"
     DEVICE = "the device: it takes longer than the data"
     CORES = "cores: fetching takes more of them than there are"
     UNKNOWN = "not known yet"
@@ -146,6 +145,7 @@ class Tuner:
 
     Attributes:
         reasons: of the moves so far, with the steps they were made at.
+        limit: what held the data back at the last look.
     """
 
     bounds: Bounds

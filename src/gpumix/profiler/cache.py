@@ -29,7 +29,6 @@ from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ClassMeasurement,
     ClassProfile,
-    HostInput,
     InputMeasurement,
     LinkMeasurement,
     ModelProfile,
@@ -125,7 +124,7 @@ class MeasurementCache:
         if links is None or len(found) < len(classes):
             return None
         profile = assemble(self._job.sequence_length, self._cluster, found, links)
-        inputs = _load(InputMeasurement, self.input_file())
+        inputs = self.inputs()
         return self.named(profile).model_copy(update={"inputs": inputs.inputs if inputs else ()})
 
     def named(self, profile: Profile) -> Profile:
@@ -139,9 +138,9 @@ class MeasurementCache:
         if links is not None:
             _replace(links, self.link_file())
 
-    def save_inputs(self, inputs: tuple[HostInput, ...]) -> None:
+    def save_inputs(self, inputs: InputMeasurement) -> None:
         """Keep what reading samples takes."""
-        _replace(InputMeasurement(inputs=inputs), self.input_file())
+        _replace(inputs, self.input_file())
 
     def measured(self) -> dict[str, ClassMeasurement]:
         """What is known already, by class name."""
@@ -150,6 +149,9 @@ class MeasurementCache:
 
     def links(self) -> LinkMeasurement | None:
         return _load(LinkMeasurement, self.link_file())
+
+    def inputs(self) -> InputMeasurement | None:
+        return _load(InputMeasurement, self.input_file())
 
     def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = _load(ClassMeasurement, self.class_file(device_class))

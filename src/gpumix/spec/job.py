@@ -98,7 +98,8 @@ class DataSpec(Value):
     factory: str | None = Field(
         default=None,
         pattern=FACTORY,
-        description="function that returns a map-style dataset of dictionaries of tensors",
+        description="function that returns a map-style dataset of dictionaries of tensors; or a "
+        "stream of them: an iterable, a generator, or a function that makes one for each pass",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
     workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
@@ -130,7 +131,11 @@ class DataSpec(Value):
         description="whether samples of like length meet in a batch; with `packing: none`",
     )
     held_out: float = Field(
-        default=0.02, ge=0, lt=1, description="part of the samples that is kept for evaluation"
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="part of the samples that is kept for evaluation; of a stream, whatever part "
+        "this is, the first samples of each pass: as many as an evaluation takes",
     )
 
     @model_validator(mode="after")

@@ -12,8 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gpumix.data.tuning import Limit
 from gpumix.spec.units import show_bytes, show_seconds
-from gpumix.train.metrics import ClassRecord, RunLog, StepRecord
+from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord
 from gpumix.train.tables import EMULATED, new_table, stderr
 
 ROWS = 8
@@ -148,3 +149,24 @@ def part(value: float | None) -> str:
 
 def _bytes(n: int | None) -> str:
     return "unknown" if n is None else show_bytes(n)
+
+
+def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+    """Who stands idle for its data, and what that is for, where it is known; by rank. Empty if
+    nobody does."""
+    told = []
+    for name, one in zip(names, records, strict=True):
+        if one.starved_share is not None:
+            short = f" ({one.input_limit})" if one.input_limit == Limit.CORES else ""
+            told.append(f"{name} {one.starved_share:.0%}{short}")
+    if not told:
+        return ""
+    return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
+
+
+def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+    """Whose samples could not be read so far; by rank. Empty if all could."""
+    told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]
+    if not told:
+        return ""
+    return f"samples that could not be read, others took their places: {', '.join(told)}"

@@ -20,11 +20,14 @@ MOST_SAMPLES, AT_ONCE = 512, 32
 def measure_input(
     source: Source, cluster: Cluster, devices: Sequence[Device], ranks: Ranks
 ) -> tuple[HostInput, ...]:
-    """Of each host, by the first of its ranks. Collective.
+    """Of each host, by the first of its ranks; nothing of a stream, of which ranks read also what
+    others take: what that takes does not go by their samples. Collective.
 
     Args:
         devices: in the order of ranks. Hosts of emulated ones share the cores that are here.
     """
+    if source.in_order:
+        return ()
     hosts = list(dict.fromkeys(device.host for device in devices))
     own = devices[ranks.rank].host
     told = ""

@@ -24,7 +24,7 @@ from gpumix.spec.profile import ROOT
 from gpumix.train import run_files
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.context import Context
-from gpumix.train.display import Display
+from gpumix.train.display import Display, input_bound, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.metrics import (
     ClassRecord,
@@ -356,6 +356,8 @@ class Trainer:
             sent_bytes=sent_bytes,
             shares=watched.shares(),
             starved_share=self.watch.starvation.share,
+            input_limit=self.loader.limit,
+            skipped=len(self.loader.skipped),
             **speed_of(self.plan, self.context.ranks.rank, watched.step_s)._asdict(),
         )
         told = self.context.ranks.gather("records", mine.to_json())
@@ -366,19 +368,19 @@ class Trainer:
             self._log.ranks(self.step, self._records)
             self._display.classes(self._classes)
             self._tell_of_starvation()
+            missed = unread(self.context.ranks.names, self._records)
+            if missed and self.step == self.job.steps:
+                self._display.say(missed)
 
     def _tell_of_starvation(self) -> None:
         """Once in a run."""
-        starved = [r for r, one in enumerate(self._records) if one.starved_share is not None]
-        if not starved or self._told_of_starvation or self._display is None:
+        told = input_bound(self.context.ranks.names, self._records)
+        if not told or self._told_of_starvation or self._display is None:
             return
         self._told_of_starvation = True
-        self._log.starved(self.step, [self._records[rank] for rank in starved])
-        names = self.context.ranks.names
-        shares = (f"{names[r]} {self._records[r].starved_share:.0%}" for r in starved)
-        self._display.say(
-            f"the run is input-bound: of each step stand idle for their data {', '.join(shares)}"
-        )
+        starved = [one for one in self._records if one.starved_share is not None]
+        self._log.starved(self.step, starved)
+        self._display.say(told)
 
     def _overruns(self) -> int:
         """Of this rank, in those steps that count for speed."""

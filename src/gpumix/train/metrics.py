@@ -41,7 +41,9 @@ class RankRecord:
     """How one rank did since the last record; bytes are those that it sent in a step.
 
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
-    to stand idle for its data. MFU and HFU are None where FLOPs or peak are not known.
+    to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
+    `skipped` counts the samples that it could not read so far. MFU and HFU are None where FLOPs or
+    peak are not known.
     """
 
     device: str
@@ -52,6 +54,8 @@ class RankRecord:
     sent_bytes: float = 0.0
     shares: Shares | None = None
     starved_share: float | None = None
+    input_limit: str = ""
+    skipped: int = 0
     tokens_per_s: float = 0.0
     mfu: float | None = None
     hfu: float | None = None
@@ -214,7 +218,9 @@ class RunLog:
 
     def starved(self, step: int, records: list[RankRecord]) -> None:
         """Some ranks' devices stand idle for their data."""
-        told = [{"device": r.device, "share": r.starved_share} for r in records]
+        told = [
+            {"device": r.device, "share": r.starved_share, "limit": r.input_limit} for r in records
+        ]
         self._write("input-bound", {"step": step, "ranks": told})
 
     def evaluation(self, step: int, loss: float) -> None:

@@ -13,9 +13,9 @@ from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.spec.profile import InputMeasurement, Profile
 from gpumix.train import run_files
-from gpumix.train.context import Task, joined
+from gpumix.train.context import Context, Task, joined
 from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
 from gpumix.train.loop import Summary, Trainer, Trial
@@ -55,10 +55,23 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
             fresh=fresh,
         )
         found = cache.named(profiler.run(stderr().print))
-        inputs = measure_input(context.train_data, task.cluster, devices, context.ranks)
-        if context.first:
-            cache.save_inputs(inputs)
-        return found.model_copy(update={"inputs": inputs})
+        inputs = _inputs(context, devices, cache, fresh=fresh)
+        return found.model_copy(update={"inputs": inputs.inputs})
+
+
+def _inputs(
+    context: Context, devices: tuple[Device, ...], cache: MeasurementCache, *, fresh: bool
+) -> InputMeasurement:
+    """What reading samples takes: by the cache of the first rank, or measured. Collective."""
+    cached = cache.inputs() if context.first and not fresh else None
+    told = context.ranks.share("known inputs", cached.model_dump_json() if cached else None)
+    if told:
+        return InputMeasurement.model_validate_json(told)
+    found = measure_input(context.train_data, context.task.cluster, devices, context.ranks)
+    measured = InputMeasurement(inputs=found)
+    if context.first:
+        cache.save_inputs(measured)
+    return measured
 
 
 def _model_to_measure(task: Task) -> nn.Module:

@@ -1,0 +1,54 @@
+"""Data that takes more cores than hosts have: the profile knows, and the plan goes by it."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import BATCH, write_job
+
+from gpumix.data.host import cores_here
+from gpumix.planner.base import predicted
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.train.pipeline import Pipeline
+
+# Compute of a sample: 0.6 ms on the fast device, 2.5 ms on the slow one.
+TWO_HOSTS = [
+    {"class": "fast", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "host": "one"},
+    {"class": "slow", "emulate": "0.05 GFLOP/s", "memory": "64 MiB", "host": "two"},
+]
+
+
+def samples(plan: Plan) -> dict[str, int]:
+    return {worker.host: worker.samples for worker in plan.workers}
+
+
+def read_s(profile: Profile, first: int) -> float:
+    """Of the slower host, if the first one reads so many samples of a batch."""
+    counts = zip(profile.inputs, (first, BATCH - first))
+    return max(n * one.cpu_s_per_sample / one.cores for one, n in counts)
+
+
+def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
+    cpu_s = 5e-3 * cores_here()  # 10 ms of a host, which has half of the cores
+    data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "held_out": 0.1}
+    job = write_job(tmp_path, data=data, cluster=TWO_HOSTS)
+    pipeline = Pipeline.of_file(job, ["profile.budget=1"], debug=False)
+    profile = pipeline.profile()
+    assert [one.host for one in profile.inputs] == ["one", "two"]
+    assert {one.cores for one in profile.inputs} == {cores_here() / 2}
+    assert all(one.cpu_s_per_sample >= cpu_s for one in profile.inputs)
+    assert pipeline.profile() == profile  # as it was kept
+
+    plan = pipeline.plan(profile)
+    assert predicted(plan).input_s == pytest.approx(read_s(profile, samples(plan)["one"]))
+    assert predicted(plan).step_s >= read_s(profile, samples(plan)["one"])
+
+    # A hundred times as long, so that reading is all that counts, however busy this machine is.
+    inputs = [
+        one.model_copy(update={"cpu_s_per_sample": 100 * one.cpu_s_per_sample})
+        for one in profile.inputs
+    ]
+    slower = profile.model_copy(update={"inputs": tuple(inputs)})
+    first = samples(pipeline.plan(slower))["one"]
+    best_s = min(read_s(slower, n) for n in range(BATCH + 1))
+    assert read_s(slower, first) == pytest.approx(best_s)
