@@ -117,7 +117,7 @@ def _steps_after_a_failure():
 
 def test_after_a_failed_step_there_is_no_other():
     """The ranks' collectives would not meet: gloo ends the process then."""
-    of_0, of_1 = run_ranks(_steps_after_a_failure, 2, group_timeout_s=2)
+    of_0, of_1 = run_ranks(_steps_after_a_failure, 2, group_timeout_s=6)
     assert of_0[0].startswith("CommunicationError")
     assert of_1[0] == "ValueError: bad batch"
     for first, second in (of_0, of_1):

@@ -6,14 +6,12 @@ can come to harm.
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -95,18 +93,17 @@ def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[s
     return made
 
 
-class _OneReader(list):
-    """A disk of each rank that serves one reader at a time, however many they are."""
+class _Slow(list):
+    """Samples that take longer than what is done with them: at least three times as long as passes
+    between one and the next. One thread reads them."""
 
-    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
-        super().__init__(samples)
-        self.disk = sorted(Path(__file__).parent.glob("*.py"))[_rank()]
+    read_s = 0.0
 
     def __getitem__(self, index):
-        with self.disk.open("rb") as disk:
-            fcntl.flock(disk, fcntl.LOCK_EX)
-            time.sleep(SLOW_READ_S)
-            return super().__getitem__(index)
+        between_s = time.perf_counter() - (self.read_s or time.perf_counter())
+        time.sleep(max(SLOW_READ_S, 3 * between_s))
+        self.read_s = time.perf_counter()
+        return super().__getitem__(index)
 
 
 class _Costly(list):
@@ -153,7 +150,7 @@ def damaged_tokens() -> list[dict[str, Tensor]]:
 
 
 def slow_tokens() -> list[dict[str, Tensor]]:
-    return _OneReader(tokens())
+    return _Slow(tokens())
 
 
 class _Stream(IterableDataset):
