@@ -29,7 +29,7 @@ from gpumix.data.order import Cursor
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource, is_stream
-from gpumix.data.tuning import Bounds, Setting, Step, Tuner
+from gpumix.data.tuning import Bounds, Limit, Setting, Step, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of
@@ -150,6 +150,11 @@ class Loader(Iterator[Batch]):
     def reasons(self) -> list[tuple[int, str]]:
         """Why: each change with the number of steps before it."""
         return list(self._tuner.reasons)
+
+    @property
+    def limit(self) -> Limit:
+        """What holds the data back, as far as that is known."""
+        return self._tuner.limit
 
     def __next__(self) -> Batch:
         asked_s = time.perf_counter()
