@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol, Self, TypeVar
 
 from gpumix.doctor.change import Changes
@@ -18,6 +19,7 @@ from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
 from gpumix.spec.errors import GpumixError
 
 STEPS = 12  # of a window, beside its warm-up
+DISTURBED = 0.3  # of a step, that windows of one setting may differ by
 
 Say = Callable[[str], None]
 
@@ -68,12 +70,21 @@ class _Tally:
     """Of the windows so far."""
 
     trained_s: float = 0.0
+    spreads: list[float] = field(default_factory=list)
 
     def step_s(self, patient: Patient) -> float:
         """Of one more window."""
         found = patient.window()
         self.trained_s += found.trained_s
         return found.step_s
+
+    def remarks(self) -> Iterator[str]:
+        """On the windows themselves."""
+        if self.spreads and (spread := median(self.spreads)) > DISTURBED:
+            yield (
+                f"windows of the same settings differ by {spread:.0%}: this machine does something "
+                "else beside, so smaller gains than that may have been missed"
+            )
 
 
 @dataclass
@@ -122,7 +133,7 @@ def examine(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),
         cleared=tuple(found.cleared),
         unlike=tuple(found.unlike),
-        remarks=tuple(patient.remarks()),
+        remarks=(*patient.remarks(), *tally.remarks()),
         step_s=first_s,
         seconds=time.perf_counter() - begun_s,
         trained_s=tally.trained_s,
@@ -144,4 +155,5 @@ def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally) 
         order = ((before, before_s), (after, after_s))
         for patient, seconds in order if len(before_s) % 2 == 0 else order[::-1]:
             seconds.append(tally.step_s(patient))
+    tally.spreads.append((max(before_s) - min(before_s)) / median(before_s))
     return gain_of(before_s, after_s)

@@ -10,7 +10,7 @@ from statistics import median
 
 WORTH = 1.02  # times as fast; less is not worth a setting
 PAIRS = 5  # the range of five holds the median with a probability of 94 %
-MOST_PAIRS = 2.2  # times as many, where a few windows that were disturbed hide what the others show
+MOST_PAIRS = 2.5  # times as many, where a few windows that were disturbed hide what the others show
 CONFIDENCE = 0.92  # that an interval has, if there are pairs enough
 
 

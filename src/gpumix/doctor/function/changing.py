@@ -225,8 +225,7 @@ def _keep(_: Any, patches: Patches) -> None:
     """Graphs are kept, instead of computed again."""
 
     def passing(before: Any) -> Any:
-        own = [p.name for p in inspect.signature(before).parameters.values()]
-        own = [name for name in own if name not in ("function", "args", "kwargs")]
+        own = {*inspect.signature(before).parameters, "preserve_rng_state"}
 
         def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **{k: v for k, v in kwargs.items() if k not in own})

@@ -21,6 +21,7 @@ class Roots:
     def __init__(self, treatments: list[Treatment]) -> None:
         self._treatments = treatments
         self._known: dict[int, tuple[nn.Module, str, bool]] = {}
+        self._parts: set[int] = set()
         self._inside = False
         self._patches = Patches()
 
@@ -37,9 +38,11 @@ class Roots:
 
     def _calling(self, before: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not _trained(module):
+            if self._inside or id(module) in self._parts or not _trained(module):
                 return before(module, *args, **kwargs)
             if id(module) not in self._known:
+                # What is computed again in a backward pass is called by nobody.
+                self._parts |= {id(part) for part in module.modules()} - {id(module)}
                 self._known[id(module)] = module, calling_line(), _casts(module)
                 for treatment in self._treatments:
                     treatment(module)

@@ -155,7 +155,9 @@ class Watch:
         self._retries = _retries()
 
     def end(self, steps: Steps) -> Seen:
-        """What was seen since."""
+        """What was seen since; lines first, for losses are values that are read here."""
+        watched = (self.copies, self.syncs, self.writes, self.recomputed)
+        copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = torch.cuda.is_initialized()
         capability = torch.cuda.get_device_capability()[0] if cuda else 0
         optimizers = [one for one in self._optimizers.values() if one.seconds]
@@ -168,10 +170,10 @@ class Watch:
             loaders=tuple(one.seen() for one in self._loaders.values() if one.samples),
             optimizers=tuple(one.seen() for one in optimizers),
             models=self.roots.seen(),
-            copies=self.copies.seen(),
-            syncs=self.syncs.seen(),
-            writes=self.writes.seen(),
-            recomputed=self.recomputed.seen(),
+            copies=copies,
+            syncs=syncs,
+            writes=writes,
+            recomputed=recomputed,
             threads=torch.get_num_threads(),
             cores=cores_here(),
             tf32=torch.backends.cuda.matmul.allow_tf32,
