@@ -38,7 +38,7 @@ from doctored import patients
 from gpumix.train.pipeline import Pipeline
 
 FOLDER = Path(patients.__file__).parent
-LONGEST_S = 400
+LONGEST_S = 900
 TURNS = 3
 TURN_S = 1.0  # of a function's own measurement
 WARM_UP_STEPS = 8  # of a job's run
