@@ -62,7 +62,7 @@ UNLIKE = [
     {"class": "fast", "emulate": "8 GFLOP/s", "memory": "1 GiB"},
     {"class": "slow", "emulate": "2 GFLOP/s", "memory": "1 GiB"},
 ]
-GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 256}
+GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 260}
 NO_DROPOUT = {"n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 JOB: dict[str, Any] = {
     "model": {"config": GPT | NO_DROPOUT},

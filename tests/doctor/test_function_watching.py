@@ -112,6 +112,23 @@ def test_what_the_loop_waits_for():
     assert 0.5 < seen.input_share <= 1.0
 
 
+def test_what_the_function_lets_go_of():
+    """A loader for each epoch, of one line, and an optimizer for each phase."""
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        for _ in range(9):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+            for (x,) in DataLoader(data(), batch_size=32):
+                model(x).square().mean().backward()
+                sgd.step()
+            del sgd
+
+    seen = seen_of(train)
+    (loader,) = seen.loaders
+    assert seen.steps == STEPS and loader.samples == 32 * STEPS and loader.begun == STEPS / 2
+
+
 def test_epochs_and_streams():
     class Stream(IterableDataset):
         def __iter__(self):

@@ -9,9 +9,10 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ SETTERS = {
 
 @dataclass
 class _Loader:
-    loader: Any
+    """Those that one line makes, as the last of them is."""
+
     place: str
+    made: Mapping[str, Any] = field(default_factory=dict)
     waited_s: float = 0.0
     cpu_s: float = 0.0
     begun: int = 0
@@ -52,15 +55,20 @@ class _Loader:
         self.waited_s = self.cpu_s = 0.0
         self.begun = self.samples = 0
 
+    def begin(self, loader: Any) -> None:
+        self.begun += 1
+        self.made = {
+            "workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+            "persistent": loader.persistent_workers,
+            "pinned": loader.pin_memory,
+            "streams": isinstance(loader.dataset, IterableDataset),
+        }
+
     def seen(self) -> LoaderSeen:
-        loader = self.loader
         return LoaderSeen(
             place=self.place,
-            workers=loader.num_workers,
-            batch_size=loader.batch_size,
-            persistent=loader.persistent_workers,
-            pinned=loader.pin_memory,
-            streams=isinstance(loader.dataset, IterableDataset),
+            **self.made,
             waited_s=self.waited_s,
             cpu_s=self.cpu_s,
             begun=self.begun,
@@ -70,12 +78,10 @@ class _Loader:
 
 @dataclass
 class _Optimizer:
-    optimizer: Any
     place: str
     seconds: float = 0.0
 
-    def seen(self) -> OptimizerSeen:
-        one = self.optimizer
+    def seen(self, one: Optimizer) -> OptimizerSeen:
         settings = one.defaults
         other = any(settings.get(key) for key in ("differentiable", "capturable", "foreach"))
         return OptimizerSeen(
@@ -117,8 +123,9 @@ class Watch:
     syncs: Sites = field(default_factory=Sites)
     writes: Sites = field(default_factory=Sites)
     recomputed: Sites = field(default_factory=Sites)
-    _loaders: dict[int, _Loader] = field(default_factory=dict)
-    _optimizers: dict[int, _Optimizer] = field(default_factory=dict)
+    # Nothing that the function lets go of is kept alive.
+    _loaders: dict[str, _Loader] = field(default_factory=dict)
+    _optimizers: WeakKeyDictionary[Optimizer, _Optimizer] = field(default_factory=WeakKeyDictionary)
     _set: dict[str, str] = field(default_factory=dict)
     _retries: int = 0
 
@@ -160,7 +167,6 @@ class Watch:
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = torch.cuda.is_initialized()
         capability = torch.cuda.get_device_capability()[0] if cuda else 0
-        optimizers = [one for one in self._optimizers.values() if one.seconds]
         return Seen(
             steps=steps.counted,
             seconds=steps.seconds,
@@ -168,7 +174,7 @@ class Watch:
             cuda=cuda,
             capability=capability,
             loaders=tuple(one.seen() for one in self._loaders.values() if one.samples),
-            optimizers=tuple(one.seen() for one in optimizers),
+            optimizers=tuple(one.seen(o) for o, one in self._optimizers.items() if one.seconds),
             models=self.roots.seen(),
             copies=copies,
             syncs=syncs,
@@ -188,8 +194,8 @@ class Watch:
 
     def _making_loader(self, before: Any) -> Any:
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
-            self._loaders[id(loader)] = _Loader(loader, calling_line())
             before(loader, *args, **kwargs)
+            loader._gpumix_place = calling_line()
 
         return made
 
@@ -199,8 +205,9 @@ class Watch:
         def begin(loader: Any) -> Any:
             begun_s = time.perf_counter()
             iterator = before(loader)
-            known = self._loaders.setdefault(id(loader), _Loader(loader, UNKNOWN))
-            known.begun += 1
+            place = getattr(loader, "_gpumix_place", UNKNOWN)
+            known = self._loaders.setdefault(place, _Loader(place))
+            known.begin(loader)
             if _in_main_thread():
                 known.waited_s += time.perf_counter() - begun_s
             iterator._gpumix_loader = known
@@ -232,18 +239,18 @@ class Watch:
 
     def _making_optimizer(self, before: Any) -> Any:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._optimizers[id(optimizer)] = _Optimizer(optimizer, calling_line())
+            self._optimizers[optimizer] = _Optimizer(calling_line())
             before(optimizer, *args, **kwargs)
 
         return made
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
-        known = self._optimizers.setdefault(id(optimizer), _Optimizer(optimizer, UNKNOWN))
+        known = self._optimizers.setdefault(optimizer, _Optimizer(UNKNOWN))
         known.seconds -= time.perf_counter()
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has; a hook of torch's, before that which counts steps."""
-        self._optimizers[id(optimizer)].seconds += time.perf_counter()
+        self._optimizers[optimizer].seconds += time.perf_counter()
 
     def _recomputing(self, before: Any) -> Any:
         def compute(*args: Any, **kwargs: Any) -> Any:
