@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 WARM_UP_STEPS = 6
-ANSWER_S = 0.004
+ANSWER_S = 0.015
 FEATURES, CLASSES = 64, 10
 
 
