@@ -27,6 +27,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "evaluation_s": 0.0,
         "padding_share": None,
         "compilers": False,
+        "tf32": (),
         "planned_s": 0.1,
         "foretold_s": lambda changes: 0.05,
         "plan": Plan.model_construct(stages=()),
@@ -68,6 +69,18 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"efficiency.fused_optimizer": "auto"},
         ),
         ({}, {"compilers": True}, "compile", {"compile": True}),
+        (
+            {"techniques": {"leave_out": False}},
+            {},
+            "leave_out",
+            {"techniques.leave_out": None},
+        ),
+        (
+            {"model": {"config": {"model_type": "gpt2", "_attn_implementation": "eager"}}},
+            {},
+            "eager",
+            {"efficiency.attention": "sdpa"},
+        ),
         (
             data(packing="none"),
             {"padding_share": 0.3},

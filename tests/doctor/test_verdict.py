@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.doctor.verdict import gain_of, hopeless
+from gpumix.doctor.verdict import enough, gain_of
 
 
 def test_the_gain_is_the_median_of_pairs_and_its_range():
@@ -12,6 +12,24 @@ def test_the_gain_is_the_median_of_pairs_and_its_range():
     assert (gain.factor, gain.low, gain.high) == (2.0, 1.8, 2.2)
     assert gain.real and gain.pairs == 5
     assert gain.confidence == pytest.approx(0.9375)  # 1 - 2 / 2^5
+
+
+@pytest.mark.parametrize(
+    ("pairs", "out", "confidence"),
+    # By tables of the sign test: the d-th of n on either side holds the median.
+    [
+        (3, 0, 0.75),
+        (5, 0, 0.9375),
+        (7, 0, 0.9844),
+        (8, 1, 0.9297),
+        (11, 2, 0.9346),
+        (12, 2, 0.9614),
+    ],
+)
+def test_of_many_pairs_the_outermost_do_not_count(pairs, out, confidence):
+    gain = gain_of([float(n) for n in range(1, pairs + 1)], [1.0] * pairs)
+    assert (gain.low, gain.high) == (1.0 + out, float(pairs - out))
+    assert gain.confidence == pytest.approx(confidence, abs=1e-4)
 
 
 def test_what_disturbs_both_windows_of_a_pair_says_nothing():
@@ -33,7 +51,17 @@ def test_what_is_no_gain(before_s, after_s):
     assert not gain_of(before_s, after_s).real
 
 
-def test_no_more_windows_where_three_show_nothing():
-    assert hopeless([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
-    assert not hopeless([1.0, 1.0], [1.0, 1.0])  # too few
-    assert not hopeless([1.0, 1.2, 1.2], [1.0, 1.0, 1.0])
+@pytest.mark.parametrize(
+    ("ratios", "ends"),
+    [
+        ([1.5, 1.5], False),  # too few
+        ([1.0, 1.0, 1.0], True),  # most of three show nothing
+        ([1.5, 1.5, 1.5], False),
+        ([1.5] * 5, True),  # they agree
+        ([1.5, 1.5, 0.9, 1.5, 1.5], False),  # one was disturbed, perhaps
+        ([1.5, 1.5, 0.9, 1.5, 1.5, 1.5, 1.5, 1.5], True),  # it was
+        ([1.5, 0.9] * 6, True),  # more would not make them agree
+    ],
+)
+def test_how_many_windows_there_are(ratios, ends):
+    assert enough(ratios, [1.0] * len(ratios), pairs=5) is ends

@@ -1,33 +1,43 @@
-"""`gpumix doctor`: what slows a job down, measured, and the setting that mends it."""
+"""`gpumix doctor`: what slows training down, measured, and what mends it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gpumix.doctor.examine import Report
+    from gpumix.doctor.examine import Patient
+    from gpumix.doctor.report import Report
 
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Find what slows a job down: run a few steps, try what may mend it, and say by how "
-        "much.\n\n"
-        "Each change is measured on this job, in windows of a few steps with and without it that "
-        "run in turn.\n\n"
-        "Example: gpumix doctor job.yaml --apply"
+        help="Find what slows a job down, or any function that trains: run a few steps, try what "
+        "may mend it, and say by how much.\n\n"
+        "Each change is measured, in windows of a few steps with and without it that run in turn. "
+        "A function is one of a script of your own, in plain PyTorch; its module is looked for in "
+        "this folder. It is called without arguments, and ended after some steps.\n\n"
+        "Example: gpumix doctor job.yaml --apply\n\n"
+        "Example: gpumix doctor train:main"
     )(doctor)
 
 
 @verb
 def doctor(
-    job: JobFile,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="JOB|MODULE:FUNCTION", help="The job, a YAML file; or a function."),
+    ],
     apply: Annotated[
         bool,
         typer.Option("--apply", help="Write the job with all that helped, as JOB.tuned.yaml."),
@@ -47,16 +57,12 @@ def doctor(
     from gpumix.doctor.examine import examine
     from gpumix.train.tables import stderr
 
+    is_function = _is_function(target)
+    if is_function:
+        _refuse(target, apply=apply, overrides=overrides)
     console = stderr()
-    report = examine(
-        job,
-        tuple(overrides),
-        say=console.print,
-        steps=steps,
-        pairs=pairs,
-        only=tuple(only),
-        debug=debug,
-    )
+    with _patient(target, is_function, overrides, steps=steps, debug=debug) as patient:
+        report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
     if as_json:
         print_json(report.as_dict())
     else:
@@ -64,19 +70,50 @@ def doctor(
         for remark in report.remarks:
             console.print(remark)
     if apply and report.findings:
-        tuned = tuned_path(job)
-        write_tuned(job, tuned, report.changes)
+        tuned = tuned_path(Path(target))
+        write_tuned(Path(target), tuned, report.changes)
         console.print(f"the job with these changes: {tuned}")
+
+
+def _is_function(target: str) -> bool:
+    from gpumix.spec.job import FACTORY
+
+    return re.match(FACTORY, target) is not None and not Path(target).exists()
+
+
+def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:
+    if apply:
+        raise InputError(
+            f"--apply is for jobs, '{target}' is a function",
+            why="code is not rewritten",
+            fix="leave --apply out: the report has the lines to change, --json all of it",
+        )
+    if overrides:
+        raise InputError(f"--set is for jobs, '{target}' is a function", fix="leave --set out")
+
+
+@contextmanager
+def _patient(
+    target: str, is_function: bool, overrides: list[str], *, steps: int, debug: bool
+) -> Iterator[Patient]:
+    from gpumix.doctor.function.patient import function_patient
+    from gpumix.doctor.job import job_patient
+
+    if is_function:
+        with function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
+            yield function
+    else:
+        with job_patient(Path(target), tuple(overrides), steps=steps, debug=debug) as job:
+            yield job
 
 
 def _table(report: Report) -> Table:
     from rich.table import Table
 
-    from gpumix.doctor.change import in_words
-
     table = Table("finding", "why", "change", "gain", title=f"{report.gain:.2f} times as fast")
     for one in report.findings:
-        table.add_row(one.what, one.why, in_words(one.changes), str(one.gain))
+        suspect = one.suspect
+        table.add_row(suspect.what, suspect.why, suspect.mended_by, str(one.gain))
     return table
 
 

@@ -18,8 +18,9 @@ from gpumix.spec.errors import InputError
 def call_factory(reference: str, arguments: Mapping[str, Any], folder: Path) -> Any:
     """The result of `reference` ("module:function") called with `arguments` as keywords.
 
-    `folder`, the job's, goes to the front of sys.path and stays there: the module may import its
-    neighbours at any later time. What the factory itself raises passes through, with its traceback.
+    `folder`, the job's, or where a script is started, goes to the front of sys.path and stays
+    there: the module may import its neighbours at any later time. What the factory itself raises
+    passes through, with its traceback.
 
     Raises:
         InputError: the module, the function or an argument of it does not exist.
@@ -52,7 +53,7 @@ def _module(name: str, folder: Path) -> ModuleType:
             f"there is no module '{error.name}'",
             where=str(folder),
             why=_nearest(name, there),
-            fix="modules are looked for in the job's folder and among the installed packages",
+            fix="modules are looked for in this folder and among the installed packages",
         ) from error
     except (ImportError, SyntaxError) as error:
         raise InputError(f"module '{name}' cannot be imported: {error}") from error

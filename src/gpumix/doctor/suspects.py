@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumix.doctor.change import Changes, default_of
+from gpumix.doctor.report import Suspect
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 
@@ -29,6 +30,7 @@ class Evidence:
         step_s: of a step without these.
         padding_share: of the tokens of a batch; None: not known.
         compilers: whether there are devices that compiled code is made for.
+        tf32: names of the classes that can compute fp32 products in TF32.
         planned_s: seconds of the step of the job's own plan.
         foretold_s: plans the job anew, with changes: the seconds of its step; None: there is none.
     """
@@ -41,24 +43,9 @@ class Evidence:
     evaluation_s: float
     padding_share: float | None
     compilers: bool
+    tf32: tuple[str, ...]
     planned_s: float
     foretold_s: Callable[[Changes], float | None]
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """One thing that may cost time.
-
-    Attributes:
-        name: short and stable, for programs.
-        what: it is, in words; `why` it is suspected.
-        changes: of the job that would mend it.
-    """
-
-    name: str
-    what: str
-    why: str
-    changes: Changes
 
 
 def suspects(seen: Evidence) -> list[Suspect]:
@@ -96,6 +83,7 @@ PINS = {
     "least_stages": "the number of stages is pinned",
     "schedules": "the schedule of stages is pinned",
     "padded": "padded collectives are left out",
+    "leave_out": "devices that only hold the others up may not be left out",
 }
 
 
@@ -129,9 +117,21 @@ def _ways(seen: Evidence) -> Iterator[Suspect]:
             what = f"`efficiency.{key}: {value}`"
             why = "what a class does best is known"
             yield Suspect(key, what, why, {f"efficiency.{key}": "auto"})
+    if isinstance(job.model.config, dict) and _eager(job.model.config):
+        why = "a fused kernel makes no matrix of all pairs of positions"
+        changes = {"efficiency.attention": "sdpa"}
+        yield Suspect("eager", "the model's `config` asks for attention `eager`", why, changes)
+    if job.precision == "fp32" and job.efficiency.tf32 == "auto" and seen.tf32:
+        why = "tensor cores compute fp32 products in TF32, which keeps 10 of 23 bits"
+        by_class = dict.fromkeys(seen.tf32, True)
+        yield Suspect("tf32", "TF32 is off", why, {"efficiency.tf32": by_class})
     if job.compile is False and seen.compilers:
         why = "compiled code fuses what lies between products"
         yield Suspect("compile", "blocks are not compiled", why, {"compile": True})
+
+
+def _eager(config: dict[str, Any]) -> bool:
+    return "eager" in (config.get("_attn_implementation"), config.get("attn_implementation"))
 
 
 def _padding(seen: Evidence) -> Iterator[Suspect]:

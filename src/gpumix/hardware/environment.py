@@ -43,6 +43,11 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def use_expandable_segments() -> None:
+    """Let torch's allocator of this process, which has used no GPU yet, grow its segments."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def chosen_compiler() -> str | None:
     """The C++ compiler that the user asked for, possibly with arguments."""
     return os.environ.get("CXX") or None

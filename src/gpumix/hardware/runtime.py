@@ -63,6 +63,11 @@ class DeviceRuntime(ABC):
         return 0
 
     @property
+    def allocator_retries(self) -> int:
+        """How often the allocator had to give memory back to get some; 0 where it never does."""
+        return 0
+
+    @property
     def overruns(self) -> int:
         """How many times an emulated device fell behind its speed; 0 for others."""
         return 0
@@ -234,6 +239,10 @@ class _CudaRuntime(DeviceRuntime):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         obtainable = free + torch.cuda.memory_reserved(self.torch_device)
         return max(total, self.memory_limit_bytes) - obtainable
+
+    @property
+    def allocator_retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
 
     def _close(self) -> None:
         # After a failed kernel nothing works any more, and collectives that lost a peer never end.

@@ -19,8 +19,15 @@ from gpumix.spec.errors import (
 )
 
 _PACKAGE = Path(gpumix.__file__).parent
-# What sees every operation on its way, whoever's it is.
-_BETWEEN = ("hardware/emulation/pacer.py", "profiler/counter.py")
+# What sees every operation on its way, or every call of a function that is examined.
+_BETWEEN = (
+    "hardware/emulation/pacer.py",
+    "profiler/counter.py",
+    "doctor/function/watching.py",
+    "doctor/function/changing.py",
+    "doctor/function/roots.py",
+    "doctor/function/steps.py",
+)
 # Here gpumix calls code that the job brought along: a model, a factory, a dataset.
 _CALLS_JOB = {"engine/objective.py", "engine/boundary.py", "data/factory.py", "data/samples.py"}
 

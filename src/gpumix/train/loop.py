@@ -37,6 +37,7 @@ from gpumix.train.metrics import (
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.stop import StopRequest
+from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
 from gpumix.train.watch import Watch, stamps_of
@@ -74,6 +75,10 @@ class Trial:
         padding_share: of the tokens that all ranks computed; None where samples are alike.
         save_s, evaluation_s: of one checkpoint, of one evaluation; 0 if the job has none, or they
             were not asked for.
+        limits: of each rank: what holds its data back.
+        retries: of each rank: how often its allocator had to give memory back to get some.
+        syncs: lines of the model's that made the host wait for the device, with how often in a step
+            of the first rank; empty if that was not asked for, or the device is no GPU.
     """
 
     step_s: float
@@ -87,6 +92,9 @@ class Trial:
     save_s: float
     evaluation_s: float
     overruns: int
+    limits: list[str]
+    retries: list[int]
+    syncs: list[tuple[str, float]]
 
 
 class Trainer:
@@ -195,7 +203,8 @@ class Trainer:
         """Train `steps` steps after those of the warm-up; nothing is written.
 
         Args:
-            beside: then evaluate and save once, if the job does that: so something is.
+            beside: then evaluate and save once, if the job does that: so something is; and look,
+                in one step more, for what makes the host wait.
         """
         evaluation_s = save_s = 0.0
         with self.loader, StopRequest() as stop:
@@ -214,12 +223,20 @@ class Trainer:
                 evaluation_s = _seconds(self._evaluate)
             if beside and self.job.checkpoint.every_steps:
                 save_s = _seconds(self.save)
+            with syncs_of(self.engine.device if beside else None) as syncs:
+                classes = self.context.task.cluster.classes  # all ranks step, or none
+                if beside and any(one.accelerator == "cuda" for one in classes):
+                    self.train_step(stop)
         times = sorted(r.step_s for r in records)
         gather, step_s = self.context.ranks.gather, times[len(times) // 2]
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
         starved = gather("starved", str(shares.input))
         peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
         overruns = gather("overruns", str(self._overruns()))
+        limits = gather("limits", self.loader.limit.value)
+        retries = gather("retries", str(self.context.runtime.allocator_retries))
+        # Each rank returns the same: what the first one saw.
+        seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
         counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
         all_tokens, all_padded = map(sum, zip(*counted))
         return Trial(
@@ -234,6 +251,9 @@ class Trainer:
             save_s=save_s,
             evaluation_s=evaluation_s,
             overruns=sum(map(int, overruns)),
+            limits=limits,
+            retries=[int(text) for text in retries],
+            syncs=[(place, times) for place, times in seen],
         )
 
     def _lengths(self) -> list[list[int]]:

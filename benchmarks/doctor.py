@@ -1,0 +1,241 @@
+"""Does `gpumix doctor` find what is planted, does it find what is not there, and does each change
+bring what it promises?
+
+Ten jobs and functions have one fault each, three have none. Each is examined as a user does, by the
+command. What a change brings is measured apart from that, by runs of the job as it was and as
+`--apply` wrote it, or of the function as it was and with the change made in its code, in turns.
+
+    python benchmarks/doctor.py [--json] [--only NAME ...] [--pairs 3]
+
+Figures: `named` of `planted` faults were found, by their name; `false_alarms` are all findings in
+those without a fault; `worst_gain_error` is gain predicted over gain got, less 1, where that is
+furthest from 0, and `median_gain_error` the median of its sizes; `beside` are findings that nobody
+planted in those with a fault; `overhead` is what all examinations took, from start to end of the
+command, over the steps that they measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+import common
+from doctored import patients
+from gpumix.train.pipeline import Pipeline
+
+FOLDER = Path(patients.__file__).parent
+LONGEST_S = 900
+TURNS = 3
+TURN_S = 1.0  # of a function's own measurement
+WARM_UP_STEPS = 8  # of a job's run
+
+Change = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""From the changes of a report, the arguments that make them in the code of a function."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One patient. `fault` is the finding that is to be made; empty: none."""
+
+    name: str
+    fault: str
+    change: Change | None = None
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+ONE = [{"class": "cpu", "accelerator": "cpu", "memory": "2 GiB"}]
+UNLIKE = [
+    {"class": "fast", "emulate": "8 GFLOP/s", "memory": "1 GiB"},
+    {"class": "slow", "emulate": "2 GFLOP/s", "memory": "1 GiB"},
+]
+GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 260}
+NO_DROPOUT = {"n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+JOB: dict[str, Any] = {
+    "model": {"config": GPT | NO_DROPOUT},
+    "data": {"text": [str(FOLDER.parents[1] / "docs")], "pattern": "*.md"},
+    "sequence_length": 128,
+    "global_batch": 8,
+    "steps": 40,
+    "cluster": ONE,
+    "log_every_steps": 100,
+}
+SMALL = {"model": {"config": GPT | NO_DROPOUT | {"n_layer": 2}}, "sequence_length": 64}
+
+
+def _job(**changes: Any) -> dict[str, Any]:
+    return JOB | changes
+
+
+CASES = (
+    Case("own_fetching", "workers", lambda c: {"workers": next(iter(c["num_workers"].values()))}),
+    Case("anomaly", "anomaly", lambda c: {"mended": True}),
+    Case("one_thread", "threads", lambda c: {"threads": c["threads"]}),
+    Case("eager_attention", "attention", lambda c: {"attention": c["attention"]}),
+    Case("recompute", "recompute", lambda c: {"mended": True}),
+    Case("single_updates", "fused_optimizer", lambda c: {"fused": True}),
+    Case(
+        "job_workers",
+        "workers",
+        job=_job(
+            **SMALL, data={"factory": "patients:remote_tokens", "held_out": 0.1, "workers": 0}
+        ),
+    ),
+    Case("job_recompute", "recompute", job=_job(techniques={"recompute": True})),
+    Case("job_strategy", "strategy", job=_job(**SMALL, strategy="even", cluster=UNLIKE)),
+    Case("job_checkpoints", "checkpoints", job=_job(**SMALL, checkpoint={"every_steps": 1})),
+    Case("healthy_classifier", ""),
+    Case("healthy_gpt", ""),
+    Case("job_healthy", "", job=_job()),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case. `got`: the gain that was measured apart; 0: nothing was changed."""
+
+    named: bool
+    findings: list[str]
+    predicted: float
+    got: float
+    seconds: float
+    trained_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.got - 1.0 if self.got else 0.0
+
+
+def run(case: Case, folder: Path, pairs: int) -> Result:
+    """Examine it, and measure what was found."""
+    target, job = f"patients:{case.name}", folder / "job.yaml"
+    options = ["--json", "--pairs", str(pairs)]
+    if case.job:
+        job.write_text(yaml.safe_dump(case.job, sort_keys=False), encoding="utf-8")
+        target, options = str(job), [*options, "--apply"]
+    begun_s = time.perf_counter()
+    report = _examined(target, options, folder if case.job else FOLDER, folder)
+    seconds = time.perf_counter() - begun_s
+    names = [one["name"] for one in report["findings"]]
+    got = 0.0
+    if names and case.job:
+        got = _ratio(partial(_job_s, job), partial(_job_s, job.with_name("job.tuned.yaml")))
+    elif case.fault in names and case.change is not None:
+        mended = case.change(report["changes"])
+        got = _ratio(partial(_function_s, case.name, {}), partial(_function_s, case.name, mended))
+    predicted = report["gain"]
+    return Result(case.fault in names, names, predicted, got, seconds, report["trained_s"])
+
+
+def _examined(target: str, options: list[str], place: Path, cache: Path) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumix", "doctor", target, *options],
+        cwd=place,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": _path()},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+    )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise SystemExit(f"gpumix doctor {target} failed")
+    return json.loads(done.stdout)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(FOLDER), *(entry for entry in sys.path if entry)])
+
+
+def _ratio(before: Callable[[], float], after: Callable[[], float]) -> float:
+    """Of seconds, in turns; the median."""
+    return median(before() / after() for _ in range(TURNS))
+
+
+def _function_s(name: str, arguments: dict[str, Any]) -> float:
+    """Of a step, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_timed, args=(name, arguments, theirs))
+    process.start()
+    seconds: float = mine.recv()
+    process.join()
+    return seconds
+
+
+def _timed(name: str, arguments: dict[str, Any], pipe: Any) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as in a script of its own
+    function = getattr(patients, name)
+    few_s = function(steps=6, **arguments)
+    pipe.send(function(steps=max(6, round(TURN_S / few_s)), **arguments))
+
+
+def _job_s(path: Path) -> float:
+    """Of a step of a whole run, with all that comes between steps."""
+    output = path.with_suffix(f".{time.monotonic_ns()}")
+    Pipeline.of_file(path, [f"output={output}"], debug=False).train(None, resume=False)
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    times = [one["time"] for one in records if one["event"] == "step"][WARM_UP_STEPS:]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def main() -> int:
+    arguments = _arguments()
+    os.environ["PYTHONPATH"] = _path()
+    sys.path.insert(0, str(FOLDER))
+    results: list[tuple[Case, Result]] = []
+    for case in CASES:
+        if arguments.only and case.name not in arguments.only:
+            continue
+        with TemporaryDirectory(prefix="gpumix-doctored-") as name:
+            os.environ["XDG_CACHE_HOME"] = name
+            one = run(case, Path(name), arguments.pairs)
+        results.append((case, one))
+        sys.stderr.write(
+            f"{case.name}: wanted {case.fault or 'nothing'}, found {', '.join(one.findings)}; "
+            f"gain predicted {one.predicted:.2f}, got {one.got:.2f}; {one.seconds:.0f} s\n"
+        )
+    planted = [one for case, one in results if case.fault]
+    healthy = [one for case, one in results if not case.fault]
+    errors = [one.error for one in planted if one.got]
+    seconds = sum(one.seconds for _, one in results)
+    common.print_figures(
+        {
+            "planted": len(planted),
+            "named": sum(one.named for one in planted),
+            "healthy": len(healthy),
+            "false_alarms": sum(len(one.findings) for one in healthy),
+            "beside": sum(len(one.findings) - one.named for one in planted),
+            "worst_gain_error": round(max(errors, key=abs, default=0.0), 3),
+            "median_gain_error": round(median(map(abs, errors)) if errors else 0.0, 3),
+            "overhead": round(seconds / sum(one.trained_s for _, one in results), 2),
+            "seconds": round(seconds, 1),
+        },
+        as_json=arguments.json,
+    )
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the figures as one line of JSON")
+    parser.add_argument("--only", nargs="+", help="these cases")
+    parser.add_argument("--pairs", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What `benchmarks/doctor.py` has examined: functions and jobs with a fault each, and without."""

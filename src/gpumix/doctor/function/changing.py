@@ -1,0 +1,261 @@
+"""What a window may do otherwise than the function says: each change by its name.
+
+A change is made where torch can be told of it, from outside: so that it can be measured before
+anyone edits code. `suspects` says in which words its user makes it for good.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from gpumix.doctor.function.patches import Patches, calling_line
+from gpumix.doctor.function.roots import Treatment, device_of
+from gpumix.doctor.function.suspects import LATE
+from gpumix.doctor.function.watching import FUSIBLE, SETTERS
+from gpumix.hardware.environment import use_expandable_segments
+
+
+class Stamp(Protocol):
+    """A copy to the host that is under way."""
+
+    def result(self) -> Tensor: ...
+
+
+def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
+    """Make all `changes` for now; returns what is to be done with the modules that are trained."""
+    made: dict[str, Callable[[Any, Patches], None]] = {
+        "num_workers": _workers,
+        "batch_size": _batches,
+        "pinned": _pin,
+        "late_values": _late,
+        "quiet": _quiet,
+        "fused": _fuse,
+        "recompute": _keep,
+        "tf32": _tf32,
+        "threads": _threads,
+        "anomaly": partial(_unset, "anomaly"),
+        "deterministic": partial(_unset, "deterministic"),
+        "expandable_segments": lambda value, patches: use_expandable_segments(),
+    }
+    # In this order: compiled code is made of what the others left.
+    treated: dict[str, Callable[[Any, nn.Module], None]] = {
+        "attention": _attend,
+        "autocast": _cast,
+        "compile": _compile,
+    }
+    for name, value in changes.items():
+        if name not in treated:
+            made[name](value, patches)
+    return [partial(treat, changes[name]) for name, treat in treated.items() if name in changes]
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def _loaders(patches: Patches, change: Callable[[str, dict[str, Any]], None]) -> None:
+    """`change` is given the line and the arguments of each DataLoader that is made."""
+
+    def making(before: Any) -> Any:
+        signature = inspect.signature(before)
+
+        @wraps(before)
+        def made(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs)
+            change(calling_line(), given.arguments)
+            before(*given.args, **given.kwargs)
+
+        return made
+
+    patches.replace(DataLoader, "__init__", making)
+
+
+def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
+    def change(line: str, given: dict[str, Any]) -> None:
+        if line in by_line:
+            given["num_workers"] = by_line[line]
+            given["persistent_workers"] = True
+
+    _loaders(patches, change)
+
+
+def _batches(by_line: Mapping[str, int], patches: Patches) -> None:
+    def change(line: str, given: dict[str, Any]) -> None:
+        if line in by_line:
+            given["batch_size"] = by_line[line]
+
+    _loaders(patches, change)
+
+
+def _pin(_: Any, patches: Patches) -> None:
+    def change(line: str, given: dict[str, Any]) -> None:
+        given["pin_memory"] = True
+
+    def copying(before: Any) -> Any:
+        def copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not tensor.is_cuda and tensor.is_pinned():
+                kwargs["non_blocking"] = True
+            return before(tensor, *args, **kwargs)
+
+        return copy
+
+    _loaders(patches, change)
+    for name in ("to", "cuda"):
+        patches.replace(Tensor, name, copying)
+
+
+# -- what the host waits for -----------------------------------------------------------------------
+
+
+@dataclass
+class OnTheWay:
+    """A value of the GPU's, on its way to pinned memory."""
+
+    host: Tensor
+    event: torch.cuda.Event
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> OnTheWay:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor.detach(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def result(self) -> Tensor:
+        self.event.synchronize()
+        return self.host
+
+
+@dataclass
+class LateValues:
+    """Gives each line the value that it asked for the last time; so nobody waits."""
+
+    foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
+    send: Callable[[Tensor], Stamp] = OnTheWay.of
+    _sent: dict[tuple[Any, ...], Stamp] = field(default_factory=dict)
+
+    def reading(self, before: Any) -> Any:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self.foreign(tensor):
+                return before(tensor, *args, **kwargs)
+            key = (before, calling_line(), tensor.shape, tensor.dtype)
+            last, self._sent[key] = self._sent.get(key), self.send(tensor)
+            return before(tensor if last is None else last.result(), *args, **kwargs)
+
+        return read
+
+
+def _late(_: Any, patches: Patches) -> None:
+    late = LateValues()
+    for name in LATE:
+        patches.replace(Tensor, name, late.reading)
+
+
+def _quiet(_: Any, patches: Patches) -> None:
+    for name in ("stdout", "stderr"):
+        patches.replace(sys, name, _Silent)
+
+
+class _Silent:
+    """A stream of text that writes nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# -- settings of the process -----------------------------------------------------------------------
+
+
+def _threads(count: int, patches: Patches) -> None:
+    torch.set_num_threads(count)
+    patches.replace(torch, SETTERS["threads"], lambda _: _ignored)
+
+
+def _unset(what: str, _: Any, patches: Patches) -> None:
+    patches.replace(torch, SETTERS[what], lambda _: _ignored)
+
+
+def _tf32(_: Any, patches: Patches) -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    patches.replace(torch, "set_float32_matmul_precision", lambda _: _ignored)
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    return
+
+
+# -- what is computed ------------------------------------------------------------------------------
+
+
+def _fuse(_: Any, patches: Patches) -> None:
+    def making(before: Any) -> Any:
+        signature = inspect.signature(before)
+
+        @wraps(before)
+        def made(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs)
+            given.arguments["fused"] = True
+            before(*given.args, **given.kwargs)
+
+        return made
+
+    for kind in FUSIBLE:
+        patches.replace(kind, "__init__", making)
+
+
+def _keep(_: Any, patches: Patches) -> None:
+    """Graphs are kept, instead of computed again."""
+
+    def passing(before: Any) -> Any:
+        own = {*inspect.signature(before).parameters, "preserve_rng_state"}
+
+        def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{k: v for k, v in kwargs.items() if k not in own})
+
+        return compute
+
+    patches.replace_everywhere(checkpoint, "checkpoint", passing)
+
+
+def _attend(name: str, module: nn.Module) -> None:
+    choose: Any = getattr(module, "set_attn_implementation", None)
+    if choose is not None:
+        choose(name)
+
+
+def _cast(_: Any, module: nn.Module) -> None:
+    forward, device = module.forward, device_of(module).type
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            result = forward(*args, **kwargs)
+        return tree_map(_in_fp32, result)
+
+    module.forward = cast  # type: ignore[method-assign]
+
+
+def _in_fp32(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if half else value
+
+
+def _compile(mode: str, module: nn.Module) -> None:
+    module.compile(mode=mode)

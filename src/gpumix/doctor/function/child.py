@@ -1,0 +1,165 @@
+"""The process of one window: it runs the user's function as its own script would, watched and with
+changes, and sends what was seen.
+
+It is forked from a process that has imported torch, and is the first of a group of its own, so that
+all it starts can be ended with it. What the function prints goes into a file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gpumix.data.factory import call_factory
+from gpumix.doctor.function.changing import apply
+from gpumix.doctor.function.patches import Patches
+from gpumix.doctor.function.roots import Roots
+from gpumix.doctor.function.seen import Order, Seen
+from gpumix.doctor.function.steps import LEAST, Enough, Steps, wait_for_gpu
+from gpumix.doctor.function.watching import Watch
+from gpumix.spec.errors import InputError
+from gpumix.train.failures import in_words
+
+Answer = tuple[str, Any]
+"""What is sent: "begun", then "seen" with a `Seen`, or "error" with a `GpumixError`."""
+
+
+def run_window(order: Order, log: Path, pipe: Connection) -> None:
+    """The whole life of the process. Its own edge: whatever happens is told to the parent."""
+    os.setsid()
+    threading.Thread(target=_end_with_parent, name="gpumix-orphan", daemon=True).start()
+    talk = _redirect(log)
+    try:
+        with Patches() as patches:
+            watch_function(order, patches, pipe.send)
+    except BaseException as error:
+        if order.debug:
+            traceback.print_exception(error, file=talk)
+        pipe.send(("error", in_words(error, order.reference)))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def watch_function(order: Order, patches: Patches, send: Any) -> None:
+    """Call the function, and send what was seen of its steps.
+
+    Raises:
+        InputError: there is no such function, or it took too few steps.
+        Exception: what the function raised.
+    """
+    _same_start(order.threads)
+    gpu = torch.cuda.device_count() > 0
+    roots = Roots(apply(order.changes, patches))
+    watch = Watch(roots)
+    watch.install(patches, gpu=gpu)
+    kernels = _Kernels(order.profiled)
+    found: list[Seen] = []
+
+    def begins() -> None:
+        roots.found()
+        watch.begin()
+        send(("begun", None))
+
+    def ends() -> None:
+        found.append(watch.end(steps))
+        if order.profiled and steps.done >= order.warm_up + order.steps:
+            kernels.begin()
+
+    def leaves() -> None:
+        send(("seen", kernels.added_to(found[0])))
+
+    profiled = order.profiled if gpu else 0
+    steps = Steps(order.warm_up, order.steps, profiled, begins=begins, ends=ends, leaves=leaves)
+    for hook in (watch.stepped, steps.step):
+        patches.undo_later(register_optimizer_step_post_hook(hook).remove)
+    patches.undo_later(roots.found)
+    roots.find()
+    try:
+        call_factory(order.reference, {}, Path(order.folder))
+    except Enough:
+        return
+    if not steps.end_early():
+        raise _too_few(order, steps)
+    leaves()
+
+
+def _too_few(order: Order, steps: Steps) -> InputError:
+    if not steps.done:
+        return InputError(
+            f"'{order.reference}' ended without a step of an optimizer",
+            fix="name the function that trains: steps are counted by optimizers of torch",
+        )
+    return InputError(
+        f"'{order.reference}' ended after {steps.done} steps",
+        why=f"{order.warm_up} warm it up, and {LEAST} at least are measured",
+        fix="let it train longer: it is ended as soon as enough was seen",
+    )
+
+
+def _same_start(threads: int) -> None:
+    """As the function's own process begins; and random numbers that are the same in all windows,
+    for a function that does not seed them."""
+    torch.set_num_threads(threads)
+    default, *_ = multiprocessing.get_all_start_methods()  # here it is that of this process
+    multiprocessing.set_start_method(default, force=True)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    sys.argv = sys.argv[:1]
+
+
+def _redirect(log: Path) -> Any:
+    """stdout and stderr go to `log`; returns the stderr of before."""
+    talk = os.fdopen(os.dup(2), "w")
+    with log.open("w", encoding="utf-8") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    return talk
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+class _Kernels:
+    """Adds up what a GPU computes in some steps.
+
+    Args:
+        steps: how many; 0: none, and nothing is added up.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        if self._steps and torch.cuda.is_initialized():
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+
+    def added_to(self, seen: Seen) -> Seen:
+        if self._profile is None:
+            return seen
+        wait_for_gpu()
+        self._profile.stop()
+        averages = self._profile.key_averages()
+        seconds = sum(one.self_device_time_total for one in averages) / 1e6
+        return replace(seen, kernels_s=seconds / self._steps)

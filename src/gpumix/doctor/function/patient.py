@@ -1,0 +1,250 @@
+"""A function that trains as a patient: each window calls it in a fresh process, and ends it after
+some steps; changes are made from outside, and named in terms of code."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from gpumix.doctor.change import Changes
+from gpumix.doctor.examine import Window
+from gpumix.doctor.function.alike import unlike
+from gpumix.doctor.function.seen import Order, Seen
+from gpumix.doctor.function.suspects import LATE, SITES, suspects
+from gpumix.doctor.machine import Watched, remarks_on, too_few_cores, watched
+from gpumix.doctor.report import Suspect
+from gpumix.spec.errors import GpumixError, InputError, TrainingError
+
+WARM_UP_STEPS = 4
+PROFILED_STEPS = 4
+LEAST_S = 1.0  # of a window's steps: less is lost in what else a machine does
+MOST_STEPS = 400
+PATIENCE_S = 300.0  # until the first steps are done, and from then to the end of a window
+GRACE_S = 3.0  # for a function to end once it was told to
+TOLD_LINES = 3  # of what it printed, where it died
+PRELOAD = ("gpumix.doctor.function.preload",)
+
+
+@dataclass
+class FunctionPatient:
+    """The function `reference`, module:function, with some changes.
+
+    Attributes:
+        folder: where its module is looked for.
+        scratch: for what it prints.
+        steps: of a window.
+        threads: of torch, where nobody says otherwise.
+        patience_s: see `PATIENCE_S`.
+        windows: what the last ones showed; `machine`, and `cpu_s` of all its processes beside.
+        kernels_share: of a step, in which a GPU computed.
+        samples: of a step, before anything was changed.
+    """
+
+    reference: str
+    folder: Path
+    scratch: Path
+    steps: int
+    threads: int
+    patience_s: float = PATIENCE_S
+    debug: bool = False
+    changes: Changes = field(default_factory=dict)
+    windows: list[Seen] = field(default_factory=list)
+    machine: Watched | None = None
+    cpu_s: float = 0.0
+    kernels_share: float | None = None
+    samples: float = 0.0
+
+    def look(self) -> None:
+        """Before all: how long its steps are, and what of them a GPU computes.
+
+        Raises:
+            GpumixError: see `window`.
+        """
+        seen = self._run(PROFILED_STEPS)
+        if seen.kernels_s is not None:
+            self.kernels_share = seen.kernels_s / seen.step_s
+        wanted = max(self.steps, min(MOST_STEPS, ceil(LEAST_S / seen.step_s)))
+        # One that ended by itself has no more steps.
+        self.steps = wanted if seen.steps >= self.steps else seen.steps
+
+    def window(self) -> Window:
+        """Raises:
+        InputError: the function does not step, not within `patience_s`, or is none.
+        TrainingError: its process died.
+        """
+        with watched() as told:
+            seen = self._run(0)
+        self.machine = told()
+        self.windows.append(seen)
+        return Window(self._comparable_s(seen), seen.seconds)
+
+    def _comparable_s(self, seen: Seen) -> float:
+        """Of a step; with other batches, of as many samples as a step had before."""
+        if "batch_size" not in self.changes or not seen.samples or not self.samples:
+            return seen.step_s
+        return seen.step_s * self.samples / seen.samples
+
+    def with_changes(self, changes: Changes) -> FunctionPatient:
+        samples = self.samples or self.windows[-1].samples
+        both = {**self.changes, **changes}
+        return replace(self, changes=both, windows=[], machine=None, samples=samples)
+
+    def suspects(self) -> list[Suspect]:
+        return suspects(self.windows[-1], self.kernels_share)
+
+    def unlike(self, before: FunctionPatient) -> str:
+        added = self.changes.keys() - before.changes.keys()
+        return unlike(before.windows[-1].losses, self.windows[-1].losses, added)
+
+    def remarks(self) -> Iterator[str]:
+        seen = self.windows[-1]
+        if steering := [one for one in seen.syncs if one.what not in LATE]:
+            named = ", ".join(f"{one.place} ({one.what})" for one in steering[:SITES])
+            yield f"the host waits for values of the GPU that steer the code, at {named}"
+        cpu_s = self.cpu_s / max(1, seen.steps)
+        # Without a GPU training itself is what keeps cores busy.
+        if seen.cuda and (told := too_few_cores(cpu_s, seen.step_s, seen.cores, seen.input_share)):
+            yield told
+        if self.machine is not None:
+            yield from remarks_on(self.machine, input_share=seen.input_share, retries=seen.retries)
+
+    # -- its process -------------------------------------------------------------------------------
+
+    def _run(self, profiled: int) -> Seen:
+        order = Order(
+            reference=self.reference,
+            folder=str(self.folder),
+            changes=self.changes,
+            warm_up=WARM_UP_STEPS,
+            steps=self.steps,
+            profiled=profiled,
+            threads=self.threads,
+            debug=self.debug,
+        )
+        from gpumix.doctor.function.child import run_window
+
+        log = self.scratch / "window.log"
+        context = multiprocessing.get_context("forkserver")
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=run_window, args=(order, log, theirs), daemon=False)
+        process.start()
+        assert process.pid is not None, "it is started"
+        theirs.close()
+        try:
+            self._answer(mine, process, log, "takes no step")
+            begun_cpu_s = group_cpu_s(process.pid)
+            seen: Seen = self._answer(mine, process, log, "does not finish its steps")
+            self.cpu_s = group_cpu_s(process.pid) - begun_cpu_s
+            process.join(GRACE_S)
+            return seen
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+            mine.close()
+
+    def _answer(self, pipe: Any, process: Any, log: Path, lacking: str) -> Any:
+        """What the process sends next; `lacking`: what is wrong if it sends nothing."""
+        if not pipe.poll(self.patience_s):
+            raise InputError(
+                f"'{self.reference}' {lacking} within {self.patience_s:g} s",
+                why=_last_words(log),
+                fix="name a function that trains with an optimizer of torch, in this process",
+            )
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            process.join()
+            raise TrainingError(
+                f"the process of '{self.reference}' left with code {process.exitcode}",
+                why=_last_words(log),
+            ) from None
+        if kind == "error":
+            assert isinstance(value, GpumixError)
+            raise value
+        return value
+
+
+@contextmanager
+def function_patient(
+    reference: str,
+    folder: Path,
+    *,
+    steps: int,
+    patience_s: float = PATIENCE_S,
+    debug: bool = False,
+) -> Iterator[FunctionPatient]:
+    """The function `reference`, whose module is in `folder`, looked at once.
+
+    Raises:
+        GpumixError: see `FunctionPatient.window`.
+    """
+    _warm_up(reference, folder)
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="gpumix-doctor-") as name:
+        patient = FunctionPatient(
+            reference=reference,
+            folder=folder,
+            scratch=Path(name),
+            steps=steps,
+            threads=torch.get_num_threads(),
+            patience_s=patience_s,
+            debug=debug,
+        )
+        patient.look()
+        yield patient
+
+
+def _warm_up(reference: str, folder: Path) -> None:
+    """Start the server of processes, with what the module imports: that is not imported anew for
+    each window, if the library is one that does nothing on the way."""
+    from gpumix.train.launch import warm_up
+    from gpumix.train.pipeline import TRANSFORMERS
+
+    file = folder / f"{reference.partition(':')[0].replace('.', '/')}.py"
+    try:
+        names = imported(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):  # told once it is imported
+        names = set()
+    warm_up([*PRELOAD, *(TRANSFORMERS if "transformers" in names else ())])
+
+
+def imported(source: str) -> set[str]:
+    """The packages that a module names in its imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def group_cpu_s(group: int) -> float:
+    """Seconds of cores that the living processes of a group have taken; 0 where nobody tells."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name of a process, in parentheses, may hold anything.
+            fields = file.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _last_words(log: Path) -> str:
+    with suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+        return "its last words: " + " / ".join(lines) if lines else ""
+    return ""

@@ -1,0 +1,84 @@
+"""The modules that a function trains: those that no other module calls. Found when they are called
+in the first steps, before which they are changed as wanted; later calls cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.doctor.function.patches import Patches, calling_line
+from gpumix.doctor.function.seen import ModelSeen
+
+Treatment = Callable[[nn.Module], None]
+
+
+class Roots:
+    """Finds them, and changes them by `treatments`."""
+
+    def __init__(self, treatments: list[Treatment]) -> None:
+        self._treatments = treatments
+        self._known: dict[int, tuple[nn.Module, str, bool]] = {}
+        self._parts: set[int] = set()
+        self._inside = False
+        self._patches = Patches()
+
+    def find(self) -> None:
+        """From now on."""
+        self._patches.replace(nn.Module, "__call__", self._calling)
+
+    def found(self) -> None:
+        """There are no more."""
+        self._patches.__exit__(None, None, None)
+
+    def seen(self) -> tuple[ModelSeen, ...]:
+        return tuple(_seen(*one) for one in self._known.values())
+
+    def _calling(self, before: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or id(module) in self._parts or not _trained(module):
+                return before(module, *args, **kwargs)
+            if id(module) not in self._known:
+                # What is computed again in a backward pass is called by nobody.
+                self._parts |= {id(part) for part in module.modules()} - {id(module)}
+                self._known[id(module)] = module, calling_line(), _casts(module)
+                for treatment in self._treatments:
+                    treatment(module)
+            self._inside = True
+            try:
+                return before(module, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+
+def _trained(module: nn.Module) -> bool:
+    trains = module.training and torch.is_grad_enabled()
+    return trains and any(p.requires_grad for p in module.parameters())
+
+
+def _casts(module: nn.Module) -> bool:
+    """Whether autocast is on where it is called."""
+    return torch.is_autocast_enabled(device_of(module).type)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Of its first parameter."""
+    return next(module.parameters()).device
+
+
+def _seen(module: nn.Module, place: str, casts: bool) -> ModelSeen:
+    dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    config = getattr(module, "config", None)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return ModelSeen(
+        place=place,
+        name=type(module).__name__,
+        fp32=dtypes == {torch.float32} and not casts,
+        eager_attention=eager and bool(getattr(module, "_supports_sdpa", False)),
+        compiled=compiled or type(module).__name__ == "OptimizedModule",
+    )

@@ -1,0 +1,159 @@
+"""What a window of a function showed: values that its process sends. Pure, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a window's process is to do.
+
+    Attributes:
+        reference: the function, as module:function; its module is looked for in `folder`.
+        changes: what to do otherwise; see `changing`.
+        warm_up, steps: steps that do not count, and those that do.
+        profiled: steps more whose kernels are added up.
+        threads: of torch, as a process of the user's own would have.
+        debug: show the traceback of an error.
+    """
+
+    reference: str
+    folder: str
+    changes: Mapping[str, Any]
+    warm_up: int
+    steps: int
+    profiled: int
+    threads: int
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of the user's that does something, in all counted steps.
+
+    Attributes:
+        place: file:line.
+        what: it does, as it is written.
+    """
+
+    place: str
+    what: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoaderSeen:
+    """A DataLoader of the user's.
+
+    Attributes:
+        waited_s: that the loop waited for its batches in counted steps; `cpu_s` of it in which this
+            process computed.
+        begun: how often an iteration over it began then.
+        samples: that it gave then.
+        streams: its dataset is iterable, not one with numbers.
+    """
+
+    place: str
+    workers: int
+    batch_size: int | None
+    persistent: bool
+    pinned: bool
+    streams: bool
+    waited_s: float
+    cpu_s: float
+    begun: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class OptimizerSeen:
+    """An optimizer that stepped. `seconds`: of the host, in counted steps."""
+
+    place: str
+    name: str
+    fused: bool
+    fusible: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ModelSeen:
+    """A module that is trained, and that no other module calls.
+
+    Attributes:
+        place: where it is called from.
+        fp32: its parameters are fp32, and no autocast was on.
+        eager_attention: it has a fused attention, and does not use it.
+        compiled: it runs compiled code.
+    """
+
+    place: str
+    name: str
+    fp32: bool
+    eager_attention: bool
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A window: some steps, and what was seen in them.
+
+    Attributes:
+        seconds: of these steps.
+        losses: all, from the first step on; what `backward` was called of.
+        cuda: whether there is a GPU, of this `capability` (0: none).
+        bf16: whether the device computes bf16 in hardware.
+        copies: from memory that is not pinned to a GPU, which block.
+        syncs: values that the host waits for, of a GPU.
+        writes: to stdout and stderr.
+        threads: of torch; `cores` that this process may use.
+        set: lines that set what slows it down, by what they set.
+        retries: of the allocator in these steps.
+        kernels_s: of a step, in which the GPU computed; None: not measured.
+        memory_share: of the device's memory, that was needed at the most.
+    """
+
+    steps: int
+    seconds: float
+    losses: tuple[float, ...]
+    cuda: bool = False
+    capability: int = 0
+    bf16: bool = False
+    loaders: tuple[LoaderSeen, ...] = ()
+    optimizers: tuple[OptimizerSeen, ...] = ()
+    models: tuple[ModelSeen, ...] = ()
+    copies: tuple[Site, ...] = ()
+    syncs: tuple[Site, ...] = ()
+    writes: tuple[Site, ...] = ()
+    recomputed: tuple[Site, ...] = ()
+    threads: int = 1
+    cores: float = 1.0
+    tf32: bool = False
+    anomaly: bool = False
+    deterministic: bool = False
+    set: Mapping[str, str] = field(default_factory=dict)
+    retries: int = 0
+    kernels_s: float | None = None
+    memory_share: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def samples(self) -> float:
+        """Of a step; 0: not known."""
+        return sum(one.samples for one in self.loaders) / self.steps
+
+    @property
+    def input_share(self) -> float:
+        """Of a step, in which it waits for its data."""
+        return sum(one.waited_s for one in self.loaders) / self.seconds
+
+    def share_of(self, seconds: float) -> float:
+        """Of all counted steps."""
+        return seconds / self.seconds

@@ -1,0 +1,257 @@
+"""What may slow a function down, found in what its steps showed; and in which words of code its
+user mends it. Pure.
+
+Only what was seen is suspected: each suspect costs windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+
+from gpumix.data.tuning import Bounds, Measured, choose
+from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
+from gpumix.doctor.report import Suspect
+
+INPUT_SHARE = 0.03  # of a step, above which it waits for its data
+COPY_SHARE = 0.01  # of a step, that copies may block
+WRITE_SHARE = 0.01  # of a step, that printing may take
+OPTIMIZER_SHARE = 0.03  # of a step, above which a faster optimizer is worth a try
+SMALL_SHARE = 0.25  # of a step, that the optimizer takes where batches are too small
+ROOM = 0.3  # of the memory, that may be in use where more is to be kept
+LAUNCH_SHARE = 0.7  # of a step; if a GPU computes less, it waits for its next kernel
+AMPERE, VOLTA = 8, 7  # bf16 and TF32 begin with the one, code by Triton with the other
+MOST_WORKERS = 4  # for each core: each is a process, with Python and torch in it
+SITES = 3  # lines that are named
+LATE = ("item", "tolist", "cpu", "__float__")  # values that may be those of the step before
+
+
+def suspects(seen: Seen, kernels_share: float | None = None) -> list[Suspect]:
+    """What is to be tried, in this order: the input first, for while steps wait for it nothing else
+    shows; what changes more than rounding last.
+
+    Args:
+        kernels_share: of a step, in which a GPU computed; None: not known.
+    """
+    return [
+        *_input(seen),
+        *_waits(seen),
+        *_settings(seen),
+        *_computing(seen),
+        *_launches(seen, kernels_share),
+        *_batches(seen, kernels_share),
+    ]
+
+
+def _input(seen: Seen) -> Iterator[Suspect]:
+    waiting = {
+        one.place: workers
+        for one in seen.loaders
+        if one.waited_s > INPUT_SHARE * seen.seconds and (workers := _workers(seen, one))
+    }
+    if not waiting:
+        return
+    fix = "; ".join(
+        f"DataLoader(..., num_workers={n}, persistent_workers=True) at {place}"
+        for place, n in waiting.items()
+    )
+    yield Suspect(
+        name="workers",
+        what="the loop fetches its batches itself, or with too few workers",
+        why=f"it waits for its data in {seen.input_share:.0%} of a step",
+        changes={"num_workers": waiting},
+        fix=fix,
+    )
+
+
+def _workers(seen: Seen, loader: LoaderSeen) -> int:
+    """How many it should have; 0: it can have no others."""
+    if loader.streams:  # each worker would read all of it
+        return 0
+    if loader.workers:
+        kept = not loader.persistent and loader.begun > 0
+        return 2 * loader.workers if not kept else loader.workers
+    batches = max(1.0, loader.samples / (loader.batch_size or 1))
+    own_s = max(1e-6, seen.seconds - loader.waited_s)
+    found = Measured(
+        rows=loader.batch_size or 1,
+        batch_bytes=1,
+        wall_s=loader.waited_s / batches,
+        cpu_s=loader.cpu_s / batches,
+        tail_s=loader.waited_s / batches,
+        step_s=own_s / batches,
+    )
+    bounds = Bounds(cores=seen.cores, processes=True, threads=False, memory_bytes=2**30)
+    return min(
+        choose(found, bounds, splits=False).workers, max(1, round(MOST_WORKERS * seen.cores))
+    )
+
+
+def _waits(seen: Seen) -> Iterator[Suspect]:
+    copying_s = sum(site.seconds for site in seen.copies)
+    if seen.share_of(copying_s) > COPY_SHARE:
+        yield Suspect(
+            name="copies",
+            what="copies to the GPU block",
+            why=f"they take {seen.share_of(copying_s):.0%} of a step",
+            changes={"pinned": True},
+            fix="DataLoader(..., pin_memory=True), and .to(device, non_blocking=True) at "
+            + _places(seen.copies),
+        )
+    late = [site for site in seen.syncs if site.what in LATE]
+    if sum(site.calls for site in late) >= seen.steps:
+        a_step = sum(site.calls for site in late) / seen.steps
+        yield Suspect(
+            name="syncs",
+            what="values are read from the GPU in every step, for which the host waits",
+            why=f"{a_step:g} times a step",
+            changes={"late_values": True},
+            fix="keep them on the GPU (.detach()), and read them every some steps, at "
+            + _places(late),
+        )
+    writing_s = sum(site.seconds for site in seen.writes)
+    if seen.share_of(writing_s) > WRITE_SHARE:
+        yield Suspect(
+            name="prints",
+            what="it prints too much",
+            why=f"that takes {seen.share_of(writing_s):.0%} of a step",
+            changes={"quiet": True},
+            fix="print every some steps, at " + _places(seen.writes),
+        )
+
+
+def _settings(seen: Seen) -> Iterator[Suspect]:
+    if seen.anomaly:
+        yield Suspect(
+            name="anomaly",
+            what="anomaly detection is on",
+            why="each operation's place is recorded, and each gradient looked at",
+            changes={"anomaly": False},
+            fix=f"leave torch's anomaly detection off, {_at(seen, 'anomaly')}",
+        )
+    if seen.deterministic:
+        yield Suspect(
+            name="deterministic",
+            what="deterministic algorithms are asked for",
+            why="some operations have slower ones only",
+            changes={"deterministic": False},
+            fix=f"torch.use_deterministic_algorithms(False) {_at(seen, 'deterministic')}",
+        )
+    cores = floor(seen.cores)
+    if not seen.cuda and seen.threads < cores:
+        yield Suspect(
+            name="threads",
+            what=f"torch computes in {_count(seen.threads, 'thread')}",
+            why=f"there are {cores} cores",
+            changes={"threads": cores},
+            fix=f"torch.set_num_threads({cores}) {_at(seen, 'threads', 'OMP_NUM_THREADS')}",
+        )
+    if seen.retries:
+        yield Suspect(
+            name="retries",
+            what="the allocator gives memory back to get some",
+            why=f"{seen.retries} times in {seen.steps} steps",
+            changes={"expandable_segments": True},
+            fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
+        )
+
+
+def _computing(seen: Seen) -> Iterator[Suspect]:
+    if seen.recomputed and seen.memory_share < ROOM:
+        yield Suspect(
+            name="recompute",
+            what="activations are computed twice",
+            why=f"{seen.memory_share:.0%} of the memory are in use",
+            changes={"recompute": False},
+            fix="do without torch.utils.checkpoint (gradient_checkpointing), at "
+            + _places(seen.recomputed),
+        )
+    if eager := [one for one in seen.models if one.eager_attention]:
+        yield Suspect(
+            name="attention",
+            what="attention runs without a fused kernel",
+            why=f"{eager[0].name} has one, and is set to `eager`",
+            changes={"attention": "sdpa"},
+            fix=f'attn_implementation="sdpa" for the model that is called at {eager[0].place}',
+        )
+    plain = [one for one in seen.models if one.fp32]
+    if plain and seen.capability >= AMPERE and not seen.tf32:
+        yield Suspect(
+            name="tf32",
+            what="TF32 is off",
+            why="the GPU has it, and the model computes in fp32",
+            changes={"tf32": True},
+            fix='torch.set_float32_matmul_precision("high") before training',
+        )
+    if plain and seen.capability >= AMPERE:
+        yield Suspect(
+            name="bf16",
+            what="the model computes in fp32",
+            why="the GPU computes bf16 faster, in as large a range",
+            changes={"autocast": "bf16"},
+            fix='with torch.autocast("cuda", torch.bfloat16): around the call at ' + plain[0].place,
+        )
+    slow = [one for one in seen.optimizers if one.fusible and not one.fused]
+    if slow and (seen.cuda or seen.share_of(sum(o.seconds for o in slow)) > OPTIMIZER_SHARE):
+        yield Suspect(
+            name="fused_optimizer",
+            what="the optimizer is not fused",
+            why="it reads and writes its state once for each operation",
+            changes={"fused": True},
+            fix="; ".join(f"{one.name}(..., fused=True) at {one.place}" for one in slow),
+        )
+
+
+def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
+    plain = [one for one in seen.models if not one.compiled]
+    if not plain or seen.capability < VOLTA:
+        return
+    if kernels_share is not None and kernels_share < LAUNCH_SHARE:
+        yield Suspect(
+            name="launches",
+            what="the GPU waits for its next kernel: kernels are small",
+            why=f"it computes in {kernels_share:.0%} of a step",
+            changes={"compile": "reduce-overhead"},
+            fix='model.compile(mode="reduce-overhead"), before the call at ' + plain[0].place,
+        )
+    yield Suspect(
+        name="compile",
+        what="the model is not compiled",
+        why="compiled code fuses what lies between products",
+        changes={"compile": "default"},
+        fix=f"model.compile(), before the call at {plain[0].place}",
+    )
+
+
+def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
+    """Not where devices wait for data: more of it would not come faster."""
+    optimizer_share = seen.share_of(sum(one.seconds for one in seen.optimizers))
+    launching = kernels_share is not None and kernels_share < LAUNCH_SHARE
+    small = launching if seen.cuda else optimizer_share > SMALL_SHARE
+    doubled = {one.place: 2 * one.batch_size for one in seen.loaders if one.batch_size}
+    if not small or not doubled or seen.memory_share > ROOM or seen.input_share > INPUT_SHARE:
+        return
+    why = "kernels are small" if launching else f"updates take {optimizer_share:.0%} of a step"
+    yield Suspect(
+        name="batch",
+        what="batches are small",
+        why=why,
+        changes={"batch_size": doubled},
+        fix="; ".join(f"DataLoader(..., batch_size={n}) at {p}" for p, n in doubled.items())
+        + " (the gain is per sample; this changes what is trained: steps are fewer, and the "
+        "learning rate may have to be higher)",
+    )
+
+
+def _places(sites: tuple[Site, ...] | list[Site]) -> str:
+    named = list(dict.fromkeys(site.place for site in sites))
+    more = f" and {len(named) - SITES} lines more" if len(named) > SITES else ""
+    return ", ".join(named[:SITES]) + more
+
+
+def _at(seen: Seen, what: str, else_at: str = "the environment") -> str:
+    return f"at {seen.set[what]}" if what in seen.set else f"(see {else_at})"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

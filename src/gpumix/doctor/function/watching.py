@@ -1,0 +1,345 @@
+"""Watches what a function does in its steps: what it waits for, what it computes twice, and what it
+has set. What is patched runs in every window, with and without a change: it costs both the same.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from gpumix.data.host import cores_here
+from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
+from gpumix.doctor.function.roots import Roots
+from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen, Site
+from gpumix.doctor.function.steps import Steps
+from gpumix.hardware.environment import host_memory_bytes
+
+# What makes the host wait for a GPU's value.
+VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "nonzero")
+FUSIBLE = (Adam, AdamW, SGD, Adagrad)
+# What code sets for the whole process: its name in torch.
+SETTERS = {
+    "threads": "set_num_threads",
+    "deterministic": "use_deterministic_algorithms",
+    "anomaly": "set_anomaly_enabled",
+}
+
+
+@dataclass
+class _Loader:
+    """Those that one line makes, as the last of them is."""
+
+    place: str
+    made: Mapping[str, Any] = field(default_factory=dict)
+    waited_s: float = 0.0
+    cpu_s: float = 0.0
+    begun: int = 0
+    samples: int = 0
+
+    def forget(self) -> None:
+        self.waited_s = self.cpu_s = 0.0
+        self.begun = self.samples = 0
+
+    def begin(self, loader: Any) -> None:
+        self.begun += 1
+        self.made = {
+            "workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+            "persistent": loader.persistent_workers,
+            "pinned": loader.pin_memory,
+            "streams": isinstance(loader.dataset, IterableDataset),
+        }
+
+    def seen(self) -> LoaderSeen:
+        return LoaderSeen(
+            place=self.place,
+            **self.made,
+            waited_s=self.waited_s,
+            cpu_s=self.cpu_s,
+            begun=self.begun,
+            samples=self.samples,
+        )
+
+
+@dataclass
+class _Optimizer:
+    place: str
+    seconds: float = 0.0
+
+    def seen(self, one: Optimizer) -> OptimizerSeen:
+        settings = one.defaults
+        other = any(settings.get(key) for key in ("differentiable", "capturable", "foreach"))
+        return OptimizerSeen(
+            place=self.place,
+            name=type(one).__name__,
+            fused=bool(settings.get("fused")),
+            fusible=isinstance(one, FUSIBLE) and not other,
+            seconds=self.seconds,
+        )
+
+
+class Sites(dict[tuple[str, str], list[float]]):
+    """Calls and seconds by line and by what it does."""
+
+    def add(self, what: str, seconds: float) -> None:
+        one = self.setdefault((calling_line(), what), [0, 0.0])
+        one[0] += 1
+        one[1] += seconds
+
+    def seen(self) -> tuple[Site, ...]:
+        """Most seconds first."""
+        found = (Site(place, what, int(n), s) for (place, what), (n, s) in self.items())
+        return tuple(sorted(found, key=lambda site: -site.seconds))
+
+
+@dataclass
+class Watch:
+    """What is seen, from `begin` to `end`.
+
+    Args:
+        foreign: whether a tensor lies on a device whose values the host must wait for; tests have
+            none.
+    """
+
+    roots: Roots
+    foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
+    losses: list[Tensor] = field(default_factory=list)
+    copies: Sites = field(default_factory=Sites)
+    syncs: Sites = field(default_factory=Sites)
+    writes: Sites = field(default_factory=Sites)
+    recomputed: Sites = field(default_factory=Sites)
+    # Nothing that the function lets go of is kept alive.
+    _loaders: dict[str, _Loader] = field(default_factory=dict)
+    _optimizers: WeakKeyDictionary[Optimizer, _Optimizer] = field(default_factory=WeakKeyDictionary)
+    _set: dict[str, str] = field(default_factory=dict)
+    _retries: int = 0
+
+    def install(self, patches: Patches, *, gpu: bool) -> None:
+        """Args:
+        gpu: whether there is one: then what is copied to it and from it is watched too.
+        """
+        patches.replace(DataLoader, "__init__", self._making_loader)
+        patches.replace(DataLoader, "_get_iterator", self._beginning)
+        patches.replace(_BaseDataLoaderIter, "__next__", self._fetching)
+        patches.replace(Tensor, "backward", self._backward)
+        patches.replace(Optimizer, "__init__", self._making_optimizer)
+        patches.replace_everywhere(checkpoint, "checkpoint", self._recomputing)
+        for what, name in SETTERS.items():
+            patches.replace(torch, name, self._setting(what))
+        for name in ("stdout", "stderr"):
+            patches.replace(sys, name, lambda stream: _Watched(stream, self.writes))
+        hook = register_optimizer_step_pre_hook(self._stepping)
+        patches.undo_later(hook.remove)
+        if gpu:
+            for name in ("to", "cuda"):
+                patches.replace(Tensor, name, self._copying)
+            for name in VALUES:
+                patches.replace(Tensor, name, self._reading(name))
+
+    def begin(self) -> None:
+        """Steps count from here."""
+        for loader in self._loaders.values():
+            loader.forget()
+        for optimizer in self._optimizers.values():
+            optimizer.seconds = 0.0
+        for sites in (self.copies, self.syncs, self.writes, self.recomputed):
+            sites.clear()
+        self._retries = _retries()
+
+    def end(self, steps: Steps) -> Seen:
+        """What was seen since; lines first, for losses are values that are read here."""
+        watched = (self.copies, self.syncs, self.writes, self.recomputed)
+        copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
+        cuda = torch.cuda.is_initialized()
+        capability = torch.cuda.get_device_capability()[0] if cuda else 0
+        return Seen(
+            steps=steps.counted,
+            seconds=steps.seconds,
+            losses=tuple(loss.float().item() for loss in self.losses),
+            cuda=cuda,
+            capability=capability,
+            loaders=tuple(one.seen() for one in self._loaders.values() if one.samples),
+            optimizers=tuple(one.seen(o) for o, one in self._optimizers.items() if one.seconds),
+            models=self.roots.seen(),
+            copies=copies,
+            syncs=syncs,
+            writes=writes,
+            recomputed=recomputed,
+            threads=torch.get_num_threads(),
+            cores=cores_here(),
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+            anomaly=torch.is_anomaly_enabled(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            set=dict(self._set),
+            retries=_retries() - self._retries,
+            memory_share=_memory_share(cuda),
+        )
+
+    # -- what is put in the place of torch's -------------------------------------------------------
+
+    def _making_loader(self, before: Any) -> Any:
+        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+            before(loader, *args, **kwargs)
+            loader._gpumix_place = calling_line()
+
+        return made
+
+    def _beginning(self, before: Any) -> Any:
+        """Starts workers."""
+
+        def begin(loader: Any) -> Any:
+            begun_s = time.perf_counter()
+            iterator = before(loader)
+            place = getattr(loader, "_gpumix_place", UNKNOWN)
+            known = self._loaders.setdefault(place, _Loader(place))
+            known.begin(loader)
+            if _in_main_thread():
+                known.waited_s += time.perf_counter() - begun_s
+            iterator._gpumix_loader = known
+            return iterator
+
+        return begin
+
+    def _fetching(self, before: Any) -> Any:
+        def fetch(iterator: Any) -> Any:
+            begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+            batch = before(iterator)
+            known = getattr(iterator, "_gpumix_loader", None)
+            if known is not None:
+                known.samples += rows_of(batch)
+                if _in_main_thread():
+                    known.waited_s += time.perf_counter() - begun_s
+                    known.cpu_s += time.thread_time() - begun_cpu_s
+            return batch
+
+        return fetch
+
+    def _backward(self, before: Any) -> Any:
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if loss.numel() == 1:
+                self.losses.append(loss.detach())
+            return before(loss, *args, **kwargs)
+
+        return backward
+
+    def _making_optimizer(self, before: Any) -> Any:
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._optimizers[optimizer] = _Optimizer(calling_line())
+            before(optimizer, *args, **kwargs)
+
+        return made
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        known = self._optimizers.setdefault(optimizer, _Optimizer(UNKNOWN))
+        known.seconds -= time.perf_counter()
+
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has; a hook of torch's, before that which counts steps."""
+        self._optimizers[optimizer].seconds += time.perf_counter()
+
+    def _recomputing(self, before: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self.recomputed.add("checkpoint", 0.0)
+            return before(*args, **kwargs)
+
+        return compute
+
+    def _setting(self, what: str) -> Callable[[Any], Any]:
+        def setting(before: Any) -> Any:
+            def to(*args: Any, **kwargs: Any) -> Any:
+                self._set[what] = calling_line()
+                return before(*args, **kwargs)
+
+            return to
+
+        return setting
+
+    def _copying(self, before: Any) -> Any:
+        def copied(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            begun_s = time.perf_counter()
+            result: Tensor = before(tensor, *args, **kwargs)
+            if self.foreign(result) and not self.foreign(tensor) and not _pinned(tensor):
+                self.copies.add("copy to the GPU", time.perf_counter() - begun_s)
+            elif self.foreign(tensor) and not self.foreign(result):
+                self.syncs.add("to", time.perf_counter() - begun_s)
+            return result
+
+        return copied
+
+    def _reading(self, name: str) -> Callable[[Any], Any]:
+        def reading(before: Any) -> Any:
+            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if not self.foreign(tensor):
+                    return before(tensor, *args, **kwargs)
+                begun_s = time.perf_counter()
+                result = before(tensor, *args, **kwargs)
+                self.syncs.add(name, time.perf_counter() - begun_s)
+                return result
+
+            return read
+
+        return reading
+
+
+class _Watched:
+    """A stream of text; what is written to it is counted."""
+
+    def __init__(self, stream: Any, writes: Sites) -> None:
+        self._stream, self._writes = stream, writes
+
+    def write(self, text: str) -> int:
+        begun_s = time.perf_counter()
+        written = self._stream.write(text)
+        self._writes.add("print", time.perf_counter() - begun_s)
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def rows_of(batch: Any) -> int:
+    """Samples: the size of the first tensor that is found in it; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.dim() else 1
+    inner: Iterable[Any] = ()
+    if hasattr(batch, "values"):
+        inner = batch.values()
+    elif isinstance(batch, list | tuple):
+        inner = batch
+    return next((rows for one in inner if (rows := rows_of(one))), 0)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _pinned(tensor: Tensor) -> bool:
+    return torch.cuda.is_available() and tensor.is_pinned()
+
+
+def _retries() -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+def _memory_share(cuda: bool) -> float:
+    if cuda:
+        return torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[1]
+    unit = 1 if os.uname().sysname == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / host_memory_bytes()

@@ -1,0 +1,161 @@
+"""A job as a patient: windows are trials of its plan, changes are settings of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from gpumix.doctor.change import Changes, overrides
+from gpumix.doctor.examine import Window
+from gpumix.doctor.machine import Watched, remarks_on, watched
+from gpumix.doctor.report import Suspect
+from gpumix.doctor.suspects import INPUT_SHARE, Evidence, suspects
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import GpumixError
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.train.loop import Trial
+from gpumix.train.pipeline import Pipeline
+
+SETTLING = 10  # steps more, in which the loader finds its setting
+MEASURED = {"precision", "compile", "efficiency"}  # of a job, what its profile goes by
+SITES = 5  # of one kind that are named
+AMPERE = 8  # major compute capability, from which on there is TF32
+
+
+@dataclass
+class JobPatient:
+    """The job at `path` with some changes.
+
+    Attributes:
+        given: changes of the job, as `--set` has them, that are no part of the examination.
+        steps: of a window, those in which the loader settles among them.
+        folder: for what windows write.
+    """
+
+    path: Path
+    given: tuple[str, ...]
+    steps: int
+    folder: Path
+    debug: bool = False
+    changes: Changes = field(default_factory=dict)
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    seen: Watched | None = None
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        said = [*self.given, *overrides(self.changes), f"output={self.folder}", "trace_step=null"]
+        return Pipeline.of_file(self.path, said, debug=self.debug)
+
+    @property
+    def job(self) -> Job:
+        return self.pipeline.job
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.pipeline.plan(self._profile())
+
+    def _profile(self) -> Profile:
+        """Measured once for all changes that leave it as it is."""
+        said = self.job.model_dump(mode="json", include=MEASURED)
+        key = json.dumps([said, self.job.techniques.tensor, self.job.techniques.sequence])
+        if key not in self.profiles:
+            self.profiles[key] = self.pipeline.profile()
+        return self.profiles[key]
+
+    def window(self) -> Window:
+        plan = self.plan  # made, and profiled, before anything is watched
+        with watched() as told:
+            trial = self.pipeline.try_out(plan, self.steps, beside=True)
+        self.seen = told()
+        self.trials.append(trial)
+        seconds = trial.mean_s
+        for every, each_s in (
+            (self.job.evaluation.every_steps, trial.evaluation_s),
+            (self.job.checkpoint.every_steps, trial.save_s),
+        ):
+            seconds += each_s / every if every else 0.0
+        beside_s = trial.evaluation_s + trial.save_s
+        return Window(seconds, self.steps * trial.mean_s + beside_s)
+
+    def with_changes(self, changes: Changes) -> JobPatient:
+        return replace(self, changes={**self.changes, **changes}, trials=[])
+
+    def suspects(self) -> list[Suspect]:
+        return suspects(self._evidence())
+
+    def unlike(self, before: JobPatient) -> str:
+        """A job's settings change rounding at the most; the engine's tests hold that."""
+        return ""
+
+    def _evidence(self) -> Evidence:
+        trial, plan = self.trials[-1], self.plan
+        classes = self.pipeline.cluster.classes
+        return Evidence(
+            job=self.job,
+            plan=plan,
+            input_share=max(trial.input_shares),
+            step_s=trial.mean_s,
+            save_s=trial.save_s,
+            evaluation_s=trial.evaluation_s,
+            padding_share=trial.padding_share,
+            compilers=any(c.accelerator == "cuda" for c in classes),
+            tf32=tuple(c.name for c in classes if _has_tf32(c)),
+            planned_s=plan.prediction.step_s if plan.prediction else 0.0,
+            foretold_s=lambda changes: _foretold_s(self.with_changes(changes)),
+        )
+
+    def remarks(self) -> Iterator[str]:
+        trial = self.trials[-1]
+        share = max(trial.input_shares)
+        if share > INPUT_SHARE:
+            yield (
+                f"a device still waits for its data in {share:.0%} of a step: "
+                f"{_limits(trial)}; make reading samples cheaper (store what was decoded), or "
+                "read them on a host with more cores"
+            )
+        if trial.syncs:
+            named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
+            yield (
+                f"the model makes the host wait for the device at {named}: leave the values on the "
+                "device, or read them every some steps"
+            )
+        if self.seen is not None:
+            yield from remarks_on(self.seen, input_share=share, retries=sum(trial.retries))
+        if trial.overruns:
+            yield "this machine is too busy to emulate devices: times are not to be trusted"
+
+
+@contextmanager
+def job_patient(
+    path: Path, given: tuple[str, ...], *, steps: int, debug: bool = False
+) -> Iterator[JobPatient]:
+    """The job at `path`, with a folder for what its windows write."""
+    with tempfile.TemporaryDirectory(prefix="gpumix-doctor-") as name:
+        yield JobPatient(path, given, steps + SETTLING, Path(name), debug)
+
+
+def _foretold_s(patient: JobPatient) -> float | None:
+    try:
+        expected = patient.plan.prediction
+    except GpumixError:
+        return None
+    return None if expected is None else expected.step_s
+
+
+def _has_tf32(one: DeviceClass) -> bool:
+    major = one.compute_capability.partition(".")[0]
+    return one.accelerator == "cuda" and major.isdigit() and int(major) >= AMPERE
+
+
+def _limits(trial: Trial) -> str:
+    """What holds the data of the device that waits longest."""
+    waits = trial.input_shares
+    return f"it is held back by {trial.limits[waits.index(max(waits))]}"

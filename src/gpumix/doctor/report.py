@@ -1,0 +1,101 @@
+"""The values of an examination: suspects, findings, and the report of them all. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpumix.doctor.change import Changes, in_words
+from gpumix.doctor.verdict import Gain
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One thing that may cost time.
+
+    Attributes:
+        name: short and stable, for programs.
+        what: it is, in words; `why` it is suspected.
+        changes: that would mend it: of a job, or of what a function does.
+        fix: what its user must change, where that is code; empty: `changes` are keys of a job.
+    """
+
+    name: str
+    what: str
+    why: str
+    changes: Changes
+    fix: str = ""
+
+    @property
+    def mended_by(self) -> str:
+        """In words."""
+        return self.fix or in_words(self.changes)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What slows training down, and the change that mends it, by so much."""
+
+    suspect: Suspect
+    gain: Gain
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.suspect.name,
+            "what": self.suspect.what,
+            "why": self.suspect.why,
+            "changes": dict(self.suspect.changes),
+            "fix": self.suspect.mended_by,
+            "gain": self.gain.factor,
+            "gain_low": self.gain.low,
+            "gain_high": self.gain.high,
+            "confidence": self.gain.confidence,
+            "pairs": self.gain.pairs,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an examination came to.
+
+    Attributes:
+        findings: largest gain first; `changes` are those of all together.
+        cleared: suspects whose change did not make steps shorter.
+        unlike: suspects whose change made something else of the training, and in what.
+        remarks: what no setting mends.
+        step_s: of a step as it was, all beside steps counted in.
+        seconds: that the examination took; `trained_s` of these were steps that were measured.
+    """
+
+    findings: tuple[Finding, ...]
+    cleared: tuple[tuple[str, Gain], ...]
+    unlike: tuple[tuple[str, str], ...]
+    remarks: tuple[str, ...]
+    step_s: float
+    seconds: float
+    trained_s: float
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {key: value for one in self.findings for key, value in one.suspect.changes.items()}
+
+    @property
+    def gain(self) -> float:
+        """Of all findings together."""
+        factor = 1.0
+        for one in self.findings:
+            factor *= one.gain.factor
+        return factor
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "step_s": self.step_s,
+            "gain": self.gain,
+            "findings": [one.as_dict() for one in self.findings],
+            "cleared": {name: gain.factor for name, gain in self.cleared},
+            "unlike": dict(self.unlike),
+            "remarks": list(self.remarks),
+            "changes": self.changes,
+            "seconds": self.seconds,
+            "trained_s": self.trained_s,
+        }

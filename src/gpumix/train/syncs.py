@@ -1,0 +1,44 @@
+"""Which lines of a model make the host wait for the GPU: it then runs dry, for want of work."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import gpumix
+
+SIGN = "called a synchronizing CUDA operation"  # of torch's warning
+_OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # that know what they do
+
+
+@contextmanager
+def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[str, float]]]]:
+    """Gives a function that tells the lines that waited for `device` in here, most times first; for
+    no device, or one that is no GPU, none."""
+    if device is None or device.type != "cuda":
+        yield list
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lambda: lines_of(caught)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def lines_of(caught: list[warnings.WarningMessage]) -> list[tuple[str, float]]:
+    """Those of torch's warnings that are of neither gpumix nor torch."""
+    places = Counter(
+        f"{one.filename}:{one.lineno}"
+        for one in caught
+        if SIGN in str(one.message)
+        and not any(Path(one.filename).is_relative_to(folder) for folder in _OTHERS)
+    )
+    return [(place, float(times)) for place, times in places.most_common()]

@@ -1,0 +1,171 @@
+"""`gpumix doctor module:function`: as a user calls it, and its windows, processes of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import gpumix
+
+from gpumix.doctor.function.patient import function_patient, group_cpu_s, imported
+from gpumix.spec.errors import InputError, TrainingError
+
+SCRIPT = """
+import os
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def train(steps=10**6, beside=lambda: None):
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(256, 8)
+    while True:
+        for (batch,) in DataLoader(TensorDataset(x), batch_size=32, shuffle=True):
+            loss = model(batch).square().mean()
+            sgd.zero_grad(); loss.backward(); sgd.step()
+            beside()
+            steps -= 1
+            if not steps:
+                return
+
+def anomalous():
+    torch.autograd.set_detect_anomaly(True)
+    state = nn.GRUCell(8, 8)
+    sgd = torch.optim.SGD(state.parameters(), lr=0.1, fused=True)
+    while True:
+        h = torch.zeros(4, 8)
+        for _ in range(20):
+            h = state(torch.ones(4, 8), h)
+        sgd.zero_grad(); h.square().mean().backward(); sgd.step()
+
+def no_steps():
+    print("here I am")
+
+def few_steps():
+    train(6)
+
+def some_steps():
+    train(9)
+
+def stubborn():
+    while True:
+        try:
+            train()
+        except BaseException:
+            pass
+
+def hangs():
+    print("I wait")
+    time.sleep(1000)
+
+def dies():
+    print("good bye", flush=True)
+    os._exit(7)
+
+def broken():
+    train(beside=lambda: None + 1)
+
+def wants(more):
+    train()
+"""
+
+
+def line_of(text: str) -> str:
+    """The place of the one line of the script that holds `text`."""
+    (number,) = (n for n, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
+    return f"script.py:{number}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("scripts")
+    (place / "script.py").write_text(SCRIPT)
+    return place
+
+
+def window(folder: Path, name: str, steps: int = 4, patience_s: float = 60.0):
+    """Of a function of the script, and what it showed."""
+    with function_patient(f"script:{name}", folder, steps=steps, patience_s=patience_s) as patient:
+        patient.steps = min(patient.steps, steps)
+        found = patient.window()
+        return found, patient.windows[-1]
+
+
+@pytest.mark.slow
+def test_windows_are_processes_of_their_own(folder):
+    """Random numbers are the same in each, so are losses; seconds are of its steps."""
+    one, first = window(folder, "train")
+    _, second = window(folder, "train")
+    assert first.steps == second.steps == 4
+    assert one.trained_s == first.seconds and one.step_s == first.seconds / 4
+    assert first.losses == second.losses and len(first.losses) == 8  # with those of the warm-up
+    assert first.samples == 32 and first.models[0].name == "Sequential"
+    assert first.models[0].place.endswith(line_of("loss = model"))
+
+
+@pytest.mark.slow
+def test_functions_that_end_by_themselves_or_do_not_want_to(folder):
+    assert window(folder, "some_steps", steps=40)[1].steps == 5  # nine, without the warm-up
+    assert window(folder, "stubborn")[1].steps == 4
+    with pytest.raises(InputError, match="ended after 6 steps"):
+        window(folder, "few_steps")
+
+
+@pytest.mark.slow
+def test_functions_that_never_step_or_die(folder):
+    with pytest.raises(InputError, match="takes no step within 2 s") as told:
+        window(folder, "hangs", patience_s=2.0)
+    assert "I wait" not in told.value.what
+    with pytest.raises(TrainingError, match="left with code 7") as told:
+        window(folder, "dies")
+    assert "good bye" in told.value.why
+
+
+@pytest.mark.slow
+def test_what_slows_a_function_down_is_found_with_its_line(folder):
+    options = ("--json", "--pairs", "3", "--steps", "6", "--only", "anomaly")
+    done = gpumix("doctor", "script:anomalous", *options, folder=folder, timeout_s=200)
+    assert done.code == 0, done.err
+    (finding,) = done.json()["findings"]
+    assert finding["name"] == "anomaly" and finding["gain"] > 1.02
+    assert finding["fix"].endswith(line_of("set_detect"))
+    assert "leaked" not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "what", "where"),
+    [
+        ("no_steps", "ended without a step of an optimizer", ""),
+        ("broken", "TypeError: unsupported operand", line_of("None + 1") + " in <lambda>"),
+        ("nowhere", "module 'script' has no function 'nowhere'", "script.py"),
+        ("wants", "cannot be called with the given arguments", ""),
+    ],
+)
+def test_what_cannot_be_examined(folder, name, what, where):
+    with pytest.raises(InputError, match=what) as told:
+        window(folder, name)
+    assert where in told.value.where
+
+
+@pytest.mark.parametrize("option", ["--apply", "--set=steps=3"])
+def test_options_for_jobs(tmp_path, option):
+    done = gpumix("doctor", "script:train", option, folder=tmp_path)
+    assert done.code == 2 and "is for jobs" in done.err
+    assert "Traceback" not in done.err and done.out == ""
+
+
+def test_what_a_script_imports():
+    source = "import torch, a.b as c\nfrom transformers.models import x\ndef f():\n  import late\n"
+    assert imported(source) == {"torch", "a", "transformers", "late"}
+
+
+def test_seconds_of_cores_of_a_group_of_processes():
+    before = group_cpu_s(os.getpgrp())
+    total = 0
+    for n in range(3_000_000):
+        total += n
+    assert total and group_cpu_s(os.getpgrp()) > before

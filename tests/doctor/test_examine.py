@@ -1,0 +1,120 @@
+"""The loop that tries one change after the other, on a patient whose steps are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from gpumix.doctor.examine import Window, examine
+from gpumix.doctor.report import Suspect
+from gpumix.spec.errors import GpumixError, TrainingError
+
+FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1}
+
+
+@dataclass
+class Known:
+    """Its steps take `FACTORS` of a second, those of all changes multiplied."""
+
+    names: tuple[str, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
+    log: list[tuple[str, ...]] = field(default_factory=list)
+    noise: tuple[float, ...] = (1.0,)
+
+    def window(self) -> Window:
+        if "broken" in self.changes:
+            raise TrainingError("it is broken")
+        step_s = self.noise[len(self.log) % len(self.noise)]
+        self.log.append(tuple(self.changes))
+        for name in self.changes:
+            step_s *= FACTORS[name]
+        return Window(step_s, 10 * step_s)
+
+    def with_changes(self, changes):
+        return replace(self, changes={**self.changes, **changes})
+
+    def suspects(self):
+        return [Suspect(n, f"what {n}", "why", {n: True}, fix="mend it") for n in self.names]
+
+    def unlike(self, before):
+        return "its loss" if "wrong" in self.changes else ""
+
+    def remarks(self):
+        yield f"with {', '.join(self.changes)}"
+
+
+def examined(*names: str, only: tuple[str, ...] = (), noise: tuple[float, ...] = (1.0,)):
+    patient = Known(names, noise=noise)
+    said: list[str] = []
+    return examine(patient, say=said.append, pairs=3, only=only), patient, said
+
+
+def test_findings_are_those_that_help_largest_first():
+    report, _, _ = examined("tenth", "nothing", "half", "worse")
+    assert [(one.suspect.name, one.gain.factor) for one in report.findings] == [
+        ("half", pytest.approx(2.0)),
+        ("tenth", pytest.approx(1 / 0.9)),
+    ]
+    assert [name for name, _ in report.cleared] == ["nothing", "worse"]
+    assert report.changes == {"half": True, "tenth": True}
+    assert report.gain == pytest.approx(2.0 / 0.9)
+    assert report.step_s == 1.0
+
+
+def test_each_change_is_tried_against_those_that_helped_before_in_turns():
+    _, patient, _ = examined("half", "tenth")
+    plain, half, both = (), ("half",), ("half", "tenth")
+    assert patient.log[:7] == [plain, plain, half, half, plain, plain, half]
+    assert patient.log[7:] == [half, both, both, half, half, both]
+
+
+def test_what_trains_something_else_is_no_finding():
+    report, patient, said = examined("wrong", "half")
+    assert [one.suspect.name for one in report.findings] == ["half"]
+    assert report.unlike == (("wrong", "its loss"),)
+    assert patient.log[-1] == ("half",)
+    assert any("something else: its loss" in line for line in said)
+
+
+def test_what_does_not_run_is_told_and_left():
+    report, _, said = examined("broken", "half")
+    assert [one.suspect.name for one in report.findings] == ["half"] and not report.cleared
+    assert any("does not run: it is broken" in line for line in said)
+
+
+def test_a_patient_that_does_not_run_is_an_error():
+    with pytest.raises(GpumixError, match="broken"):
+        examine(Known((), {"broken": True}), say=print)
+
+
+def test_only_what_is_asked_for_is_tried():
+    report, _, _ = examined("half", "tenth", only=("tenth",))
+    assert [one.suspect.name for one in report.findings] == ["tenth"]
+
+
+def test_all_measured_steps_are_added_up():
+    report, patient, _ = examined("nothing")
+    assert report.trained_s == pytest.approx(10.0 * len(patient.log))
+    assert report.seconds > 0
+
+
+def test_remarks_are_those_of_the_patient_in_the_end():
+    assert examined("half")[0].remarks == ("with half",)
+
+
+def test_a_machine_that_does_something_else_is_told_of():
+    """Windows of the same setting take one and two seconds."""
+    remarks = examined("nothing", noise=(1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0))[0].remarks
+    assert any("does something else" in remark for remark in remarks)
+    assert len(examined("nothing", noise=(1.0, 1.05))[0].remarks) == 1
+
+
+def test_a_report_as_json():
+    report = examined("half", "nothing", "wrong")[0].as_dict()
+    (finding,) = report["findings"]
+    assert finding["name"] == "half" and finding["changes"] == {"half": True}
+    assert finding["gain_low"] == finding["gain"] == pytest.approx(2.0)
+    assert report["cleared"] == {"nothing": pytest.approx(1.0)}
+    assert report["unlike"] == {"wrong": "its loss"}

@@ -1,0 +1,164 @@
+"""What changes do to a function that trains."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpumix.doctor.function.changing import LateValues, apply
+from gpumix.doctor.function.patches import Patches, calling_line
+from gpumix.doctor.function.roots import Roots
+
+
+@pytest.fixture
+def patches():
+    with Patches() as made:
+        yield made
+
+
+def loader(**arguments) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(32)), **arguments)
+
+
+def place_of_loaders() -> str:
+    """The line in `loader` above."""
+    file = calling_line().rpartition(":")[0]
+    return f"{file}:{inspect.getsourcelines(loader)[1] + 1}"
+
+
+def test_workers_of_the_loader_of_one_line(patches):
+    apply({"num_workers": {place_of_loaders(): 2}}, patches)
+    assert (loader().num_workers, loader().persistent_workers) == (2, True)
+    assert DataLoader(TensorDataset(torch.arange(4))).num_workers == 0
+
+
+def test_batches_and_pinned_memory_together(patches):
+    changes = {"batch_size": {place_of_loaders(): 8}, "pinned": True}
+    apply(changes, patches)
+    made = loader(batch_size=4, shuffle=True)
+    assert (made.batch_size, made.pin_memory) == (8, True)
+
+
+def test_optimizers_are_fused(patches):
+    apply({"fused": True}, patches)
+    weight = nn.Parameter(torch.ones(2))
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        assert kind([weight], lr=0.1).defaults["fused"] is True
+
+
+def test_what_was_computed_again_is_kept(patches):
+    """Gradients are the same; the block runs once instead of twice."""
+    calls = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            calls.append(1)
+            return x.sin() * x
+
+    def gradient() -> torch.Tensor:
+        x = torch.linspace(0, 1, 4, requires_grad=True)
+        checkpoint(Block(), x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+        return x.grad
+
+    again, computed = gradient(), len(calls)
+    calls.clear()
+    apply({"recompute": False}, patches)
+    assert torch.equal(gradient(), again)
+    assert (computed, len(calls)) == (2, 1)
+
+
+def rooted(changes: dict, patches: Patches, module: nn.Module, *args):
+    """The module called, as that which is trained."""
+    roots = Roots(apply(changes, patches))
+    roots.find()
+    try:
+        return module(*args)
+    finally:
+        roots.found()
+
+
+def test_autocast_around_what_is_trained(patches):
+    inside = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            made = self.inner(x)
+            inside.append(made.dtype)
+            return {"logits": made}
+
+    result = rooted({"autocast": "bf16"}, patches, Model(), torch.ones(1, 4))
+    assert inside == [torch.bfloat16] and result["logits"].dtype == torch.float32
+
+
+def test_attention_of_what_is_trained(patches):
+    chosen = []
+
+    class Model(nn.Linear):
+        def set_attn_implementation(self, name):
+            chosen.append(name)
+
+    rooted({"attention": "sdpa"}, patches, Model(2, 2), torch.ones(1, 2))
+    assert chosen == ["sdpa"]
+
+
+def test_what_is_not_trained_is_left_alone(patches):
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    rooted({"autocast": "bf16"}, patches, frozen, torch.ones(1, 2))
+    judged = nn.Linear(2, 2).eval()
+    rooted({"autocast": "bf16"}, patches, judged, torch.ones(1, 2))
+    assert "forward" not in vars(frozen) and "forward" not in vars(judged)
+
+
+def test_settings_that_are_ignored(patches):
+    threads = torch.get_num_threads()
+    try:
+        apply({"threads": 2, "anomaly": False, "deterministic": False}, patches)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        with torch.autograd.detect_anomaly():
+            assert not torch.is_anomaly_enabled()
+        assert torch.get_num_threads() == 2
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        patches.__exit__(None, None, None)
+        torch.set_num_threads(threads)
+
+
+def test_prints_are_swallowed(patches, capsys):
+    apply({"quiet": True}, patches)
+    print("nobody reads this")
+    print("nor this", file=sys.stderr)
+    told = capsys.readouterr()
+    assert told.out == told.err == ""
+
+
+@dataclass
+class Sent:
+    """A copy that is there when it is asked for."""
+
+    tensor: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        return self.tensor
+
+
+def test_values_come_one_call_late(patches):
+    late = LateValues(lambda tensor: tensor.dim() == 1, lambda tensor: Sent(tensor.clone()))
+    patches.replace(torch.Tensor, "tolist", late.reading)
+    read = []
+    for n in range(4):
+        read.append(torch.full((1,), n).tolist())
+        assert torch.full((1,), 10 + n).tolist() == [max(10, 9 + n)]  # each line has its own
+    assert read == [[0], [0], [1], [2]]
+    assert torch.zeros(1, 1).tolist() == [[0.0]]  # does not lie there

@@ -1,0 +1,102 @@
+"""How a function's steps are counted, and how it is ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gpumix.doctor.function.steps import Enough, Steps
+
+
+class Events:
+    """What happened when, by the number of steps that were done."""
+
+    def __init__(self, warm_up: int, steps: int, profiled: int = 0) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.steps = Steps(
+            warm_up,
+            steps,
+            profiled,
+            begins=lambda: self._note("begins"),
+            ends=lambda: self._note("ends"),
+            leaves=lambda: self._note("leaves"),
+        )
+
+    def _note(self, what: str) -> None:
+        self.seen.append((what, self.steps.done))
+
+
+@pytest.fixture
+def hooked():
+    """Steps of real optimizers, counted."""
+    hooks = []
+
+    def count(events: Events) -> Events:
+        hooks.append(register_optimizer_step_post_hook(events.steps.step))
+        return events
+
+    yield count
+    for hook in hooks:
+        hook.remove()
+
+
+def optimizer() -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_a_function_is_ended_once_enough_was_seen(hooked):
+    events, sgd = hooked(Events(2, 3)), optimizer()
+    with pytest.raises(Enough):
+        while True:
+            sgd.step()
+    assert events.seen == [("begins", 2), ("ends", 5), ("leaves", 5)]
+    assert events.steps.counted == 3 and events.steps.seconds > 0
+
+
+def test_what_catches_all_errors_does_not_catch_that(hooked):
+    hooked(Events(1, 1))
+    sgd = optimizer()
+    with pytest.raises(Enough):
+        for _ in range(3):
+            try:
+                sgd.step()
+            except Exception:
+                pytest.fail("it was caught")
+
+
+def test_steps_to_profile_come_behind(hooked):
+    events, sgd = hooked(Events(1, 2, 2)), optimizer()
+    with pytest.raises(Enough):
+        while True:
+            sgd.step()
+    assert events.seen == [("begins", 1), ("ends", 3), ("leaves", 5)]
+    assert events.steps.counted == 2
+
+
+def test_of_two_optimizers_the_first_counts(hooked):
+    events, one, other = hooked(Events(1, 10)), optimizer(), optimizer()
+    for _ in range(3):
+        one.step()
+        other.step()
+    assert events.steps.done == 3
+
+
+def test_an_optimizer_that_is_gone_makes_room_for_another(hooked):
+    events, one = hooked(Events(1, 10)), optimizer()
+    one.step()
+    del one
+    optimizer().step()
+    assert events.steps.done == 2
+
+
+def test_a_function_that_ends_earlier(hooked):
+    events, sgd = hooked(Events(2, 10)), optimizer()
+    for _ in range(4):
+        sgd.step()
+    assert not events.steps.end_early()  # two steps say nothing
+    sgd.step()
+    assert events.steps.end_early()
+    assert events.seen == [("begins", 2), ("ends", 5)] and events.steps.counted == 3

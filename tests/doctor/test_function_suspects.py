@@ -1,0 +1,188 @@
+"""What is suspected of a function, by what its steps showed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, OptimizerSeen, Seen, Site
+from gpumix.doctor.function.suspects import suspects
+
+# Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
+LOADER = LoaderSeen(
+    place="train.py:5",
+    workers=0,
+    batch_size=16,
+    persistent=False,
+    pinned=False,
+    streams=False,
+    waited_s=0.01,
+    cpu_s=0.01,
+    begun=0,
+    samples=160,
+)
+OPTIMIZER = OptimizerSeen(place="train.py:8", name="AdamW", fused=False, fusible=True, seconds=0.01)
+MODEL = ModelSeen(place="train.py:9", name="GPT", fp32=True, eager_attention=False, compiled=False)
+SEEN = Seen(
+    steps=10,
+    seconds=1.0,
+    losses=(1.0,),
+    loaders=(LOADER,),
+    optimizers=(OPTIMIZER,),
+    models=(MODEL,),
+    threads=4,
+    cores=4.0,
+    memory_share=0.1,
+)
+A100 = replace(SEEN, cuda=True, capability=8, tf32=True)
+
+
+def site(what: str, calls: int, seconds: float) -> tuple[Site, ...]:
+    return (Site("train.py:12", what, calls, seconds),)
+
+
+def names(seen: Seen, kernels_share: float | None = None) -> list[str]:
+    return [one.name for one in suspects(seen, kernels_share)]
+
+
+def starved(**changes: Any) -> Seen:
+    """It waits half of its time."""
+    return replace(SEEN, loaders=(replace(LOADER, waited_s=0.5, cpu_s=0.5, **changes),))
+
+
+def test_nothing_is_suspected_of_a_function_that_shows_nothing():
+    assert names(SEEN) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "name", "changes", "fix"),
+    [
+        (
+            starved(),
+            "workers",
+            {"num_workers": {"train.py:5": 2}},  # 0.05 s a batch, every 0.05 s, and some to spare
+            "num_workers=2, persistent_workers=True) at train.py:5",
+        ),
+        (
+            starved(workers=2, persistent=True),
+            "workers",
+            {"num_workers": {"train.py:5": 4}},
+            "num_workers=4",
+        ),
+        (
+            starved(workers=2, begun=3),  # they are started anew each epoch
+            "workers",
+            {"num_workers": {"train.py:5": 2}},
+            "persistent_workers=True",
+        ),
+        (
+            replace(SEEN, copies=site("copy to the GPU", 10, 0.2)),
+            "copies",
+            {"pinned": True},
+            "non_blocking=True) at train.py:12",
+        ),
+        (
+            replace(SEEN, syncs=site("item", 20, 0.2)),
+            "syncs",
+            {"late_values": True},
+            "at train.py:12",
+        ),
+        (replace(SEEN, writes=site("print", 900, 0.2)), "prints", {"quiet": True}, "train.py:12"),
+        (
+            replace(SEEN, anomaly=True, set={"anomaly": "train.py:1"}),
+            "anomaly",
+            {"anomaly": False},
+            "at train.py:1",
+        ),
+        (
+            replace(SEEN, deterministic=True),
+            "deterministic",
+            {"deterministic": False},
+            "use_deterministic_algorithms(False)",
+        ),
+        (
+            replace(SEEN, threads=1, set={"threads": "train.py:2"}),
+            "threads",
+            {"threads": 4},
+            "set_num_threads(4) at train.py:2",
+        ),
+        (
+            replace(SEEN, threads=1),
+            "threads",
+            {"threads": 4},
+            "OMP_NUM_THREADS",
+        ),
+        (
+            replace(SEEN, recomputed=site("checkpoint", 40, 0.0)),
+            "recompute",
+            {"recompute": False},
+            "at train.py:12",
+        ),
+        (
+            replace(SEEN, models=(replace(MODEL, eager_attention=True),)),
+            "attention",
+            {"attention": "sdpa"},
+            'attn_implementation="sdpa"',
+        ),
+        (
+            replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2),)),
+            "fused_optimizer",
+            {"fused": True},
+            "AdamW(..., fused=True) at train.py:8",
+        ),
+        (
+            replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.4, fused=True),)),
+            "batch",
+            {"batch_size": {"train.py:5": 32}},
+            "batch_size=32) at train.py:5 (the gain is per sample",
+        ),
+        (
+            replace(SEEN, retries=4),
+            "retries",
+            {"expandable_segments": True},
+            "PYTORCH_CUDA_ALLOC_CONF",
+        ),
+    ],
+)
+def test_what_is_suspected(seen, name, changes, fix):
+    (found,) = suspects(seen)
+    assert (found.name, found.changes) == (name, changes)
+    assert fix in found.fix
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        starved(streams=True),  # each worker would read all of a stream
+        replace(SEEN, syncs=site("item", 5, 0.2)),  # not in each step
+        replace(SEEN, syncs=site("__bool__", 20, 0.2)),  # an older one would steer code wrongly
+        replace(SEEN, recomputed=site("checkpoint", 40, 0.0), memory_share=0.6),  # no room
+        replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fused=True),)),
+        replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fusible=False),)),
+    ],
+)
+def test_what_is_not(seen):
+    assert names(seen) == []
+
+
+def test_of_a_gpu_dtypes_and_kernels_are_suspected():
+    plain = replace(OPTIMIZER, fused=True)
+    gpu = replace(A100, optimizers=(plain,))
+    assert names(gpu) == ["bf16", "compile"]
+    assert names(replace(gpu, tf32=False)) == ["tf32", "bf16", "compile"]
+    assert names(replace(gpu, capability=7)) == ["compile"]
+    assert names(replace(gpu, models=(replace(MODEL, fp32=False, compiled=True),))) == []
+    assert names(A100) == ["bf16", "fused_optimizer", "compile"]
+
+
+def test_a_gpu_that_waits_for_launches():
+    """Larger batches come last: they change what is trained."""
+    assert names(A100, 0.9) == names(A100)
+    small = ["bf16", "fused_optimizer", "launches", "compile", "batch"]
+    assert names(A100, 0.4) == small
+
+
+def test_the_input_comes_first():
+    assert names(replace(starved(), anomaly=True)) == ["workers", "anomaly"]

@@ -1,0 +1,254 @@
+"""What is seen of a function while it trains; the functions are of this file, by the line."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from gpumix.doctor.function.patches import Patches
+from gpumix.doctor.function.roots import Roots
+from gpumix.doctor.function.seen import Seen
+from gpumix.doctor.function.steps import Enough, Steps
+from gpumix.doctor.function.watching import Watch, rows_of
+
+WARM_UP, STEPS = 2, 4
+FETCHING_S = 0.01
+
+
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(FETCHING_S / 8)
+        return super().__getitem__(index)
+
+
+def data(kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return kind(torch.randn(64, 4, generator=generator))
+
+
+def line_of(text: str) -> str:
+    """The place of the one line of this file that holds `text`."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if text in line and "line_of" not in line)
+    return f"test_function_watching.py:{number}"
+
+
+def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False) -> Seen:
+    """As a window's process sees it."""
+    found: list[Seen] = []
+    with Patches() as patches:
+        watch = Watch(roots := Roots([]), foreign)
+        watch.install(patches, gpu=gpu)
+        steps = Steps(
+            WARM_UP,
+            STEPS,
+            0,
+            begins=lambda: (roots.found(), watch.begin()),
+            ends=lambda: found.append(watch.end(steps)),
+            leaves=lambda: None,
+        )
+        for hook in (watch.stepped, steps.step):
+            patches.undo_later(register_optimizer_step_post_hook(hook).remove)
+        roots.find()
+        with pytest.raises(Enough):
+            train()
+    return found[0]
+
+
+def fit(loader, model: nn.Module, beside: Callable[[torch.Tensor], object] = id) -> None:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)  # made here
+    while True:
+        for (x,) in loader:
+            loss = model(x).square().mean()  # called here
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            beside(loss)
+
+
+def test_steps_losses_and_what_is_trained():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    again = nn.Linear(4, 1)
+    again.load_state_dict(model.state_dict())
+    seen = seen_of(lambda: fit(DataLoader(data(), batch_size=8), model))
+    assert seen.steps == STEPS and seen.seconds > 0 and not seen.cuda
+    expected, sgd = [], torch.optim.SGD(again.parameters(), lr=0.01)
+    for (x,), _ in zip(DataLoader(data(), batch_size=8), range(WARM_UP + STEPS)):
+        loss = again(x).square().mean()
+        expected.append(loss.item())
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+    assert seen.losses == pytest.approx(expected)
+    (one,) = seen.models
+    assert one.name == "Linear" and one.fp32 and not one.compiled and not one.eager_attention
+    assert one.place.endswith(line_of("# called" + " here"))
+    (optimizer,) = seen.optimizers
+    assert (optimizer.name, optimizer.fused, optimizer.fusible) == ("SGD", False, True)
+    assert optimizer.place.endswith(line_of("# made" + " here")) and optimizer.seconds > 0
+
+
+def test_what_the_loop_waits_for():
+    def train() -> None:
+        fit(DataLoader(data(Slow), batch_size=8), nn.Linear(4, 1))  # slow data
+
+    seen = seen_of(train)
+    (loader,) = seen.loaders
+    assert loader.place.endswith(line_of("# slow" + " data"))
+    assert (loader.batch_size, loader.workers, loader.streams) == (8, 0, False)
+    assert loader.samples == 8 * STEPS and seen.samples == 8
+    assert loader.waited_s > STEPS * FETCHING_S  # sleep never ends early
+    assert loader.cpu_s < loader.waited_s / 2  # it only waits
+    assert 0.5 < seen.input_share <= 1.0
+
+
+def test_what_the_function_lets_go_of():
+    """A loader for each epoch, of one line, and an optimizer for each phase."""
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        for _ in range(9):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+            for (x,) in DataLoader(data(), batch_size=32):
+                model(x).square().mean().backward()
+                sgd.step()
+            del sgd
+
+    seen = seen_of(train)
+    (loader,) = seen.loaders
+    assert seen.steps == STEPS and loader.samples == 32 * STEPS and loader.begun == STEPS / 2
+
+
+def test_epochs_and_streams():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([torch.zeros(4)] * 16)
+
+    def train() -> None:
+        fit(([x] for _ in range(9) for x in loader), nn.Linear(4, 1))
+
+    loader = None
+
+    def made() -> None:
+        nonlocal loader
+        loader = DataLoader(Stream(), batch_size=8)
+        train()
+
+    (seen,) = seen_of(made).loaders
+    assert seen.streams and seen.begun == STEPS / 2 == 2  # two batches an epoch
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)  # again
+
+
+def test_what_is_computed_again():
+    """The name `checkpoint` of this file was bound long before."""
+    seen = seen_of(lambda: fit(DataLoader(data(), batch_size=8), Twice()))
+    (site,) = seen.recomputed
+    assert site.calls == STEPS and site.place.endswith(line_of("# " + "again"))
+    (model,) = seen.models
+    assert model.name == "Twice"  # not what it calls
+
+
+def test_autocast_is_no_fp32():
+    def train() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1))
+
+    assert not seen_of(train).models[0].fp32
+
+
+def test_values_that_the_host_waits_for():
+    """As if all tensors lay on a GPU."""
+
+    def beside(loss: torch.Tensor) -> None:
+        loss.item(), loss.item()  # values
+        bool(loss > 0)
+
+    def train() -> None:
+        fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1), beside)
+
+    seen = seen_of(train, foreign=lambda tensor: True, gpu=True)
+    mine = [site for site in seen.syncs if "test_function_watching" in site.place]
+    calls = {site.what: site.calls for site in mine}
+    # The step that ends it ends before what comes beside it.
+    assert calls == {"item": 2 * STEPS, "__bool__": STEPS}
+    (item,) = (site for site in mine if site.what == "item")
+    assert item.place.endswith(line_of("# " + "values"))
+    assert seen_of(train).syncs == ()  # of a CPU
+
+
+def test_copies_that_block():
+    other = set()
+
+    def copied(loss: torch.Tensor) -> None:
+        there = loss.detach().to(torch.float64)  # copied
+        other.add(there)
+
+    def train() -> None:
+        fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1), copied)
+
+    seen = seen_of(train, foreign=lambda tensor: tensor.dtype == torch.float64, gpu=True)
+    (site,) = seen.copies
+    assert site.calls == STEPS and site.place.endswith(line_of("# " + "copied"))
+
+
+def test_what_is_printed_and_set():
+    def beside(loss: torch.Tensor) -> None:
+        print("a line")
+
+    def train() -> None:
+        torch.autograd.set_detect_anomaly(True)  # costly
+        fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1), beside)
+
+    try:
+        seen = seen_of(train)
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    (site,) = seen.writes
+    assert site.calls == 2 * STEPS  # the line, and its end
+    assert seen.anomaly and seen.set["anomaly"].endswith(line_of("# " + "costly"))
+    assert not seen.deterministic and "deterministic" not in seen.set
+
+
+def test_all_is_as_before_in_the_end():
+    before = [
+        torch.Tensor.backward,
+        DataLoader.__init__,
+        checkpoint,
+        sys.stdout,
+        nn.Module.__call__,
+    ]
+    seen_of(lambda: fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1)))
+    after = [torch.Tensor.backward, DataLoader.__init__, checkpoint, sys.stdout, nn.Module.__call__]
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(4), torch.zeros(9)], 4),
+        ({"names": ["a"], "x": torch.zeros(5, 1)}, 5),
+        ((("text",), {"y": torch.zeros(2)}), 2),
+        ("text", 0),
+    ],
+)
+def test_samples_of_a_batch(batch, rows):
+    assert rows_of(batch) == rows
