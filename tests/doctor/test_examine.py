@@ -11,7 +11,7 @@ from gpumix.doctor.examine import Window, examine
 from gpumix.doctor.report import Suspect
 from gpumix.spec.errors import GpumixError, TrainingError
 
-FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1}
+FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
 
 
 @dataclass
@@ -36,7 +36,10 @@ class Known:
         return replace(self, changes={**self.changes, **changes})
 
     def suspects(self):
-        return [Suspect(n, f"what {n}", "why", {n: True}, fix="mend it") for n in self.names]
+        return [
+            Suspect(n, f"what {n}", "why", {n: True}, "mend it", changes_training=n == "other")
+            for n in self.names
+        ]
 
     def unlike(self, before):
         return "its loss" if "wrong" in self.changes else ""
@@ -76,6 +79,14 @@ def test_what_trains_something_else_is_no_finding():
     assert report.unlike == (("wrong", "its loss"),)
     assert patient.log[-1] == ("half",)
     assert any("something else: its loss" in line for line in said)
+
+
+def test_what_changes_the_training_is_told_and_not_done():
+    report, patient, _ = examined("other", "tenth")
+    assert [one.suspect.name for one in report.findings] == ["other", "tenth"]
+    assert report.changes == {"tenth": True} and report.gain == pytest.approx(1 / 0.9)
+    assert patient.log[-1] == ("tenth",) or patient.log[-2] == ("tenth",)
+    assert [one["changes_training"] for one in report.as_dict()["findings"]] == [True, False]
 
 
 def test_what_does_not_run_is_told_and_left():

@@ -29,7 +29,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "compilers": False,
         "tf32": (),
         "planned_s": 0.1,
-        "foretold_s": lambda changes: 0.05,
+        "foretold_s": lambda changes: None if "global_batch" in changes else 0.05,
         "plan": Plan.model_construct(stages=()),
     }
     return Evidence(job=Job.model_validate(HEALTHY | job), **evidence | given)
@@ -106,9 +106,17 @@ def test_what_is_suspected(job, given, name, changes):
     assert (found.name, found.changes) == (name, changes)
 
 
+def test_small_batches_come_last_and_are_left_to_the_user():
+    *_, found = suspects(seen({"strategy": "even"}, foretold_s=lambda changes: 0.08))
+    assert (found.name, found.changes) == ("batch", {"global_batch": 8})
+    assert found.changes_training and "`global_batch: 8`" in found.mended_by
+
+
 @pytest.mark.parametrize(
     ("job", "given"),
     [
+        ({}, {"foretold_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
+        ({}, {"foretold_s": lambda changes: 0.05, "input_share": 0.2}),
         (data(workers=0), {"input_share": 0.02}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan

@@ -69,7 +69,7 @@ def doctor(
         console.print(_table(report) if report.findings else "nothing was found that slows it down")
         for remark in report.remarks:
             console.print(remark)
-    if apply and report.findings:
+    if apply and report.changes:
         tuned = tuned_path(Path(target))
         write_tuned(Path(target), tuned, report.changes)
         console.print(f"the job with these changes: {tuned}")

@@ -26,8 +26,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of a step, with its part of what is done beside steps; and the seconds that were
-    measured for it."""
+    """Seconds of a step, or of as many samples as one had without changes, with its part of what is
+    done beside steps; and the seconds that were measured for it."""
 
     step_s: float
     trained_s: float
@@ -128,7 +128,7 @@ def examine(
             found.unlike.append((suspect.name, unlike))
         else:
             found.findings.append(Finding(suspect, gain))
-            patient = after
+            patient = patient if suspect.changes_training else after
     return Report(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),
         cleared=tuple(found.cleared),

@@ -37,6 +37,7 @@ class JobPatient:
         given: changes of the job, as `--set` has them, that are no part of the examination.
         steps: of a window, those in which the loader settles among them.
         folder: for what windows write.
+        global_batch: of the job without changes; None: there are none.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class JobPatient:
     folder: Path
     debug: bool = False
     changes: Changes = field(default_factory=dict)
+    global_batch: int | None = None
     profiles: dict[str, Profile] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     seen: Watched | None = None
@@ -83,10 +85,17 @@ class JobPatient:
         ):
             seconds += each_s / every if every else 0.0
         beside_s = trial.evaluation_s + trial.save_s
-        return Window(seconds, self.steps * trial.mean_s + beside_s)
+        return Window(seconds * self._part_of_batch, self.steps * trial.mean_s + beside_s)
+
+    @property
+    def _part_of_batch(self) -> float:
+        """The batch without changes over that with them."""
+        return (self.global_batch or self.job.global_batch) / self.job.global_batch
 
     def with_changes(self, changes: Changes) -> JobPatient:
-        return replace(self, changes={**self.changes, **changes}, trials=[])
+        both = {**self.changes, **changes}
+        batch = self.global_batch or self.job.global_batch
+        return replace(self, changes=both, global_batch=batch, trials=[])
 
     def suspects(self) -> list[Suspect]:
         return suspects(self._evidence())
@@ -147,7 +156,7 @@ def _foretold_s(patient: JobPatient) -> float | None:
         expected = patient.plan.prediction
     except GpumixError:
         return None
-    return None if expected is None else expected.step_s
+    return None if expected is None else expected.step_s * patient._part_of_batch
 
 
 def _has_tf32(one: DeviceClass) -> bool:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from gpumix.doctor.change import Changes, in_words
 from gpumix.doctor.verdict import Gain
+
+BATCH_NOTE = (
+    " (the gain is per sample; this changes what is trained: steps are fewer, and the learning "
+    "rate may have to be higher)"
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Suspect:
         what: it is, in words; `why` it is suspected.
         changes: that would mend it: of a job, or of what a function does.
         fix: what its user must change, where that is code; empty: `changes` are keys of a job.
+        changes_training: beyond rounding; that is told, and left to the user.
     """
 
     name: str
@@ -25,6 +32,7 @@ class Suspect:
     why: str
     changes: Changes
     fix: str = ""
+    changes_training: bool = False
 
     @property
     def mended_by(self) -> str:
@@ -45,6 +53,7 @@ class Finding:
             "what": self.suspect.what,
             "why": self.suspect.why,
             "changes": dict(self.suspect.changes),
+            "changes_training": self.suspect.changes_training,
             "fix": self.suspect.mended_by,
             "gain": self.gain.factor,
             "gain_low": self.gain.low,
@@ -59,7 +68,8 @@ class Report:
     """What an examination came to.
 
     Attributes:
-        findings: largest gain first; `changes` are those of all together.
+        findings: largest gain first; `changes` are those of all together that leave what is trained
+            as it is, `gain` what they bring.
         cleared: suspects whose change did not make steps shorter.
         unlike: suspects whose change made something else of the training, and in what.
         remarks: what no setting mends.
@@ -77,15 +87,15 @@ class Report:
 
     @property
     def changes(self) -> dict[str, Any]:
-        return {key: value for one in self.findings for key, value in one.suspect.changes.items()}
+        return {key: value for one in self._safe for key, value in one.suspect.changes.items()}
 
     @property
     def gain(self) -> float:
-        """Of all findings together."""
-        factor = 1.0
-        for one in self.findings:
-            factor *= one.gain.factor
-        return factor
+        return prod(one.gain.factor for one in self._safe)
+
+    @property
+    def _safe(self) -> list[Finding]:
+        return [one for one in self.findings if not one.suspect.changes_training]
 
     def as_dict(self) -> dict[str, Any]:
         return {

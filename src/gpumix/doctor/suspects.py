@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpumix.doctor.change import Changes, default_of
-from gpumix.doctor.report import Suspect
+from gpumix.doctor.change import Changes, default_of, in_words
+from gpumix.doctor.report import BATCH_NOTE, Suspect
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
+from gpumix.spec.units import LARGEST_BATCH
 
 INPUT_SHARE = 0.03  # of a step, above which a device waits for its data
 FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to be suspected
 BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
 PADDING = 0.05  # part of a batch
+SMALL_BATCH = 0.15  # part of a step that the cost model must promise for twice the batch
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Evidence:
         compilers: whether there are devices that compiled code is made for.
         tf32: names of the classes that can compute fp32 products in TF32.
         planned_s: seconds of the step of the job's own plan.
-        foretold_s: plans the job anew, with changes: the seconds of its step; None: there is none.
+        foretold_s: plans the job anew, with changes: the seconds of its step, or of as many
+            samples; None: there is none.
     """
 
     job: Job
@@ -51,7 +54,14 @@ class Evidence:
 def suspects(seen: Evidence) -> list[Suspect]:
     """What is to be tried, in this order: the input first, for while devices wait for it nothing
     else shows."""
-    return [*_input(seen), *_pins(seen), *_ways(seen), *_padding(seen), *_beside(seen)]
+    return [
+        *_input(seen),
+        *_pins(seen),
+        *_ways(seen),
+        *_padding(seen),
+        *_beside(seen),
+        *_batch(seen),
+    ]
 
 
 def _input(seen: Evidence) -> Iterator[Suspect]:
@@ -157,3 +167,21 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
         share = each_s / (each_s + every * seen.step_s)
         enough = max(every, round(each_s / (BESIDE * seen.step_s)))
         yield Suspect(name, what, f"that is {share:.0%} of the run", {key: enough})
+
+
+def _batch(seen: Evidence) -> Iterator[Suspect]:
+    """Last, for it changes what is trained; not where devices wait for data."""
+    changes = {"global_batch": 2 * seen.job.global_batch}
+    if seen.input_share > INPUT_SHARE or changes["global_batch"] > LARGEST_BATCH:
+        return
+    foretold_s = seen.foretold_s(changes)
+    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - SMALL_BATCH):
+        return
+    yield Suspect(
+        name="batch",
+        what="batches are small",
+        why=f"the cost model promises {seen.planned_s / foretold_s:.2f} times the samples a second",
+        changes=changes,
+        fix=in_words(changes) + BATCH_NOTE,
+        changes_training=True,
+    )

@@ -11,7 +11,7 @@ from math import floor
 
 from gpumix.data.tuning import Bounds, Measured, choose
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
-from gpumix.doctor.report import Suspect
+from gpumix.doctor.report import BATCH_NOTE, Suspect
 
 INPUT_SHARE = 0.03  # of a step, above which it waits for its data
 COPY_SHARE = 0.01  # of a step, that copies may block
@@ -238,8 +238,8 @@ def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
         why=why,
         changes={"batch_size": doubled},
         fix="; ".join(f"DataLoader(..., batch_size={n}) at {p}" for p, n in doubled.items())
-        + " (the gain is per sample; this changes what is trained: steps are fewer, and the "
-        "learning rate may have to be higher)",
+        + BATCH_NOTE,
+        changes_training=True,
     )
 
 
