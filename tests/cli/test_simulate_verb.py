@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from click.testing import Result
-from jobs import plan_for, train, write_job
+from jobs import OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
 from gpumix.planner.explain import plan as make_plan
@@ -158,7 +158,7 @@ def test_times_must_not_come_from_two_places(measured, option):
 
 
 def test_a_job_that_was_not_measured_is_told_and_not_measured(tmp_path):
-    job = write_job(tmp_path, cluster=PAIR)
+    job = write_job(tmp_path, cluster=PAIR, profile=OWN_PROFILES)
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     err = refused("simulate", tmp_path / "plan.json", "--job", job)
     assert "this job was not measured" in err

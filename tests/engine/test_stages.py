@@ -42,8 +42,9 @@ ALL = LAYOUTS | TEAMS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("schedule", "stage"), [("gpipe", 0), ("1f1b", 1), ("eager-1f1b", 0), ("zero-bubble", 1)]
+)
 def test_layouts(layout, schedule, stage):
     assert_parity("gpt2", LAYOUTS[layout], schedule=schedule, zero_stage=stage)
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from multiprocessing import active_children
 
 import pytest
-from jobs import checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
+from jobs import (
+    OWN_PROFILES,
+    checkpoints,
+    gpumix,
+    metrics,
+    plan_for,
+    progress,
+    toy,
+    train,
+    write_job,
+)
 from pytest import approx
 
 from gpumix.spec.errors import Interrupted
@@ -89,7 +99,8 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
 
 
 def test_a_signal_ends_a_profile_at_once(tmp_path):
-    job = write_job(tmp_path, model=toy(fault="interrupt-launcher", rank=0, at=1))
+    model = toy(fault="interrupt-launcher", rank=0, at=1)
+    job = write_job(tmp_path, model=model, profile=OWN_PROFILES)
     with pytest.raises(KeyboardInterrupt):
         train(job)
     assert not (tmp_path / "profiles").exists()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import toys
-from jobs import CLUSTER, plan_for, toy, train, write_job
+from jobs import CLUSTER, OWN_PROFILES, plan_for, toy, train, write_job
 from safetensors.torch import save_file
 
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
@@ -143,8 +143,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was(job):
     assert (job.parent / "run" / "plan.json").read_text() == before
 
 
-def test_two_runs_do_not_share_a_folder(job):
+def test_two_runs_do_not_share_a_folder(tmp_path):
     """Told before anything is measured."""
+    job = write_job(tmp_path, profile=OWN_PROFILES)
     run = job.parent / "run"
     run.mkdir()
     with (run / ".lock").open("w") as held:
@@ -229,7 +230,8 @@ def test_weights_of_another_model_are_refused_before_anything_is_measured(
     values = toys.model(width=width).state_dict()
     values.pop(dropped, None)
     save_file(values, tmp_path / "weights.safetensors")
-    job = write_job(tmp_path, model={**toy(width=16), "weights": "weights.safetensors"})
+    model = {**toy(width=16), "weights": "weights.safetensors"}
+    job = write_job(tmp_path, model=model, profile=OWN_PROFILES)
     error = refused(InputError, job)
     assert error.what == "the weights are those of another model"
     assert re.search(told, error.why, re.MULTILINE)

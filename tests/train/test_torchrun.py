@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import EMULATED, metrics, run, train, write_job
+from jobs import EMULATED, OWN_PROFILES, metrics, run, train, write_job
 
 from commands import Done
 from gpumix.spec.plan import Plan
@@ -21,7 +21,7 @@ GPUMIX_TRAIN = ["-m", "gpumix", "train", "job.yaml"]
 
 @pytest.fixture
 def job(tmp_path):
-    return write_job(tmp_path, cluster=EMULATED, steps=4)
+    return write_job(tmp_path, cluster=EMULATED, steps=4, profile=OWN_PROFILES)
 
 
 def torchrun(folder, *arguments: str) -> Done:

@@ -101,7 +101,7 @@ class _Slow(list):
 
     def __getitem__(self, index):
         between_s = time.perf_counter() - (self.read_s or time.perf_counter())
-        time.sleep(max(SLOW_READ_S, 3 * between_s))
+        time.sleep(max(SLOW_READ_S, min(1.0, 3 * between_s)))
         self.read_s = time.perf_counter()
         return super().__getitem__(index)
 
