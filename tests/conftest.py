@@ -43,15 +43,6 @@ def pytest_addoption(parser):
     parser.addoption("--refresh-golden", action="store_true", help="write the golden files anew")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_profiles(tmp_path_factory):
-    """A folder for what jobs of tests measure, whichever process runs them (`train/jobs.py`)."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    os.environ["GPUMIX_TEST_PROFILES"] = str(folder / "profiles")
-
-
 @pytest.fixture
 def golden(request):
     """`golden(name, found, rel)`: `found`, what JSON can hold, is in the file of that name in the

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from jobs import SHARED_PROFILES
 
 from gpumix.train import launch
 
@@ -14,3 +17,14 @@ torch.set_num_threads(1)
 def short_grace(monkeypatch):
     """A rank that never answers is waited for in its own tests only."""
     monkeypatch.setattr(launch, "GRACE_S", 5.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_profiles(tmp_path_factory):
+    """A folder for what jobs measure, of all processes that run tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARED_PROFILES, str(folder / "profiles"))
+        yield
