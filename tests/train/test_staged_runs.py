@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import pytest
-from jobs import BATCH, metrics, toy, train, write_job
+from jobs import BATCH, OWN_PROFILES, metrics, toy, train, write_job
 from traces import slices, told
 
 from gpumix.simulate.events import simulate
@@ -142,7 +142,7 @@ def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
-    job = write_job(tmp_path, cluster=PAIR)
+    job = write_job(tmp_path, profile=OWN_PROFILES, cluster=PAIR)
     with pytest.raises(InputError, match="nothing says how a Toy is divided"):
         train(job, "techniques.tensor=2")
 
