@@ -41,7 +41,7 @@ def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
 
     plan = pipeline.plan(profile)
     assert predicted(plan).input_s == pytest.approx(read_s(profile, samples(plan)["one"]))
-    assert predicted(plan).step_s >= read_s(profile, samples(plan)["one"])
+    assert predicted(plan).step_s >= predicted(plan).input_s * (1 - 1e-9)  # sums of floats
 
     # A hundred times as long, so that reading is all that counts, however busy this machine is.
     inputs = [
