@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
@@ -19,8 +20,20 @@ from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES, Batch
+from models import ARCHITECTURES, Architecture, Batch, Block, Regression, vectors
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
+
+
+def tied_blocks() -> nn.Module:
+    """Blocks that share weights with each other, and the third with the layer before them."""
+    model = Regression(blocks := [Block() for _ in range(4)])
+    blocks[3].out.weight = blocks[1].out.weight
+    blocks[2].norm = blocks[0].norm
+    blocks[2].out.weight = model.enter.weight
+    return model
+
+
+EVERY = ARCHITECTURES | {"tied-blocks": Architecture("tied-blocks", tied_blocks, vectors)}
 
 
 class Row(NamedTuple):
@@ -55,13 +68,13 @@ def rows(
 @cache
 def calls_of(name: str) -> tuple[str, ...]:
     """Names of an architecture's unit calls."""
-    return tuple(unit.name for unit in dissect(build(ARCHITECTURES[name].factory, 0)).units)
+    return tuple(unit.name for unit in dissect(build(EVERY[name].factory, 0)).units)
 
 
 @cache
 def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
     """What the calls of an architecture's model need of each other."""
-    architecture = ARCHITECTURES[name]
+    architecture = EVERY[name]
     model = build(architecture.factory, 0)
     switch_off_caches(model)
     specimens = Specimens(
@@ -104,7 +117,7 @@ def staged_plan(
         )
     return Plan(
         strategy="test",
-        model=dissect(build(ARCHITECTURES[name].factory, SEED)).fingerprint(),
+        model=dissect(build(EVERY[name].factory, SEED)).fingerprint(),
         sequence_length=1,
         global_batch=sum(share.samples for share in rows[0].shares[:: rows[0].tensor]),
         stages=tuple(stages),
@@ -134,7 +147,7 @@ def train_in_stages(name: str, plan: Plan, steps: int) -> tuple[list[list[float]
 
 def staged_engine(name: str, plan: Plan) -> Engine:
     """On a rank."""
-    return prepare(build(ARCHITECTURES[name].factory, SEED), plan)
+    return prepare(build(EVERY[name].factory, SEED), plan)
 
 
 def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
@@ -168,7 +181,7 @@ def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any
     engine = staged_engine(name, plan)
     optimizer = optimizer_for(engine.parameters())
     losses = []
-    for batch in batches(ARCHITECTURES[name], plan.global_batch, steps):
+    for batch in batches(EVERY[name], plan.global_batch, steps):
         optimizer.zero_grad()
         losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
         optimizer.step()

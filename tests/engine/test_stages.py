@@ -17,7 +17,7 @@ from gpumix.spec.shares import share_of
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import batches, initialised, train_alone, worst_error
-from staging import Row, own_samples, rows, staged_engine, staged_plan, train_in_stages
+from staging import EVERY, Row, own_samples, rows, staged_engine, staged_plan, train_in_stages
 
 GPT2 = ARCHITECTURES["gpt2"]
 STEPS = 3
@@ -89,9 +89,14 @@ def test_architectures(name):
     assert_parity(name, LAYOUTS["1 + 2"], zero_stage=1)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_that_units_of_different_stages_share(stage):
+    assert_parity("tied-blocks", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
+
+
 def assert_parity(name: str, layout: list[Row], **settings):
     plan = staged_plan(name, layout, **settings)
-    expected = train_alone(ARCHITECTURES[name], plan.global_batch, STEPS)
+    expected = train_alone(EVERY[name], plan.global_batch, STEPS)
     losses, found = train_in_stages(name, plan, STEPS)
     assert worst_error(found, expected) < TOLERANCE
     assert all(seen == losses[0] for seen in losses)

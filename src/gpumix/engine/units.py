@@ -8,7 +8,7 @@ A parameter used by more than one unit belongs to the root, which is gathered th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,11 @@ class Unit:
     def trainable(self) -> int:
         """Elements that get a gradient here."""
         return sum(s.window.numel for s in self.slots if s.parameter.requires_grad)
+
+    def uses(self, slots: Iterable[Slot]) -> list[str]:
+        """The names of those parameters that lie in it, whether they are its own or not."""
+        inside = set(self.module.modules())
+        return [slot.name for slot in slots if any(owner in inside for owner, _ in slot.places)]
 
 
 @dataclass(frozen=True)
@@ -106,17 +111,12 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
     slots = _slots(model)
     owner = _owners(found, slots)
     kinds: dict[str, str] = {}
-    units = tuple(
-        Unit(
-            name,
-            module,
-            _kind(module, kinds),
-            tuple(s for s in slots if owner[s.name] == name),
-        )
-        for name, module in found
-    )
+    units = []
+    for name, module in found:
+        own = tuple(s for s in slots if owner[s.name] == name)
+        units.append(Unit(name, module, _kind(module, own, kinds), own))
     root = Unit(ROOT, model, ROOT, tuple(s for s in slots if owner[s.name] == ROOT))
-    return Anatomy(units, root)
+    return Anatomy(tuple(units), root)
 
 
 def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -193,9 +193,10 @@ def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, 
     return owner
 
 
-def _kind(module: nn.Module, kinds: dict[str, str]) -> str:
-    """A name shared by modules of one structure; `kinds` maps structures to names so far."""
-    structure = _structure(module)
+def _kind(module: nn.Module, own: Sequence[Slot], kinds: dict[str, str]) -> str:
+    """A name shared by units of one structure, which own the like; `kinds` maps structures to names
+    so far."""
+    structure = _structure(module, {id(slot.parameter) for slot in own})
     if structure not in kinds:
         base = type(module).__name__
         same = sum(name.split("#")[0] == base for name in kinds.values())
@@ -203,9 +204,9 @@ def _kind(module: nn.Module, kinds: dict[str, str]) -> str:
     return kinds[structure]
 
 
-def _structure(module: nn.Module) -> str:
+def _structure(module: nn.Module, own: Set[int]) -> str:
     lines = [
-        f"{name}|{tuple(p.shape)}|{p.dtype}|{p.requires_grad}"
+        f"{name}|{tuple(p.shape)}|{p.dtype}|{p.requires_grad}|{id(p) in own}"
         for name, p in module.named_parameters(remove_duplicate=False)
     ]
     for name, part in module.named_modules():

@@ -62,15 +62,11 @@ class Flows:
 
 class _Notes(TorchFunctionMode):
     """Notes where and by what parameters are used (the number of unit calls before, and whether
-    they are looked up), and from what each tensor is computed.
-
-    `used` are the parameters since it was last emptied.
-    """
+    they are looked up), and from what each tensor is computed."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.uses: dict[str, set[tuple[int, bool]]] = defaultdict(set)
-        self.used: set[str] = set()
         self.place = 0
         self._names = names
         self._sources = WeakTensorKeyDictionary()
@@ -88,7 +84,6 @@ class _Notes(TorchFunctionMode):
         given = _tensors((args, kwargs))
         for name in (self._names[id(t)] for t in given if id(t) in self._names):
             self.uses[name].add((self.place, func in LOOKUPS))
-            self.used.add(name)
         sources = self.sources(_read(func, args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             versions = [t._version for t in given]
@@ -133,15 +128,15 @@ def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
     with specimens.start(batch) as walk, chunks, notes:
         walk.go_on()
-        inside: dict[str, set[str]] = {}
         while walk.call is not None:
             kind = specimens.kind_of[walk.call.unit]
             if kind not in returned:
                 notes.place = INSIDE
-                notes.used.clear()
                 returned[kind] = specimens.returned(walk.call)
-                inside[kind] = set(notes.used)
-            needed.append(notes.sources((walk.call.args, walk.call.kwargs)) | inside[kind])
+            inside = specimens.shared_by[walk.call.unit]
+            for name in inside:
+                notes.uses[name].add((INSIDE, False))
+            needed.append(notes.sources((walk.call.args, walk.call.kwargs)).union(inside))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients
             leaves = _fresh(returned[kind], call, notes, gradients=gradients)

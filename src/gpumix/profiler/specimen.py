@@ -52,7 +52,8 @@ class Specimens:
         images_last: whether channels come last in batches of images.
         fused_loss: whether a head in chunks has its losses from the fused kernel.
 
-    `scale` is what summed losses are multiplied with before backward.
+    `scale` is what summed losses are multiplied with before backward; `shared_by` are by unit the
+    parameters of the root that it uses.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Specimens:
                 self.of_kind[unit.kind] = self._alive(unit)
             intercept(unit.name, unit.module, calls)
         self.kind_of = {unit.name: unit.kind for unit in anatomy.units}
+        self.shared_by = {unit.name: unit.uses(self.root_slots) for unit in anatomy.units}
         for owner in model.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
