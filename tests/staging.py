@@ -20,7 +20,7 @@ from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES, Architecture, Batch, Block, Regression, vectors
+from models import ARCHITECTURES, Architecture, Batch, Block, InOrder, Regression, vectors
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
 
 
@@ -33,7 +33,15 @@ def tied_blocks() -> nn.Module:
     return model
 
 
-EVERY = ARCHITECTURES | {"tied-blocks": Architecture("tied-blocks", tied_blocks, vectors)}
+def called_again() -> nn.Module:
+    """The first two of its blocks are called twice, in turn, and the last twice in a row."""
+    return InOrder(4, [0, 1, 0, 1, 2, 3, 3])
+
+
+EVERY = ARCHITECTURES | {
+    factory.__name__: Architecture(factory.__name__, factory, vectors)
+    for factory in (tied_blocks, called_again)
+}
 
 
 class Row(NamedTuple):
@@ -68,7 +76,10 @@ def rows(
 @cache
 def calls_of(name: str) -> tuple[str, ...]:
     """Names of an architecture's unit calls."""
-    return tuple(unit.name for unit in dissect(build(EVERY[name].factory, 0)).units)
+    model = build(EVERY[name].factory, 0)
+    if isinstance(model, InOrder):
+        return tuple(f"blocks.{number}" for number in model.order)
+    return tuple(unit.name for unit in dissect(model).units)
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from models import VOCABULARY, WIDTH, Block, Regression, masked_lm, model_of, vectors
+from models import VOCABULARY, WIDTH, InOrder, masked_lm, model_of, vectors
 from reference import (
     Share,
     assert_gradients_equal,
@@ -34,20 +34,6 @@ albert = model_of(
     attention_probs_dropout_prob=0.0,
 )
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.0"
-
-
-class InOrder(Regression):
-    """Calls its blocks in a given order."""
-
-    def __init__(self, blocks: int, order: list[int]) -> None:
-        super().__init__([Block() for _ in range(blocks)])
-        self.order = order
-
-    def forward(self, x, target):
-        x = self.enter(x)
-        for number in self.order:
-            x = self.blocks[number](x)
-        return self.error(x, target)
 
 
 ORDERS = [[0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0], [0, 1, 2, 1, 0]]

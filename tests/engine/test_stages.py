@@ -91,7 +91,12 @@ def test_architectures(name):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_weights_that_units_of_different_stages_share(stage):
-    assert_parity("tied-blocks", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
+    assert_parity("tied_blocks", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_units_that_a_stage_calls_again(stage):
+    assert_parity("called_again", LAYOUTS["1 + 2"], cuts=[4], zero_stage=stage)
 
 
 def assert_parity(name: str, layout: list[Row], **settings):

@@ -239,6 +239,41 @@ def test_more_stages_than_devices_or_units_are_refused():
         Space(least_stages=4, most_stages=2)
 
 
+# -- units that are called again -------------------------------------------------------------------
+
+
+def calling(order: list[int], devices: int = 3) -> Profile:
+    """A model whose blocks are called in this order."""
+    found = cluster([(1.0, devices)], calls=len(order), link=1e12)
+    calls = tuple(f"layers.{number}" for number in order)
+    return found.model_copy(update={"model": found.model.model_copy(update={"calls": calls})})
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=10))
+def test_a_model_is_cut_where_no_unit_is_called_on_both_sides(order):
+    model = calling(order).model
+    expected = [n for n in range(1, len(order)) if not set(order[:n]) & set(order[n:])]
+    assert list(model.cuts) == expected
+
+
+@pytest.mark.parametrize("strategy", ["staged", "model", "optimal"])
+@pytest.mark.parametrize("order", [[0, 1, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2, 3]])
+def test_all_calls_of_a_unit_are_in_one_stage(strategy, order):
+    space = Space(least_stages=2 if strategy == "optimal" else 1)
+    plan = make_plan(calling(order), 6, strategy=strategy, space=space)
+    assert len(plan.stages) > 1
+    stages = [set(stage.units) for stage in plan.stages]
+    assert sum(map(len, stages)) == len(set.union(*stages))
+
+
+@pytest.mark.parametrize("strategy", ["staged", "model"])
+def test_a_model_that_begins_again_has_one_stage(strategy):
+    again = calling([0, 1, 2, 0, 1, 2])
+    with pytest.raises(InputError, match="units before the cut are called again behind it"):
+        make_plan(again, 6, strategy=strategy)
+    assert len(make_plan(again, 6, strategy="optimal").stages) == 1
+
+
 # -- what is proven --------------------------------------------------------------------------------
 
 

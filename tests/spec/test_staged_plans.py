@@ -64,6 +64,7 @@ def test_a_stage_computes_something_on_some_device(part, told):
     [
         ((GOOD[0], stage(1, "b", worker={"micro_batch": 2})), {}, "same micro-batches"),
         ((GOOD[0], stage(1, "a")), {}, "device 'a' is in two stages"),
+        ((GOOD[0], stage(1, "b", units=("block.0",))), {}, "unit 'block.0' is in two stages"),
         (
             (GOOD[0], stage(1, "b", takes=(Taken(call=1, output=0),))),
             {},

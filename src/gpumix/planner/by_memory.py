@@ -42,7 +42,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
     refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0})
-    most = min(len(profile.model.calls), request.space.most_stages or len(devices))
+    most = min(len(profile.model.cuts) + 1, request.space.most_stages or len(devices))
     if len(devices) > most:
         raise InputError(
             f"{len(devices)} devices of a stage each need as many units and stages, there are "
@@ -86,19 +86,18 @@ def _plan(profile: Profile, batch: int, way: Way) -> Plan:
 
 def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
     """The cut at which the fullest device is least full."""
-    calls, stages = len(profile.model.calls), len(way.row)
-
+    edges = np.array([0, *profile.model.cuts, len(profile.model.calls)])
     room = StageRoom(profile)
 
     def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
         (device,) = way.row[stage]
         name = device.device_class
         each, _ = element_bytes(profile, name, zero_stage=0)
-        left = _left_before(profile, way, stage) * min(count, stages - stage)
+        left = _left_before(profile, way, stage) * min(count, len(way.row) - stage)
         part = room.elements(begin, end) * each + left[end] - left[begin]
         return np.asarray(part / max(1, free_bytes(profile, name)))
 
-    return (*_least_most(calls, stages, filled), calls)
+    return tuple(_least_most(edges, len(way.row), filled))
 
 
 def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
@@ -110,25 +109,26 @@ def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
 
 
 def _least_most(
-    calls: int, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
+    edges: IntArray, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
 ) -> list[int]:
-    """The ends of all stages but the last, where the costliest costs least: by dynamic programme.
+    """The ends of all stages, where the costliest costs least: by dynamic programme.
 
     Args:
+        edges: numbers of the calls that a stage may begin with or end before.
         cost: of a stage that has calls [begin, end), for many of these at once.
     """
-    begin, end = np.triu_indices(calls + 1, k=1)
-    best = np.full(calls + 1, np.inf)
+    begin, end = np.triu_indices(len(edges), k=1)
+    best = np.full(len(edges), np.inf)
     best[0] = 0.0
     chosen = []
     for stage in range(stages):
-        of_stage = np.full((calls + 1, calls + 1), np.inf)
-        of_stage[begin, end] = cost(stage, begin, end)
+        of_stage = np.full((len(edges), len(edges)), np.inf)
+        of_stage[begin, end] = cost(stage, edges[begin], edges[end])
         most = np.maximum(best[:, None], of_stage)
         chosen.append(most.argmin(axis=0))
         best = most.min(axis=0)
-    cut, at = [], calls
-    for places in reversed(chosen[1:]):
+    ends, at = [], len(edges) - 1
+    for places in reversed(chosen):
+        ends.append(int(edges[at]))
         at = int(places[at])
-        cut.append(at)
-    return cut[::-1]
+    return ends[::-1]

@@ -43,13 +43,13 @@ class Cutter:
         self._pace_of = pace_of
         self._profile = pace_of.profiles[ALONE]
         self._batch = batch
-        self._calls = len(self._profile.model.calls)
         self._sizes: dict[int, float] = {}
 
     def cuts(self, way: Way) -> Cuts:
         """Those of a way."""
-        stages, calls = len(way.stages), self._calls
-        inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
+        stages, calls = len(way.stages), len(self._profile.model.calls)
+        allowed = self._profile.model.cuts
+        inner = np.array(list(combinations(allowed, stages - 1)), dtype=np.int64)
         inner = inner.reshape(-1, stages - 1)
         ends = np.concatenate([inner, np.full((len(inner), 1), calls)], axis=1)
         begins = np.concatenate([np.zeros((len(inner), 1), np.int64), inner], axis=1)

@@ -17,18 +17,18 @@ NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "sh
 
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError where there can be no plan of several stages."""
-    what = ""
+    what, fix = "", ONE_STAGE
     if len(devices) < 2:
         what = "one device alone has one stage"
     elif len(set(profile.model.calls)) < 2:
         what = "a model of one unit has one stage"
+    elif not profile.model.cuts:
+        what = "wherever this model is cut, units before the cut are called again behind it"
     elif not profile.model.needs:
         what = "the profile does not say what the model's units need of each other"
+        fix += ", or profile again: `gpumix profile JOB.yaml --fresh`"
     if what:
-        raise InputError(
-            f"there is no plan of several stages: {what}",
-            fix=f"{ONE_STAGE}, or profile again: `gpumix profile JOB.yaml --fresh`",
-        )
+        raise InputError(f"there is no plan of several stages: {what}", fix=fix)
 
 
 def refuse_without(space: Space, needed: Mapping[str, object] = NEEDED) -> None:

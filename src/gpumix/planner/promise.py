@@ -86,9 +86,10 @@ class Promises:
         self._zero_stages = zero_stages
         self.sizes = tuple(sizes)
         self.counts = -(-batch // np.array(sizes))
-        calls = len(self.profile.model.calls)
-        edges = np.linspace(0, calls, min(calls + 1, MOST_EDGES))
-        self.edges = np.round(edges).astype(np.int64)
+        model = self.profile.model
+        edges = np.array([0, *model.cuts, len(model.calls)])
+        chosen = np.linspace(0, len(edges) - 1, min(len(edges), MOST_EDGES))
+        self.edges = edges[np.round(chosen).astype(np.int64)]
         self._rooms = pace_of.rooms
         self._holdings: dict[tuple[str, Manner, bool], _Holding] = {}
         self.stages = lru_cache(maxsize=512)(self._stages_of)

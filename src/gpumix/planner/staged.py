@@ -91,11 +91,11 @@ class _Search:
         self._below_s = below_s
         refuse_one_stage(profile, self._devices)
         refuse_without(request.space)
-        most = min(len(profile.model.calls), len(self._devices))
+        most = min(len(profile.model.cuts) + 1, len(self._devices))
         if request.space.least_stages > most:
             raise InputError(
                 f"there is no plan of {request.space.least_stages} stages: there are "
-                f"{len(self._devices)} devices, and {len(profile.model.calls)} units",
+                f"{len(self._devices)} devices, and {len(profile.model.cuts) + 1} units",
                 fix=f"set techniques.least_stages to {most} at most",
             )
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
@@ -166,8 +166,8 @@ class _Search:
 
     @property
     def _most_stages(self) -> int:
-        calls = len(self._profile.model.calls)
-        return min(calls, self._space.most_stages or calls)
+        most = len(self._profile.model.cuts) + 1
+        return min(most, self._space.most_stages or most)
 
     @cached_property
     def _classes(self) -> Counter[str]:
@@ -249,6 +249,7 @@ class _Search:
     def _alike(self, one: Candidate) -> Iterator[Candidate]:
         """What differs from it in one thing."""
         way, cut, promises = one.way, one.cut, self._promises.of(one.way.row)
+        allowed = set(self._profile.model.cuts)
         number = int(np.argmin(np.abs(np.array(self._sizes) - way.micro_batch)))
         others = [(way.schedule, n) for n in (number - 1, number + 1) if 0 <= n < len(self._sizes)]
         others += [(schedule, number) for schedule in self._schedules if schedule != way.schedule]
@@ -261,7 +262,7 @@ class _Search:
         for place, end in enumerate(cut[:-1]):
             before = cut[place - 1] if place else 0
             for moved in (end - 1, end + 1):
-                if before < moved < cut[place + 1]:
+                if before < moved < cut[place + 1] and moved in allowed:
                     yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]), deal=None)
         for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
             for other in self._manners_at(way.row, way.schedule, place):
@@ -305,12 +306,12 @@ class _Search:
         found, complete = self._rows
         if not complete:
             return False
-        total, calls = 0, len(self._profile.model.calls)
+        total, cuts = 0, len(self._profile.model.cuts)
         for row, schedule in product(found, self._schedules):
             stages = len(row) * rounds_of(schedule)
             manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
             total += len(self._sizes) * prod(manners)
-            if total > FEW_WAYS or comb(calls - 1, stages - 1) > FEW_CUTS:
+            if total > FEW_WAYS or comb(cuts, stages - 1) > FEW_CUTS:
                 return False
         return True
 

@@ -368,6 +368,11 @@ class Plan(Document):
                 "schedule 'zero-bubble' keeps gradients whole until a step's end, ZeRO stage "
                 f"{self.zero_stage} divides them before"
             )
+        refuse_twins(
+            "unit",
+            (name for stage in self.stages for name in dict.fromkeys(stage.units)),
+            "is in two stages, which would have its weights twice",
+        )
         calls = 0
         for number, stage in enumerate(self.stages):
             late = [taken.call for taken in stage.takes if taken.call >= calls]

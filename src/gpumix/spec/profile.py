@@ -7,7 +7,7 @@ cause does not (the framework's constant apart), because it is counted on the en
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -183,6 +183,14 @@ class ModelProfile(Value):
         units = sorted(set(zip(self.calls, self.kind_of_call)))
         refuse_twins("unit", (name for name, _ in units), "is of two kinds")
         return self
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Numbers of the calls that a stage may begin with, beside the first: no unit is called
+        before and from there on."""
+        last = {name: number for number, name in enumerate(self.calls)}
+        behind = accumulate((last[name] for name in self.calls), max)
+        return tuple(n for n, end in enumerate(behind, 1) if end < n < len(self.calls))
 
     def kind(self, name: str) -> UnitKind:
         """The kind called `name`; raises KeyError if there is none."""
