@@ -27,6 +27,12 @@ def test_half_precision_rounds_more():
     assert "differ" in unlike(LOSSES, times(1.1), {"autocast"})
 
 
+def test_losses_without_a_meaning_tell_nothing():
+    broken = [2.0, float("nan"), float("inf")]
+    assert unlike(broken, broken, {"fused"}) == ""
+    assert unlike(LOSSES, broken, {"fused"}) == "losses are not finite"
+
+
 def test_later_losses_may_drift():
     drifted = [*LOSSES[:8], 5.0]
     assert unlike(LOSSES, drifted, {"fused"}) == ""

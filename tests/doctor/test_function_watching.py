@@ -57,7 +57,7 @@ def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gp
             leaves=lambda: None,
         )
         for hook in (watch.stepped, steps.step):
-            patches.undo_later(register_optimizer_step_post_hook(hook).remove)
+            patches.callback(register_optimizer_step_post_hook(hook).remove)
         roots.find()
         with pytest.raises(Enough):
             train()

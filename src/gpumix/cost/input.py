@@ -14,6 +14,9 @@ from collections import Counter
 from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import HostInput, Profile
 
+# Of a step, or of a window of them; what waits for its data for less is told from noise by nobody.
+STARVED_SHARE = 0.03
+
 
 def input_seconds(profile: Profile, plan: Plan) -> float:
     """To read the samples of a step, on the host where that takes longest; 0 if nothing is known

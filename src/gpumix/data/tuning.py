@@ -15,6 +15,7 @@ from enum import StrEnum
 from math import ceil, floor
 from statistics import median
 
+from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.crew import MOST_WORKERS
 from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
 from gpumix.data.fetch import Cost
@@ -23,7 +24,6 @@ FIRST = 6  # steps that the device's time is taken from
 WINDOW = 20  # steps that one look is at
 PAUSE = 200  # steps between later moves
 BUSY = 0.9  # of what workers can do at most is planned with
-STARVED = 0.03  # of a step that waiting for data may take
 CHEAP = 0.05  # of a device's step that one thread's fetching may take from who launches its work
 CHEAP_S = 1e-3  # of a batch: less is not worth a process
 HANDED_S = 5e-3  # of a step for each part of a batch: each costs the trainer about 0.1 ms
@@ -256,7 +256,7 @@ class Tuner:
         waited_s = sum(step.waited_s for step in self._window)
         all_s = waited_s + sum(step.device_s for step in self._window)
         share = waited_s / max(all_s, 1e-9)
-        if share <= STARVED:
+        if share <= STARVED_SHARE:
             self._starved, self.limit = 0, Limit.DEVICE
             return
         found = self._measured(batch_bytes, self._device_s())

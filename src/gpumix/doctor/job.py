@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from gpumix.cost.input import STARVED_SHARE
 from gpumix.doctor.change import Changes, overrides
 from gpumix.doctor.examine import Window
 from gpumix.doctor.machine import Watched, remarks_on, watched
 from gpumix.doctor.report import Suspect
-from gpumix.doctor.suspects import INPUT_SHARE, Evidence, suspects
+from gpumix.doctor.suspects import Evidence, suspects
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.job import Job
@@ -124,7 +125,7 @@ class JobPatient:
     def remarks(self) -> Iterator[str]:
         trial = self.trials[-1]
         share = max(trial.input_shares)
-        if share > INPUT_SHARE:
+        if share > STARVED_SHARE:
             yield (
                 f"a device still waits for its data in {share:.0%} of a step: "
                 f"{_limits(trial)}; make reading samples cheaper (store what was decoded), or "

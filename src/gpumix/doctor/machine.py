@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpumix.cost.input import STARVED_SHARE
+
 SHARE = 0.1  # of the looks, or of the time, from which on it is told
-STARVED = 0.03  # of a step, above which a device waits for its data
 LOOK_S = 0.2  # between looks at the GPUs
 USED = 0.05  # of a GPU's time, below which it is not part of the training
 
@@ -79,7 +80,7 @@ def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterat
     for gpu in seen.gpus:
         yield from _throttled(gpu)
         yield from _narrow_link(gpu)
-    if input_share > STARVED:
+    if input_share > STARVED_SHARE:
         yield from _slow_disk(seen, input_share)
     if retries:
         yield (
@@ -128,7 +129,7 @@ def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float)
         cpu_s: seconds of cores that all processes of the training take for a step.
     """
     busy = cpu_s / max(1e-9, step_s * cores)
-    if input_share <= STARVED or busy < 1.0 - SHARE:
+    if input_share <= STARVED_SHARE or busy < 1.0 - SHARE:
         return ""
     return (
         f"a device waits for its data in {input_share:.0%} of a step, and all {cores:g} cores are "

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpumix.cost.input import STARVED_SHARE
 from gpumix.doctor.change import Changes, default_of, in_words
 from gpumix.doctor.report import BATCH_NOTE, Suspect
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import LARGEST_BATCH
 
-INPUT_SHARE = 0.03  # of a step, above which a device waits for its data
 FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to be suspected
 BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
 PADDING = 0.05  # part of a batch
@@ -65,7 +65,7 @@ def suspects(seen: Evidence) -> list[Suspect]:
 
 
 def _input(seen: Evidence) -> Iterator[Suspect]:
-    if seen.input_share <= INPUT_SHARE:
+    if seen.input_share <= STARVED_SHARE:
         return
     data = seen.job.data
     why = f"a device waits for its data in {seen.input_share:.0%} of a step"
@@ -172,7 +172,7 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
 def _batch(seen: Evidence) -> Iterator[Suspect]:
     """Last, for it changes what is trained; not where devices wait for data."""
     changes = {"global_batch": 2 * seen.job.global_batch}
-    if seen.input_share > INPUT_SHARE or changes["global_batch"] > LARGEST_BATCH:
+    if seen.input_share > STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
         return
     foretold_s = seen.foretold_s(changes)
     if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - SMALL_BATCH):

@@ -20,8 +20,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-WINDOW_STEPS = 20
-STARVED_SHARE = 0.03  # of a window; fewer steps, or a lower share, and noise is told as a finding
+from gpumix.cost.input import STARVED_SHARE
+
+WINDOW_STEPS = 20  # of fewer, noise is told as a finding
 
 T = TypeVar("T")
 

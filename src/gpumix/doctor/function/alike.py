@@ -15,14 +15,16 @@ SPREAD = 3.0  # standard errors, that such means may be apart
 
 
 def unlike(before: Sequence[float], after: Sequence[float], changes: Iterable[str]) -> str:
-    """In what losses differ; empty: in nothing, or none were seen.
+    """In what losses differ; empty: in nothing, or none say anything.
 
     Args:
         changes: the names of what was changed.
     """
     if not before or not after:
         return ""
-    if not all(map(math.isfinite, after)) and all(map(math.isfinite, before)):
+    if not all(map(math.isfinite, before)):
+        return ""
+    if not all(map(math.isfinite, after)):
         return "losses are not finite"
     names = set(changes)
     rounding = max([ROUNDING, *(COARSE.get(name, 0.0) for name in names)])

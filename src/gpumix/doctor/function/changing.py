@@ -63,21 +63,21 @@ def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _loaders(patches: Patches, change: Callable[[str, dict[str, Any]], None]) -> None:
-    """`change` is given the line and the arguments of each DataLoader that is made."""
+def _making(patches: Patches, made: type, change: Callable[[str, dict[str, Any]], None]) -> None:
+    """`change` is given the line and the arguments of each `made` that is made."""
 
     def making(before: Any) -> Any:
         signature = inspect.signature(before)
 
         @wraps(before)
-        def made(*args: Any, **kwargs: Any) -> None:
+        def init(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs)
             change(calling_line(), given.arguments)
             before(*given.args, **given.kwargs)
 
-        return made
+        return init
 
-    patches.replace(DataLoader, "__init__", making)
+    patches.replace(made, "__init__", making)
 
 
 def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
@@ -86,7 +86,7 @@ def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
             given["num_workers"] = by_line[line]
             given["persistent_workers"] = True
 
-    _loaders(patches, change)
+    _making(patches, DataLoader, change)
 
 
 def _batches(by_line: Mapping[str, int], patches: Patches) -> None:
@@ -94,7 +94,7 @@ def _batches(by_line: Mapping[str, int], patches: Patches) -> None:
         if line in by_line:
             given["batch_size"] = by_line[line]
 
-    _loaders(patches, change)
+    _making(patches, DataLoader, change)
 
 
 def _pin(_: Any, patches: Patches) -> None:
@@ -109,7 +109,7 @@ def _pin(_: Any, patches: Patches) -> None:
 
         return copy
 
-    _loaders(patches, change)
+    _making(patches, DataLoader, change)
     for name in ("to", "cuda"):
         patches.replace(Tensor, name, copying)
 
@@ -206,19 +206,11 @@ def _ignored(*_: Any, **__: Any) -> None:
 
 
 def _fuse(_: Any, patches: Patches) -> None:
-    def making(before: Any) -> Any:
-        signature = inspect.signature(before)
-
-        @wraps(before)
-        def made(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind(*args, **kwargs)
-            given.arguments["fused"] = True
-            before(*given.args, **given.kwargs)
-
-        return made
+    def change(line: str, given: dict[str, Any]) -> None:
+        given["fused"] = True
 
     for kind in FUSIBLE:
-        patches.replace(kind, "__init__", making)
+        _making(patches, kind, change)
 
 
 def _keep(_: Any, patches: Patches) -> None:

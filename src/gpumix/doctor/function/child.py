@@ -85,8 +85,8 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
     profiled = order.profiled if gpu else 0
     steps = Steps(order.warm_up, order.steps, profiled, begins=begins, ends=ends, leaves=leaves)
     for hook in (watch.stepped, steps.step):
-        patches.undo_later(register_optimizer_step_post_hook(hook).remove)
-    patches.undo_later(roots.found)
+        patches.callback(register_optimizer_step_post_hook(hook).remove)
+    patches.callback(roots.found)
     roots.find()
     try:
         call_factory(order.reference, {}, Path(order.folder))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -16,11 +15,8 @@ _LIBRARY = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib/python", "
 UNKNOWN = "a library"
 
 
-class Patches:
+class Patches(ExitStack):
     """Undoes them all when it is left, the last one first."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         """`owner.name` becomes `make(what it was)`; returns what it was."""
@@ -35,7 +31,7 @@ class Patches:
             else:
                 delattr(owner, name)
 
-        self._stack.callback(undo)
+        self.callback(undo)
         return before
 
     def replace_everywhere(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -46,20 +42,6 @@ class Patches:
             for other, value in list(vars(module).items()) if hasattr(module, "__dict__") else ():
                 if value is before and module is not owner:
                     self.replace(module, other, lambda _: made)
-
-    def undo_later(self, undo: Callable[[], object]) -> None:
-        self._stack.callback(undo)
-
-    def __enter__(self) -> Patches:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
 
 def calling_line() -> str:

@@ -31,7 +31,7 @@ class Roots:
 
     def found(self) -> None:
         """There are no more."""
-        self._patches.__exit__(None, None, None)
+        self._patches.close()
 
     def seen(self) -> tuple[ModelSeen, ...]:
         return tuple(_seen(*one) for one in self._known.values())

@@ -106,7 +106,6 @@ class Seen:
         seconds: of these steps.
         losses: all, from the first step on; what `backward` was called of.
         cuda: whether there is a GPU, of this `capability` (0: none).
-        bf16: whether the device computes bf16 in hardware.
         copies: from memory that is not pinned to a GPU, which block.
         syncs: values that the host waits for, of a GPU.
         writes: to stdout and stderr.
@@ -122,7 +121,6 @@ class Seen:
     losses: tuple[float, ...]
     cuda: bool = False
     capability: int = 0
-    bf16: bool = False
     loaders: tuple[LoaderSeen, ...] = ()
     optimizers: tuple[OptimizerSeen, ...] = ()
     models: tuple[ModelSeen, ...] = ()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import floor
 
+from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.tuning import Bounds, Measured, choose
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.report import BATCH_NOTE, Suspect
 
-INPUT_SHARE = 0.03  # of a step, above which it waits for its data
 COPY_SHARE = 0.01  # of a step, that copies may block
 WRITE_SHARE = 0.01  # of a step, that printing may take
 OPTIMIZER_SHARE = 0.03  # of a step, above which a faster optimizer is worth a try
@@ -47,7 +47,7 @@ def _input(seen: Seen) -> Iterator[Suspect]:
     waiting = {
         one.place: workers
         for one in seen.loaders
-        if one.waited_s > INPUT_SHARE * seen.seconds and (workers := _workers(seen, one))
+        if one.waited_s > STARVED_SHARE * seen.seconds and (workers := _workers(seen, one))
     }
     if not waiting:
         return
@@ -229,7 +229,7 @@ def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
     launching = kernels_share is not None and kernels_share < LAUNCH_SHARE
     small = launching if seen.cuda else optimizer_share > SMALL_SHARE
     doubled = {one.place: 2 * one.batch_size for one in seen.loaders if one.batch_size}
-    if not small or not doubled or seen.memory_share > ROOM or seen.input_share > INPUT_SHARE:
+    if not small or not doubled or seen.memory_share > ROOM or seen.input_share > STARVED_SHARE:
         return
     why = "kernels are small" if launching else f"updates take {optimizer_share:.0%} of a step"
     yield Suspect(

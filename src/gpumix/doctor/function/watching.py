@@ -144,7 +144,7 @@ class Watch:
         for name in ("stdout", "stderr"):
             patches.replace(sys, name, lambda stream: _Watched(stream, self.writes))
         hook = register_optimizer_step_pre_hook(self._stepping)
-        patches.undo_later(hook.remove)
+        patches.callback(hook.remove)
         if gpu:
             for name in ("to", "cuda"):
                 patches.replace(Tensor, name, self._copying)
