@@ -437,6 +437,13 @@ class Plan(Document):
         ranks = tuple(worker.device for worker in self.workers if worker.device in left)
         return self.model_copy(update={"stages": stages, "ranks": ranks})
 
+    def expected_of(self, rank: int) -> WorkerPrediction | None:
+        """What is predicted of a rank. The prediction has the order of the ranks for which it was
+        made: by it alone devices of other ranks would be taken for this one."""
+        device = self.workers[rank].device
+        told = self.prediction.workers if self.prediction is not None else ()
+        return next((expected for expected in told if expected.device == device), None)
+
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""
         ranks, size = self.ranks_of(stage), self.stages[stage].tensor
