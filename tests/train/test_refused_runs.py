@@ -106,7 +106,8 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
     )
     prediction = plan.prediction.model_copy(update={"workers": swollen})
     too_large = plan.model_copy(update={"prediction": prediction})
-    error = refused(NoFeasiblePlanError, job, "output=other", plan=too_large)
+    unmeasured = "profile.cache=other"  # what was measured would foretell it anew
+    error = refused(NoFeasiblePlanError, job, "output=other", unmeasured, plan=too_large)
     assert "the plan needs 1.0 GiB" in error.what
 
 

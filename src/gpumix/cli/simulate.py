@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Debug, Json, Overrides, answer, verb
-from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, profile_beside
+from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, found_beside
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def simulate(
             precision={w.device_class: w.compute_dtype for w in planned.workers},
         )
     if profile is None and job is None and cluster is None:
-        profile = _beside(plan)
+        profile = found_beside(plan)
     times, note = _times(profile, asked)
     replay = replay_of(times, planned)
     if trace is not None:
@@ -81,12 +81,6 @@ def simulate(
         as_json,
         note,
     )
-
-
-def _beside(plan: Path) -> Path | None:
-    """The profile that `gpumix plan --output` and runs write beside a plan."""
-    places = (profile_beside(plan), plan.with_name("profile.json"))
-    return next((place for place in places if place.is_file()), None)
 
 
 def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
