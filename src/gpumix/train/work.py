@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from gpumix.engine.optimizers.groups import matches
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
@@ -75,14 +76,16 @@ def _inputs(
 
 
 def _model_to_measure(task: Task) -> nn.Module:
-    """The job's model; weights that are not its own, and groups that match none of its parameters,
-    are told now, not after the measurement."""
+    """The job's model; weights that are not its own, groups that match none of its parameters, and
+    tensor plans that fit none of its modules, are told now, not after the measurement."""
     spec = task.job.model
     model = model_of(spec, folder=task.folder, seed=task.job.seed)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     matches([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
         source_of(model, spec.weights)
+    if spec.tensor_plan is not None:
+        tensor_plan(model, spec.tensor_plan)
     return model
 
 
