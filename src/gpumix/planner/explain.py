@@ -19,7 +19,6 @@ from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
-from gpumix.planner.teams import over_degrees
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
@@ -50,7 +49,7 @@ def _with_no_choice(strategy: Strategy) -> Strategy:
 STRATEGIES: dict[str, Strategy] = {
     "optimal": minding_data(fastest),
     "staged": minding_data(staged),
-    "model": _with_no_choice(over_degrees(by_memory)),
+    "model": _with_no_choice(by_memory),
     "even": _with_no_choice(even),
     "proportional": _with_no_choice(proportional),
     "poplar": _with_no_choice(poplar),
