@@ -269,6 +269,20 @@ def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
 
 
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
+def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
+    """In one stage the fast two would be much faster; the other class has one device alone."""
+    found = cluster([(1.0, 2), (9.0, 1)], calls=6, link=1e4)
+    space = SPACE.model_copy(update={"least_stages": 2})
+    plan = make_plan(found, 4, strategy=strategy, space=space)
+    assert plan.reasons is not None
+    others = {one.strategy: one for one in plan.reasons.alternatives}
+    fast = PlanRequest(global_batch=4, devices=("c0-0", "c0-1"), space=space)
+    wanted = predicted(staged(found, fast)).step_s
+    assert others["only c0"].step_s == pytest.approx(wanted)
+    assert others["only c1"].step_s is None and "one device alone" in others["only c1"].why
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "staged"])
 def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
     found = cluster([(1.0, 3)], link=1e12)
     assert len(make_plan(found, 4, strategy=strategy, space=Space(least_stages=3)).stages) >= 3

@@ -175,7 +175,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
     if found.pays:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
         if found.speedup is None:
-            return f"mixing pays: no class alone could train this batch{more}"
+            return f"mixing pays: no class alone could train this batch with these techniques{more}"
         return (
             f"mixing pays: {found.speedup:.2f} times as fast as only {found.best_class}, the best "
             f"single class{more}"
