@@ -62,6 +62,8 @@ def simulate(
 
     planned = Plan.load(plan)
     asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
+    if cluster is not None and profile is None:
+        _refuse_other_cards(planned, cluster, network)
     if job is None:
         asked = replace(
             asked,
@@ -81,6 +83,21 @@ def simulate(
         as_json,
         note,
     )
+
+
+def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
+    """Raise an InputError where the cluster lacks a class of the plan: it is no estimate of it."""
+    from gpumix.hardware.describe import cluster as described
+
+    there = {c.name for c in described(cluster, "auto", network).classes}
+    missing = sorted({w.device_class for w in plan.workers} - there)
+    if missing:
+        raise InputError(
+            f"the plan has devices of class {', '.join(missing)}, which are not there",
+            where="--cluster",
+            why=f"its classes are {', '.join(sorted(there))}",
+            fix="name the cards that the plan was made for, or plan for these: gpumix plan",
+        )
 
 
 def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
