@@ -190,7 +190,8 @@ def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableTyp
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
     yield _path_table(replay)
-    yield _traffic_table(plan, times)
+    if len(plan.workers) > 1:
+        yield _traffic_table(plan, times)
     table = _idle_table(uses(replay), replay.step_s)
     yield labelled(table, plan.emulated, times.estimated)
 

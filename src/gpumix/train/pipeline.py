@@ -92,15 +92,15 @@ class Pipeline:
         self._check_output(resume)
         profile = None
         if plan is not None:
-            plan, profile = self._checked(plan, made_from)
+            given = plan
+            plan, profile = self._checked(given, made_from)
+            self._tell_about(plan, given)
         with self._output_for_one():
             return self._train(plan, profile, resume)
 
     def _train(self, plan: Plan | None, profile: Profile | None, resume: bool) -> Summary:
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
-        for line in overruled(plan, self.job) if plan is not None else ():
-            self.show(line)
         if plan is None:
             profile = self.profile()
             self.show(profile_table(profile))
@@ -224,10 +224,18 @@ class Pipeline:
         check_memory(plan, self.cluster)
         return plan, profile
 
+    def _tell_about(self, plan: Plan, given: Plan) -> None:
+        """What a reader of the plan that was given, or of the job, would not expect."""
+        if plan.prediction != given.prediction:
+            self.show("what the plan foretells of itself does not hold: it is predicted again")
+        for line in overruled(plan, self.job):
+            self.show(line)
+
 
 def too_busy(overruns: int) -> str:
     """What to say of a measurement on emulated devices that had overruns."""
+    times = "once" if overruns == 1 else f"{overruns} times"
     return (
-        f"emulated devices fell behind their speed {overruns} times: this machine was too busy "
-        "for the numbers to count"
+        f"emulated devices fell behind their speed {times}: this machine was too busy for the "
+        "numbers to count"
     )
