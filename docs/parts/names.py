@@ -122,7 +122,7 @@ def _paragraph(block: str) -> str:
 def _items(lines: Iterable[str]) -> Iterator[str]:
     """One item per entry of a section; lines that are indented deeper go on with it."""
     for line in lines:
-        entry = re.match(r"    ([\w, ]+): (.*)", line)
+        entry = re.match(r"    (\w[\w, ]*): (.*)", line)
         if entry:
             yield f"* `{entry[1]}`: {entry[2]}"
         else:

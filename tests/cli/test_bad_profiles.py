@@ -178,7 +178,7 @@ def _negative(value: Any) -> Any:
     return -value if number else None
 
 
-WHATIF = ("whatif", "--add", "1x quick", "--add", "t4", "--network", "10GbE")
+WHATIF = ("whatif", "--add", "1x quick", "--add", "t4", "--inside", "10GbE")
 ODD = [None, True, "x", "", [], {}, -1, 0, 0.5, 1e300, 10**30, NAN, INFINITY]
 CHANGES: list[Callable[[Keys, Any], Any]] = [
     without,

@@ -205,11 +205,11 @@ def test_a_model_that_no_card_holds_is_told_in_bytes():
 
 
 def test_each_change_and_all_together(from_profile):
-    changes = ("--add", "2x quick", "--add", "t4", "--remove", "tardy", "--network", "pcie4")
+    changes = ("--add", "2x quick", "--add", "t4", "--remove", "tardy", "--inside", "pcie4")
     found = outlooks(*from_profile, *changes)
     assert [o["change"] for o in found] == [
         "now", "add 2x quick", "add t4", "remove tardy",
-        "network pcie4 inside the host", "all together",
+        "inside pcie4", "all together",
     ]  # fmt: skip
     assert [o["devices"] for o in found] == [
         {"quick": 2, "tardy": 1},
@@ -287,6 +287,8 @@ def test_of_an_estimate(job):
         ),
         (("--network", "0 GB/s"), "--network: a link must move more than 0"),
         (("--network", "fast"), "--network: 'fast' is not a link"),
+        (("--network", "25GbE"), "--network: '25GbE' would link hosts, and there is only one"),
+        (("--inside", "fast"), "--inside: 'fast' is not a link"),
         (("--between", "25GbE", "--add", "t4"), "--between has no effect without --cluster"),
         (("--add", "quick", "--price", "quick=1.5"), "class 'tardy' has no price"),
         (("--add", "quick", "--price", "t4=1.5"), "there is no class 't4' to pay for"),
@@ -315,7 +317,7 @@ def test_hosts_want_a_link_between_them():
         ("plan", "--cluster", "2x rtx3090; 2x p40", "--network", "25GbE", *SMALL),
         ("plan", "job.yaml", "--cluster", CARDS),
         ("plan", "job.yaml", "--profile", "profile.json"),
-        ("whatif", "job.yaml", "--profile", "profile.json", "--add", "t4", "--network", "pcie4"),
+        ("whatif", "job.yaml", "--profile", "profile.json", "--add", "t4", "--inside", "pcie4"),
         ("whatif", "--cluster", CARDS, "--remove", "p40", *SMALL),
         ("plan", "--cluster", "4x rtx3091"),
     ],

@@ -116,7 +116,7 @@ def test_a_plan_of_another_model_is_told(estimated):
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        ("4x rtx3090", "names the device class 'p40', which is not there"),
+        ("4x rtx3090", "--cluster: the plan has devices of class p40, which are not there"),
         ("4x rtx3090, 1x p40", "the plan's device 'p40-1' (p40) is not in the profile's cluster"),
     ],
 )

@@ -31,3 +31,11 @@ def test_a_job_that_does_not_run_says_why(tmp_path):
     job = write_job(tmp_path, data={"factory": "toys:nowhere"})
     done = gpumix("doctor", job.name, folder=tmp_path)
     assert done.code == 2 and "nowhere" in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("target", ["job.yaml", "toys:model"])
+def test_an_unknown_suspect_is_an_error_that_lists_them(tmp_path, target):
+    write_job(tmp_path)
+    done = gpumix("doctor", target, "--only", "nonsense", folder=tmp_path)
+    assert done.code == 2 and "--only: there is no suspect 'nonsense'" in done.err
+    assert "workers, " in done.err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, OptimizerSeen, Seen, Site
-from gpumix.doctor.function.suspects import suspects
+from gpumix.doctor.function.suspects import NAMES, suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
 LOADER = LoaderSeen(
@@ -44,7 +44,9 @@ def site(what: str, calls: int, seconds: float) -> tuple[Site, ...]:
 
 
 def names(seen: Seen, kernels_share: float | None = None) -> list[str]:
-    return [one.name for one in suspects(seen, kernels_share)]
+    found = [one.name for one in suspects(seen, kernels_share)]
+    assert set(found) <= set(NAMES)
+    return found
 
 
 def starved(**changes: Any) -> Seen:
@@ -148,6 +150,7 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
 )
 def test_what_is_suspected(seen, name, changes, fix):
     (found,) = suspects(seen)
+    assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
 

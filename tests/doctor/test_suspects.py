@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.doctor.suspects import Evidence, suspects
+from gpumix.doctor.suspects import NAMES, Evidence, suspects
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 
@@ -36,7 +36,9 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
 
 
 def names(evidence: Evidence) -> list[str]:
-    return [one.name for one in suspects(evidence)]
+    found = [one.name for one in suspects(evidence)]
+    assert set(found) <= set(NAMES)
+    return found
 
 
 def data(**given: Any) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
 )
 def test_what_is_suspected(job, given, name, changes):
     (found,) = suspects(seen(job, **given))
+    assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
 
 

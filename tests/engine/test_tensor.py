@@ -232,7 +232,10 @@ BAD = {
     "nothing says how": (Own, None),
     "no known style": (Own, {"blocks.*.up": "sideways"}),
     "is a LSTM": (Own, {"blocks.*.up": nn.LSTM(1, 1)}),
-    "divides nothing of the units": (Own, {"layers.*.up": "colwise"}),
+    r"pattern 'layers\.\*\.up' of the tensor plan fits no module": (
+        Own, {"blocks.*.up": "colwise", "layers.*.up": "rowwise"}),
+    r"pattern '\*\*\.heads' of the tensor plan fits no module": (Own, {"**.heads": "divided"}),
+    "divides nothing of the units": (Own, {"blocks.*.training": "divided"}),
     "'blocks.0' cannot be divided over 2 ranks": (Own, {"blocks.*": "colwise"}),
     "3 heads cannot be divided over 2": (
         causal_model("LlamaConfig", num_hidden_layers=2, hidden_size=12, intermediate_size=16,

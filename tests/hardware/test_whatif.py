@@ -12,7 +12,7 @@ from gpumix.hardware.catalogue import find
 from gpumix.hardware.decoder import KIND, llama_shaped
 from gpumix.hardware.describe import cluster
 from gpumix.hardware.estimate import estimate, estimate_class, rescaled
-from gpumix.hardware.whatif import added, class_named, relinked, removed
+from gpumix.hardware.whatif import added, class_named, relinked, relinked_inside, removed
 from gpumix.planner.explain import plan
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Network
@@ -255,12 +255,24 @@ def test_other_links_between_hosts():
 
 
 def test_on_one_host_the_links_of_its_devices_change():
-    profile = relinked(estimated(), "nvlink3")
+    profile = relinked_inside(estimated(), "nvlink3")
     assert whole(profile).cluster.network.of("inside", "p40", "rtx3090").name == "nvlink3"
 
 
+def test_other_links_inside_several_hosts():
+    profile = relinked_inside(estimated("2x rtx3090; 2x p40", "10GbE"), "nvlink3")
+    network = whole(profile).cluster.network
+    assert network.of("inside", "p40", "p40").name == "nvlink3"
+    assert network.of("between", "rtx3090", "p40").name == "10GbE"
+
+
+def test_one_host_has_no_links_to_others():
+    with pytest.raises(InputError, match="there is only one"):
+        relinked(measured(), "25GbE")
+
+
 def test_measured_collectives_are_of_the_links_that_were_there():
-    profile = relinked(measured(), "pcie5")
+    profile = relinked_inside(measured(), "pcie5")
     assert whole(profile).network == ()
     assert profile.cluster.network.of("inside", "p40", "p40").name == "pcie5"
 
@@ -274,6 +286,8 @@ def test_inside_measured_hosts_the_cards_own_links_are_taken():
     network = whole(relinked(profile, "25GbE")).cluster.network
     assert network.of("between", "p40", "rtx3090").name == "25GbE"
     assert network.of("inside", "p40", "p40").name == "PCIe 3.0 x16"
+    with pytest.raises(InputError, match="were measured together"):
+        relinked_inside(profile, "nvlink3")
     unknown = relinked(renamed(profile, "p40", "mine"), "25GbE").cluster.network
     assert unknown.of("inside", "rtx3090", "rtx3090").name == "25GbE"
 

@@ -7,13 +7,14 @@ import json
 
 import pytest
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from gpumix.planner.explain import against, plan
+from gpumix.spec.efficiency import Choice
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network as Links
 from gpumix.spec.plan import Mode, Plan
-from gpumix.train.tables import plan_table, why
+from gpumix.train.tables import efficiency_table, plan_table, why
 
 
 def two_classes(slow=3.0, **changes):
@@ -188,8 +189,12 @@ def test_one_device_of_many_is_worth_little():
 
 
 def shown(made: Plan) -> str:
+    return shown_of(plan_table(made))
+
+
+def shown_of(table: RenderableType) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(plan_table(made))
+    console.print(table)
     return console.export_text()
 
 
@@ -258,6 +263,32 @@ def test_what_is_kept_and_where_stands_in_the_table():
     ways = [{"kept_graphs": 1}, {"state_on": "host", "mode": Mode(head="chunked")}]
     workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
     stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
-    rows = shown(made.model_copy(update={"stages": (stage,), "reasons": None})).splitlines()
-    assert any("recompute, 1 of" in row and "graphs kept" in row for row in rows)
-    assert any("% on the host" in row and "recompute, head in chunks" in row for row in rows)
+    lines = shown(made.model_copy(update={"stages": (stage,), "reasons": None})).splitlines()
+    cells = [line.split("│") for line in lines if line.startswith("│")]
+    backward = " ".join(row[8].strip() for row in cells)
+    assert "recompute, 1 of" in backward and "graphs kept" in backward
+    assert "recompute, head in chunks" in backward
+    assert "% on the host" in " ".join(row[5].strip() for row in cells)
+
+
+def test_tables_have_room_in_a_terminal_of_a_hundred_columns():
+    """Also where there is no width to fit into: in a pipe."""
+    made = plan(two_classes(), 8)
+    wide = made.model_copy(update={"reasons": None})
+    ways = [{"kept_graphs": 1}, {"state_on": "host", "mode": Mode(head="chunked")}]
+    workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
+    stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
+    wide = wide.model_copy(update={"stages": (stage,)})
+    rows = [line for line in shown(wide).splitlines() if line.startswith("│")]
+    assert rows and max(map(len, rows)) <= 100
+
+
+def test_classes_that_compute_alike_are_told_once():
+    found = two_classes()
+    choices = (Choice(what="tf32", value="off", why="because"),)
+    told = [c.model_copy(update={"choices": choices}) for c in found.classes]
+    alike = found.model_copy(update={"classes": tuple(told)})
+    assert shown_of(efficiency_table(alike)).count("because") == 1
+    other = told[1].model_copy(update={"choices": (choices[0].model_copy(update={"value": "on"}),)})
+    unlike = found.model_copy(update={"classes": (told[0], other)})
+    assert shown_of(efficiency_table(unlike)).count("because") == 2

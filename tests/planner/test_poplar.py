@@ -163,6 +163,6 @@ def test_state_is_shared_evenly():
 
 
 def test_the_class_that_is_short_is_named():
-    with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of \d+ bytes") as caught:
+    with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of .*\d bytes") as caught:
         poplar(fleet(4, memory_factor=0.9), PlanRequest(global_batch=64))
     assert "optimal" in caught.value.fix

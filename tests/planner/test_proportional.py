@@ -148,7 +148,7 @@ def test_an_unknown_peak_is_asked_for():
 
 
 def test_the_class_that_is_short_is_named():
-    with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of \d+ bytes") as caught:
+    with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of .*\d bytes") as caught:
         made = peaked(fleet(4, memory_factor=0.9), [4e12, 2e12, 1e12, 3e12])
         proportional(made, PlanRequest(global_batch=64))
     assert "optimal" in caught.value.fix

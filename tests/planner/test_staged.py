@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations, product
 
@@ -163,15 +164,62 @@ def test_stages_that_go_round_count_each_time(most):
 
 
 @pytest.mark.parametrize(
-    "space",
+    ("space", "told", "fix"),
     [
-        Space(schedules="interleaved", most_stages=2),
-        Space(schedules="zero-bubble", zero_stages=(2, 3), recompute=False),
+        (
+            {"schedules": "interleaved", "most_stages": 2},
+            "so 4 at least, and techniques.most_stages is 2",
+            r"most_stages to \d or more",
+        ),
+        (
+            {"schedules": "interleaved", "least_stages": 5, "most_stages": 5},
+            "so 6 at least, and techniques.most_stages is 5",
+            r"most_stages to \d or more",
+        ),
+        (
+            {"schedules": "zero-bubble", "zero_stages": (2, 3)},
+            "keeps gradients whole until a step's end, and ZeRO stages 2 and 3 divide them",
+            r"zero_stages: \[0, 1\]",
+        ),
+        (
+            {"schedules": "zero-bubble", "recompute": True},
+            "`recompute: true` keeps none",
+            r"recompute: \[true, false\]",
+        ),
     ],
 )
-def test_schedules_that_are_not_possible_are_told(space):
-    with pytest.raises(NoFeasiblePlanError, match="there is no plan of at most"):
+def test_why_a_schedule_is_not_possible_is_told(space, told, fix):
+    with pytest.raises(NoFeasiblePlanError, match=told) as caught:
+        staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=Space(**space)))
+    assert re.search(fix, caught.value.fix)
+    assert "profile" not in caught.value.fix
+
+
+def test_each_schedule_has_its_own_reason():
+    space = Space(schedules=("interleaved", "zero-bubble"), most_stages=2, recompute=True)
+    with pytest.raises(NoFeasiblePlanError) as caught:
         staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
+    assert "interleaved: it has 2 stages for each" in caught.value.why
+    assert "zero-bubble: it splits the backward" in caught.value.why
+
+
+def test_stages_are_not_to_be_had_where_one_is_the_most():
+    with pytest.raises(InputError, match="with most_stages 1"):
+        staged(cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(most_stages=1)))
+
+
+def test_interleaved_stages_count_each():
+    """Two groups of two stages each are four."""
+    found = cluster([(1e-3, 2)], calls=8, link=1e12)
+    for least in (3, 4):
+        space = Space(schedules="interleaved", least_stages=least)
+        plan = staged(found, PlanRequest(global_batch=8, space=space))
+        assert len(plan.stages) == 4
+    three = Space(least_stages=3, most_stages=3)
+    with pytest.raises(NoFeasiblePlanError):
+        staged(found, PlanRequest(global_batch=8, space=three))
+    with pytest.raises(InputError, match="2 devices, of which each may have 2 stages, and 8 units"):
+        staged(found, PlanRequest(global_batch=8, space=Space(least_stages=5)))
 
 
 def test_micro_batches_go_to_workers_as_they_are_fast():
@@ -221,6 +269,20 @@ def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
 
 
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
+def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
+    """In one stage the fast two would be much faster; the other class has one device alone."""
+    found = cluster([(1.0, 2), (9.0, 1)], calls=6, link=1e4)
+    space = SPACE.model_copy(update={"least_stages": 2})
+    plan = make_plan(found, 4, strategy=strategy, space=space)
+    assert plan.reasons is not None
+    others = {one.strategy: one for one in plan.reasons.alternatives}
+    fast = PlanRequest(global_batch=4, devices=("c0-0", "c0-1"), space=space)
+    wanted = predicted(staged(found, fast)).step_s
+    assert others["only c0"].step_s == pytest.approx(wanted)
+    assert others["only c1"].step_s is None and "one device alone" in others["only c1"].why
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "staged"])
 def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
     found = cluster([(1.0, 3)], link=1e12)
     assert len(make_plan(found, 4, strategy=strategy, space=Space(least_stages=3)).stages) >= 3
@@ -233,8 +295,9 @@ def test_a_number_of_stages_that_nobody_looks_at_is_refused(strategy):
 
 
 def test_more_stages_than_devices_or_units_are_refused():
-    with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices"):
-        staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=Space(least_stages=4)))
+    space = Space(least_stages=4, schedules="1f1b")
+    with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices, and 4 units"):
+        staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=space))
     with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
         Space(least_stages=4, most_stages=2)
 
@@ -350,12 +413,6 @@ def test_what_was_not_measured_is_told(strategy, space, what):
     assert "or use `strategy: optimal`" not in caught.value.fix
 
 
-def test_schedules_that_do_not_go_with_recompute_are_told():
-    space = Space(schedules="zero-bubble", recompute=True)
-    with pytest.raises(NoFeasiblePlanError, match="`recompute: true` does not"):
-        staged(cluster([(1e-3, 2)]), PlanRequest(global_batch=4, space=space))
-
-
 # -- what a space leaves out -----------------------------------------------------------------------
 
 PINS = [
@@ -386,7 +443,8 @@ def test_what_is_pinned_is_kept_by_the_fastest(space):
 
 
 @pytest.mark.parametrize(
-    "space", [Space(most_stages=2), Space(schedules="gpipe"), Space(zero_stages=3)]
+    "space",
+    [Space(most_stages=2), Space(schedules="gpipe"), Space(zero_stages=3), Space(tensor=2)],
 )
 def test_naive_model_parallelism_is_refused_where_it_is_left_out(space):
     with pytest.raises(InputError):

@@ -120,8 +120,32 @@ def test_all_devices_are_wanted_and_not_all_make_teams():
 
 
 def test_a_degree_that_was_not_measured_is_told():
-    with pytest.raises(InputError, match="does not say how 4 ranks compute units together"):
-        optimal(cards(), request(8, tensor=4, leave_out=True))
+    found = cards().model_copy(update={"teams": ()})
+    with pytest.raises(InputError, match="does not say how 2 ranks compute units together"):
+        optimal(found, request(8, tensor=2, leave_out=True))
+
+
+@pytest.mark.parametrize("strategy", [optimal, staged])
+@pytest.mark.parametrize("degrees", [3, (4, 8)])
+def test_teams_for_which_no_host_has_devices_are_told(strategy, degrees):
+    with pytest.raises(InputError, match=r"no host has \d devices of one class") as caught:
+        strategy(cards(), request(8, tensor=degrees, leave_out=True))
+    assert "2 of class 'new', 1 of class 'old'" in caught.value.why
+    assert "to 2 at most, or to 1" in caught.value.fix
+
+
+def test_more_stages_than_there_are_teams_are_refused():
+    space = {"tensor": 2, "leave_out": True, "schedules": "1f1b"}
+    assert len(staged(cards(), request(8, least_stages=2, **space)).stages) == 2
+    with pytest.raises(InputError, match="no plan of 3 stages: there are 2 teams of 2, and 4"):
+        staged(cards(), request(8, least_stages=3, **space))
+
+
+def test_naive_model_parallelism_has_one_device_a_stage():
+    some = request(8).model_copy(update={"devices": ("new-0", "new-1", "new-2", "new-3")})
+    plan = STRATEGIES["model"](cards(), some)
+    assert len(plan.stages) == 4
+    assert {(stage.tensor, len(stage.workers)) for stage in plan.stages} == {(1, 1)}
 
 
 def test_the_sequence_is_divided_where_that_is_faster():

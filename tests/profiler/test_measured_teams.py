@@ -14,6 +14,7 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.measure import Subject, measure_class
 from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT, TeamMeasurement
 from models import ARCHITECTURES, LENGTH, WIDTH, Regression
 
@@ -95,6 +96,13 @@ MIXING = replace(
     subject(lambda: Regression([Mixing(), Mixing()]), largest=1),
     tensor={"**.up": "colwise", "**.down": "rowwise"},
 )
+
+
+def test_a_tensor_plan_that_divides_half_of_a_block_is_the_users_own_error():
+    half = replace(MIXING, tensor={"**.up": "colwise"})
+    assert not measured(half)
+    with pytest.raises(InputError, match="does not run as its tensor plan divides it over 2"):
+        measured(replace(half, must_divide=True))
 
 
 def test_a_model_whose_positions_cannot_be_divided_is_measured_without():

@@ -13,6 +13,7 @@ from gpumix.planner.way import Way, assemble_stages
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.simulate.trace import trace_of
+from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
 from gpumix.spec.plan import Mode, Plan
@@ -103,6 +104,30 @@ def test_gradients_that_are_put_off_are_reduced_when_all_is_computed():
     # Two units of 1000 gradients: half to the other, whose half comes back summed.
     assert reduced.end - reduced.start == pytest.approx(2 * 4000 / link, rel=0.01)
     assert reduced.start >= computed
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (cluster(2, calls=6), "no stage has its unit 'layers.4'"),
+        (cluster(1), "the plan's device 'a-1' .* is not in the profile's cluster"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(other, told):
+    with pytest.raises(InputError, match=told):
+        simulate(other, staged(cluster(2), [1, 1], 4))
+
+
+def test_classes_that_were_not_measured_are_told():
+    plan = staged(cluster(2), [1, 1], 4)
+    stages = [
+        s.model_copy(
+            update={"workers": tuple(w.model_copy(update={"device_class": "b"}) for w in s.workers)}
+        )
+        for s in plan.stages
+    ]
+    with pytest.raises(InputError, match="the profile knows nothing of device class 'b'"):
+        simulate(cluster(2), plan.model_copy(update={"stages": tuple(stages)}))
 
 
 def test_a_slow_link_is_what_is_waited_for():

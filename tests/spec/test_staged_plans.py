@@ -70,6 +70,15 @@ def test_a_stage_computes_something_on_some_device(part, told):
             {},
             "stage 2 takes what call 1 returns, which is not in an earlier stage",
         ),
+        (
+            (*GOOD, stage(2, "d", takes=(Taken(call=0, output=0),))),
+            {},
+            "nobody takes what stage 2 computes: 'takes' of stage 3 has none of its calls",
+        ),
+        ((GOOD[0], stage(1, "b", takes=())), {}, "nobody takes what stage 1 computes"),
+        (GOOD, {"ranks": ("a", "b")}, r"each device of the stages once \(a, b, c\)"),
+        (GOOD, {"ranks": ("a", "b", "x")}, "and names a, b, x"),
+        (GOOD, {"ranks": ("a", "b", "c", "c")}, "and names a, b, c, c"),
         (GOOD, {"waves": 2, "zero_stage": 1}, "several waves are for ZeRO stages 2 and 3"),
         (GOOD, {"schedule": "zero-bubble", "zero_stage": 2}, "keeps gradients whole"),
         (

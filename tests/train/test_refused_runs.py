@@ -106,8 +106,25 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
     )
     prediction = plan.prediction.model_copy(update={"workers": swollen})
     too_large = plan.model_copy(update={"prediction": prediction})
-    error = refused(NoFeasiblePlanError, job, "output=other", plan=too_large)
+    unmeasured = "profile.cache=other"  # what was measured would foretell it anew
+    error = refused(NoFeasiblePlanError, job, "output=other", unmeasured, plan=too_large)
     assert "the plan needs 1.0 GiB" in error.what
+
+
+@pytest.mark.parametrize(
+    ("techniques", "told"),
+    [
+        ({"tensor": 3}, "no host has 3 devices of one class"),
+        ({"tensor": 2}, "nothing says how a Toy is divided"),
+    ],
+)
+def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
+    tmp_path, techniques, told
+):
+    Pipeline.of_file(write_job(tmp_path), [], debug=True).profile()
+    error = refused(InputError, write_job(tmp_path, techniques=techniques))
+    assert told in error.what
+    assert "profile" not in error.fix
 
 
 # -- the run's folder ------------------------------------------------------------------------------

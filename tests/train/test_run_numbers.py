@@ -78,6 +78,23 @@ def test_ranks_are_put_together_by_class():
     ]
 
 
+def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():
+    foretold = plan(6 * MIB, 3 * MIB, 4 * MIB, MIB).prediction
+    assert foretold is not None
+    counted = tuple(
+        expected.model_copy(update={"model_flops": 1e9 * n, "hardware_flops": 1e9 * n})
+        for n, expected in enumerate(foretold.workers, 1)
+    )
+    peaks = {name: Peak(flops_per_s=1e10, source="stated") for name in ("fast", "slow")}
+    known = foretold.model_copy(update={"workers": counted, "peaks": peaks})
+    turned = plan().model_copy(update={"prediction": known}).for_devices(["d", "c", "b", "a"])
+    planned = {one.device_class: one.planned_memory for one in by_class(turned, RECORDS)}
+    assert planned == {"idle": {"all": MIB}, "slow": {"all": 4 * MIB}, "fast": {"all": 6 * MIB}}
+    assert [speed_of(turned, rank, 1.0).mfu for rank in range(4)] == [
+        None, pytest.approx(0.3), pytest.approx(0.2), pytest.approx(0.1),
+    ]  # fmt: skip
+
+
 def test_a_plan_by_hand_foretells_nothing():
     assert [c.planned_peak_bytes for c in by_class(plan(), RECORDS)] == [None, None, None]
 

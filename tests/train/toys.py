@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,24 @@ class Toy(nn.Module):
         return loss, torch.tensor(labels.numel())
 
 
+class Selective(Toy):
+    """Calls some of its blocks, in the order of `calls`; if `by_size` only a batch of one sample
+    goes that way, and others through all."""
+
+    def __init__(self, blocks: int, calls: Sequence[int], by_size: bool) -> None:
+        super().__init__(16, blocks, "", 0, 0)
+        self.calls, self.by_size = tuple(calls), by_size
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(input_ids)
+        every = self.by_size and len(input_ids) > 1
+        for number in range(len(self.blocks)) if every else self.calls:
+            x = self.blocks[number](x)
+        logits = self.head(x).flatten(0, 1).float()
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return loss, torch.tensor(labels.numel())
+
+
 class _NanGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -81,6 +99,10 @@ def model(
     width: int = 16, blocks: int = 2, fault: str = "", rank: int = 0, at: int = 3
 ) -> nn.Module:
     return Toy(width, blocks, fault, rank, at)
+
+
+def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:
+    return Selective(blocks, calls, by_size)
 
 
 def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[str, Tensor]]:

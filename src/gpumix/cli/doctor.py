@@ -47,7 +47,8 @@ def doctor(
         int, typer.Option("--pairs", min=3, help="Windows with and without each change.")
     ] = 5,
     only: Annotated[
-        list[str], typer.Option("--only", metavar="NAME", help="Try this suspect only.")
+        list[str],
+        typer.Option("--only", metavar="NAME", help="Try this suspect only; may be repeated."),
     ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
@@ -60,6 +61,7 @@ def doctor(
     is_function = _is_function(target)
     if is_function:
         _refuse(target, apply=apply, overrides=overrides)
+    _refuse_unknown(only, is_function)
     console = stderr()
     with _patient(target, is_function, overrides, steps=steps, debug=debug) as patient:
         report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
@@ -90,6 +92,20 @@ def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:
         )
     if overrides:
         raise InputError(f"--set is for jobs, '{target}' is a function", fix="leave --set out")
+
+
+def _refuse_unknown(only: list[str], is_function: bool) -> None:
+    from gpumix.doctor import suspects as of_jobs
+    from gpumix.doctor.function import suspects as of_functions
+
+    names = of_functions.NAMES if is_function else of_jobs.NAMES
+    for name in only:
+        if name not in names:
+            raise InputError(
+                f"there is no suspect '{name}'",
+                where="--only",
+                fix=f"of {'functions' if is_function else 'jobs'} there are {', '.join(names)}",
+            )
 
 
 @contextmanager

@@ -27,7 +27,8 @@ def plan(
         str | None,
         typer.Option(
             "--strategy",
-            help="optimal, even, proportional, poplar, cephalo or best-subset; default: the job's.",
+            help="optimal, staged, model, even, proportional, poplar, cephalo or best-subset; "
+            "default: the job's.",
         ),
     ] = None,
     output: Annotated[

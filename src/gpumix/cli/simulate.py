@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Debug, Json, Overrides, answer, verb
-from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, profile_beside
+from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, found_beside
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def simulate(
 
     planned = Plan.load(plan)
     asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
+    if cluster is not None and profile is None:
+        _refuse_other_cards(planned, cluster, network)
     if job is None:
         asked = replace(
             asked,
@@ -70,7 +72,7 @@ def simulate(
             precision={w.device_class: w.compute_dtype for w in planned.workers},
         )
     if profile is None and job is None and cluster is None:
-        profile = _beside(plan)
+        profile = found_beside(plan)
     times, note = _times(profile, asked)
     replay = replay_of(times, planned)
     if trace is not None:
@@ -83,10 +85,19 @@ def simulate(
     )
 
 
-def _beside(plan: Path) -> Path | None:
-    """The profile that `gpumix plan --output` and runs write beside a plan."""
-    places = (profile_beside(plan), plan.with_name("profile.json"))
-    return next((place for place in places if place.is_file()), None)
+def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
+    """Raise an InputError where the cluster lacks a class of the plan: it is no estimate of it."""
+    from gpumix.hardware.describe import cluster as described
+
+    there = {c.name for c in described(cluster, "auto", network).classes}
+    missing = sorted({w.device_class for w in plan.workers} - there)
+    if missing:
+        raise InputError(
+            f"the plan has devices of class {', '.join(missing)}, which are not there",
+            where="--cluster",
+            why=f"its classes are {', '.join(sorted(there))}",
+            fix="name the cards that the plan was made for, or plan for these: gpumix plan",
+        )
 
 
 def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
@@ -179,7 +190,8 @@ def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableTyp
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
     yield _path_table(replay)
-    yield _traffic_table(plan, times)
+    if len(plan.workers) > 1:
+        yield _traffic_table(plan, times)
     table = _idle_table(uses(replay), replay.step_s)
     yield labelled(table, plan.emulated, times.estimated)
 

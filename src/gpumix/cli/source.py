@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpumix.spec.cluster import Cluster
     from gpumix.spec.dtypes import Precision
     from gpumix.spec.job import Job, OptimizerSpec
+    from gpumix.spec.plan import Plan
     from gpumix.spec.profile import Profile
     from gpumix.spec.space import Space
 
@@ -286,6 +287,23 @@ def computed_in(profile: Profile) -> str:
 def profile_beside(plan: Path) -> Path:
     """Where the profile goes that a plan was made from: plan.profile.json beside plan.json."""
     return plan.with_name(f"{plan.stem}.profile.json")
+
+
+def found_beside(plan: Path) -> Path | None:
+    """The profile that `gpumix plan --output` and runs write beside a plan."""
+    places = (profile_beside(plan), plan.with_name("profile.json"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def beside(path: Path, plan: Plan) -> Profile | None:
+    """That profile; None where what lies there is not what this plan was made from."""
+    from gpumix.spec.profile import Profile
+
+    place = found_beside(path)
+    profile = Profile.load(place) if place is not None else None
+    if profile is None or profile.model.fingerprint != plan.model:
+        return None
+    return profile if profile.sequence_length == plan.sequence_length else None
 
 
 def _request(batch: int, space: Space | None = None) -> PlanRequest:

@@ -25,7 +25,11 @@ def train(
     job: JobFile,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Train by this plan; nothing is profiled or planned."),
+        typer.Option(
+            "--plan",
+            help="Train by this plan, made or edited; nothing is profiled or planned. The job's "
+            "strategy and techniques have no effect then.",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")
@@ -43,6 +47,7 @@ def train(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from gpumix.cli.source import beside
     from gpumix.spec.plan import Plan
     from gpumix.train.pipeline import Pipeline
 
@@ -50,7 +55,8 @@ def train(
     if trace is not None:
         overrides = [*overrides, f"trace_step={trace}"]
     pipeline = Pipeline.of_file(job, overrides, debug=debug)
-    summary = pipeline.train(given, resume=resume)
+    made_from = beside(plan, given) if plan is not None and given is not None else None
+    summary = pipeline.train(given, resume=resume, made_from=made_from)
     if not pipeline.speaks:
         return
     pipeline.show_summary(summary)

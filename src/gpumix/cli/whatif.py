@@ -11,13 +11,15 @@ from gpumix.cli.source import Asked, planning
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpumix.spec.profile import Profile
 
 
 def register(app: typer.Typer) -> None:
     app.command(
         help="Tell what each change to the cluster is worth, and all of them together.\n\n"
-        "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --network 25GbE"
+        "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --inside pcie5"
     )(whatif)
 
 
@@ -34,6 +36,12 @@ def whatif(
     network: Annotated[
         str | None, typer.Option("--network", help="Another link between hosts: 25GbE, ib-hdr.")
     ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            "--inside", help="Another link between the devices of a host: pcie4, nvlink3."
+        ),
+    ] = None,
     price: Annotated[
         list[str],
         typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
@@ -45,7 +53,7 @@ def whatif(
     from gpumix.planner.change import outlooks
 
     source = asked.source()
-    variants = _variants(source.profile, add, remove, network)
+    variants = _variants(source.profile, add, remove, {"network": network, "inside": inside})
     names = {c.name for _, variant in variants for c in variant.cluster.classes}
     found = outlooks(variants, source.request, _prices(price, names))
     answer(
@@ -57,19 +65,19 @@ def whatif(
 
 
 def _variants(
-    profile: Profile, add: list[str], remove: list[str], network: str | None
+    profile: Profile, add: list[str], remove: list[str], links: Mapping[str, str | None]
 ) -> list[tuple[str, Profile]]:
-    """Today's cluster, each change by itself, and all of them."""
-    from gpumix.hardware.whatif import added, relinked, removed
+    """Today's cluster, each change by itself, and all of them. `links` are the other ones."""
+    from gpumix.hardware.whatif import added, relinked, relinked_inside, removed
 
     changes = [(f"add {text}", added, text) for text in add]
     changes += [(f"remove {text}", removed, text) for text in remove]
-    several = len({d.host for d in profile.cluster.devices}) > 1
-    place = "" if several else " inside the host"
-    changes += [(f"network {network}{place}", relinked, network)] if network is not None else []
+    ways = {"network": relinked, "inside": relinked_inside}
+    changes += [(f"{name} {text}", ways[name], text) for name, text in links.items() if text]
     if not changes:
         raise InputError(
-            "there is nothing to change", fix="give --add 2xa6000, --remove p40 or --network 25GbE"
+            "there is nothing to change",
+            fix="give --add 2xa6000, --remove p40, --network 25GbE or --inside pcie4",
         )
     variants = [("now", profile)]
     for name, change, text in changes:

@@ -24,6 +24,7 @@ from gpumix.cost.memory import (
     usable_bytes,
 )
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
+from gpumix.cost.of_model import check_units
 from gpumix.cost.staged import StagedStep, predict_stages
 from gpumix.cost.teams import in_team, of_members
 from gpumix.cost.time import (
@@ -284,6 +285,7 @@ def check_match(profile: Profile, plan: Plan) -> None:
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
+    check_units(plan, profile.model)
     _check_classes(profile, plan)
 
 

@@ -83,6 +83,9 @@ class Loader(Iterator[Batch]):
         cores: of this host, for this rank's data; default: its share of those that there are, by
             how many of its host's samples it reads.
 
+    Attributes:
+        skipped: the samples that could not be read so far, and why.
+
     Raises:
         InputError: the shares or the dataset are unfit; see `share_of` and `SampleSource`.
     """

@@ -12,6 +12,7 @@ from typing import Any
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.doctor.change import Changes, default_of, in_words
 from gpumix.doctor.report import BATCH_NOTE, Suspect
+from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import LARGEST_BATCH
@@ -51,6 +52,40 @@ class Evidence:
     foretold_s: Callable[[Changes], float | None]
 
 
+PINS = {
+    "recompute": "blocks are computed twice",
+    "zero_stages": "what of the state is divided is pinned",
+    "shardings": "between which devices the state is divided is pinned",
+    "boundaries": "inputs of blocks are kept on the host",
+    "orders": "the order of micro-batches is pinned",
+    "heads": "how the head is computed is pinned",
+    "state_on": "where the state is kept is pinned",
+    "tensor": "how many devices compute a block together is pinned",
+    "sequence": "whether the sequence is divided is pinned",
+    "most_stages": "the number of stages is pinned",
+    "least_stages": "the number of stages is pinned",
+    "schedules": "the schedule of stages is pinned",
+    "padded": "padded collectives are left out",
+    "leave_out": "devices that only hold the others up may not be left out",
+}
+
+NAMES = (
+    "workers",
+    "tokenize",
+    "strategy",
+    *PINS,
+    "precision",
+    *EfficiencySpec.model_fields,
+    "eager",
+    "compile",
+    "padding",
+    "checkpoints",
+    "evaluation",
+    "batch",
+)
+"""Of all suspects."""
+
+
 def suspects(seen: Evidence) -> list[Suspect]:
     """What is to be tried, in this order: the input first, for while devices wait for it nothing
     else shows."""
@@ -77,24 +112,6 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
     if data.tokenize == "on-the-fly":
         changes = {"data.tokenize": "ahead"}
         yield Suspect("tokenize", "texts are tokenised again in each epoch", why, changes)
-
-
-PINS = {
-    "recompute": "blocks are computed twice",
-    "zero_stages": "what of the state is divided is pinned",
-    "shardings": "between which devices the state is divided is pinned",
-    "boundaries": "inputs of blocks are kept on the host",
-    "orders": "the order of micro-batches is pinned",
-    "heads": "how the head is computed is pinned",
-    "state_on": "where the state is kept is pinned",
-    "tensor": "how many devices compute a block together is pinned",
-    "sequence": "whether the sequence is divided is pinned",
-    "most_stages": "the number of stages is pinned",
-    "least_stages": "the number of stages is pinned",
-    "schedules": "the schedule of stages is pinned",
-    "padded": "padded collectives are left out",
-    "leave_out": "devices that only hold the others up may not be left out",
-}
 
 
 def _pins(seen: Evidence) -> Iterator[Suspect]:

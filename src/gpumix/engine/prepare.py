@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.cost.of_model import check_names
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -207,13 +208,13 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             "there is nothing to train: no parameter of the model requires a gradient",
             fix="set requires_grad of those parameters that are to be trained",
         )
-    units = {name for stage in plan.stages for name in stage.units}
-    if plan.model != anatomy.fingerprint() or units != {unit.name for unit in anatomy.units}:
+    if plan.model != anatomy.fingerprint():
         raise InputError(
             "the plan was made for another model",
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
+    check_names(plan, [unit.name for unit in anatomy.units])
     degrees = tuple(stage.tensor for stage in plan.stages)
     if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
         raise InputError(

@@ -408,9 +408,12 @@ def check_heads(model: nn.Module, degree: int) -> None:
         heads = getattr(config, what, None)
         if isinstance(heads, int) and heads % degree:
             raise InputError(
-                f"the model's {heads} {said} cannot be divided over {degree} ranks",
+                f"the model's {heads} {said if heads > 1 else said.removesuffix('s')} cannot be "
+                f"divided over {degree} ranks",
                 where="tensor parallel degree",
-                fix=f"take a degree that divides {heads}, or none",
+                fix=f"take a degree that divides {heads}, or none"
+                if heads > 1
+                else "use no tensor parallelism",
             )
 
 

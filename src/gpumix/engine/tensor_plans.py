@@ -72,10 +72,12 @@ def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dic
             and `RowwiseParallel`.
 
     Raises:
-        InputError: nobody says how this model is divided.
+        InputError: nobody says how this model is divided, or a pattern of `given` fits nothing.
     """
     if given:
-        return {pattern: _named(pattern, style) for pattern, style in given.items()}
+        found = {pattern: _named(pattern, style) for pattern, style in given.items()}
+        _refuse_unused(model, found)
+        return found
     # `transformers`: with prefixes, and what the classes of heads add.
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if own:
@@ -93,6 +95,25 @@ def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dic
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """That of the first pattern which fits a name."""
     return next((style for pattern, style in plan.items() if _fits(pattern, name)), None)
+
+
+def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raise an InputError for a pattern that fits nothing: what it was meant for stayed whole,
+    beside modules that are divided."""
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    for pattern, style in plan.items():
+        names = [name for name, _ in modules]
+        if style == "divided":
+            names += [f"{name}.{key}" for name, module in modules for key in vars(module)]
+        if not any(_fits(pattern, name) for name in names):
+            layers = [name for name, module in modules if isinstance(module, nn.Linear)]
+            raise InputError(
+                f"pattern '{pattern}' of the tensor plan fits no module of the model",
+                why=f"linear layers of a {type(model).__name__} are {', '.join(layers[:6])}"
+                + (", ..." if len(layers) > 6 else ""),
+                fix="mend it, or leave it out; `*` stands for one part of a name, `**` for any "
+                "number of them",
+            )
 
 
 def _fits(pattern: str, name: str) -> bool:

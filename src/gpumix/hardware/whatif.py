@@ -77,26 +77,55 @@ def removed(profile: Profile, text: str) -> Profile:
 
 
 def relinked(profile: Profile, text: str) -> Profile:
-    """The profile with another link: between hosts, or, on one host, between its devices.
+    """The profile with another link between hosts.
 
     Raises:
-        InputError: the text names no link.
+        InputError: the text names no link, or there is one host.
     """
-    try:
-        new = link(text)
-    except ValueError as error:
-        raise InputError(str(error), where="--network") from None
+    new = _link(text, "--network")
     known = profile.cluster.network
-    several = len({d.host for d in profile.cluster.devices}) > 1
-    if not several:
-        stated = Network(inside=new)
-    elif known is None:
-        stated = _own_links(profile.cluster, new)
-    else:
-        inside = tuple(e for e in known.exceptions if e.where == "inside")
-        stated = known.model_copy(update={"between": new, "exceptions": inside})
+    if len({d.host for d in profile.cluster.devices}) == 1:
+        raise InputError(
+            f"'{text}' would link hosts, and there is only one",
+            where="--network",
+            fix=f"for the link between the devices of a host: --inside {text}",
+        )
+    if known is None:
+        return _with_network(profile, _own_links(profile.cluster, new))
+    inside = tuple(e for e in known.exceptions if e.where == "inside")
+    return _with_network(profile, known.model_copy(update={"between": new, "exceptions": inside}))
+
+
+def relinked_inside(profile: Profile, text: str) -> Profile:
+    """The profile with another link between the devices of each host.
+
+    Raises:
+        InputError: the text names no link, or nothing states the link between several hosts.
+    """
+    new = _link(text, "--inside")
+    known = profile.cluster.network
+    if len({d.host for d in profile.cluster.devices}) == 1:
+        return _with_network(profile, Network(inside=new))
+    if known is None:
+        raise InputError(
+            "links inside hosts and between them were measured together",
+            where="--inside",
+            fix="state those that there are in the cluster: `network: {between: 25GbE, ...}`",
+        )
+    between = tuple(e for e in known.exceptions if e.where == "between")
+    return _with_network(profile, known.model_copy(update={"inside": new, "exceptions": between}))
+
+
+def _link(text: str, option: str) -> Link:
+    try:
+        return link(text)
+    except ValueError as error:
+        raise InputError(str(error), where=option) from None
+
+
+def _with_network(profile: Profile, stated: Network) -> Profile:
+    """Measured times are of the links that were there."""
     cluster = profile.cluster.model_copy(update={"network": stated})
-    # Measured times are of the links that were there.
     return profile.model_copy(update={"cluster": cluster, "network": ()})
 
 

@@ -41,7 +41,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
-    refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0})
+    refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0, "tensor": 1})
     most = min(len(profile.model.cuts) + 1, request.space.most_stages or len(devices))
     if len(devices) > most:
         raise InputError(
@@ -52,8 +52,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     manners = Manners({ALONE: profile}, request.space)
     if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):
         raise NoFeasiblePlanError(
-            f"there is no plan of a stage for each device: {lacking}",
-            fix="allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`",
+            f"there is no plan of a stage for each device: {lacking.why}", fix=lacking.fix
         )
     misses = Misses("the model, layer by layer,")
     for way in _ways(manners, request.global_batch, devices):

@@ -19,7 +19,6 @@ from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
-from gpumix.planner.teams import over_degrees
 from gpumix.planner.worth import Worths
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
@@ -50,7 +49,7 @@ def _with_no_choice(strategy: Strategy) -> Strategy:
 STRATEGIES: dict[str, Strategy] = {
     "optimal": minding_data(fastest),
     "staged": minding_data(staged),
-    "model": _with_no_choice(over_degrees(by_memory)),
+    "model": _with_no_choice(by_memory),
     "even": _with_no_choice(even),
     "proportional": _with_no_choice(proportional),
     "poplar": _with_no_choice(poplar),
@@ -141,12 +140,17 @@ def _within(space: Space, plan: Plan) -> Plan:
 def _single_classes(
     profile: Profile, request: PlanRequest, chosen: Plan, paces: Paces
 ) -> list[Alternative]:
-    """The optimal plan on each class alone; none if there is only one class."""
+    """The optimal plan on each class alone; none if there is only one class. Where plans of one
+    stage without teams are left out, the fastest one of those that are not."""
     every = list(single_classes(profile, request))
     if len(every) == 1:
         return []
+    plain = request.space.least_stages == 1 and 1 in request.space.tensor
     found = []
     for name, alone in every:
+        if not plain:
+            found.append(_alternative(SINGLE + name, partial(fastest, profile, alone), chosen))
+            continue
         step_s = least_step_s(profile, alone, paces)
         if step_s is None:
             found.append(_alternative(SINGLE + name, partial(optimal, profile, alone), chosen))

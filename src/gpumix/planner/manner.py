@@ -10,6 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from gpumix.cost.time import can, chunks_cost_nothing
+from gpumix.planner.no_stages import Refusal
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Head, Mode, Schedule
 from gpumix.spec.profile import Profile
@@ -30,6 +31,7 @@ class Team(NamedTuple):
 
 
 ALONE = Team(1)
+MEASURE = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`"
 
 
 def teams_of_space(space: Space) -> list[Team]:
@@ -102,19 +104,35 @@ class Manners:
         """The largest micro-batch that devices of a class run in any of them."""
         return max(self.largest((((name, 1),),), manner.team) for manner in self.of_class(name))
 
-    def lacking(self, names: Iterable[str], schedule: Schedule) -> str:
-        """Why devices of these classes cannot have stages by this schedule; empty if they can."""
+    def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
+        """Why devices of these classes cannot have stages by this schedule; None if they can."""
         there = sorted(names)
         if schedule == "zero-bubble" and False not in self._space.recompute:
-            return "schedule 'zero-bubble' keeps graphs, and `recompute: true` does not"
+            return Refusal(
+                "it splits the backward of graphs that are kept, and `recompute: true` keeps none",
+                "allow `techniques: {recompute: [true, false]}` or another of `schedules`",
+            )
         for name in there:
             if not self.of_class(name):
-                return f"kept graphs were not measured on class '{name}'"
+                return Refusal(f"kept graphs were not measured on class '{name}'", MEASURE)
             if not self.of_class(name, schedule):
-                return f"the two parts of a split backward were not measured on class '{name}'"
+                what = f"the two parts of a split backward were not measured on class '{name}'"
+                return Refusal(what, MEASURE)
         if not any(self.of_class(name, schedule, last=True) for name in there):
-            return f"a head in chunks was not measured on class {' or '.join(map(repr, there))}"
-        return ""
+            classes = " or ".join(map(repr, there))
+            return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE)
+        return None
+
+    def smallest_team(self) -> int:
+        """Of how many devices the smallest teams are."""
+        return min((team.degree for team in self._profiles), default=1)
+
+    def can_team_up(self, kind: Kind) -> bool:
+        """Whether all devices of a group can be in teams of one size."""
+        return any(
+            all(count % team.degree == 0 for host in kind for _, count in host)
+            for team in self._teams_of(_classes(kind))
+        )
 
     def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
         """Of a group of this kind, of which the first ones ask for least."""

@@ -18,7 +18,7 @@ from gpumix.planner.weigh import host_excess, peak_bytes
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Mode, Plan, WorkerPrediction
 from gpumix.spec.profile import Profile
-from gpumix.spec.units import show_bytes
+from gpumix.spec.units import show_bytes, show_exact_bytes
 
 # What a way of planning lacks: the bytes by which each class exceeds its memory.
 Lack = tuple[Setting, Mapping[str, int]]
@@ -43,7 +43,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
     name = max(short, key=lambda n: (short[n], n))
     each = _each(setting.profile, short)
     return NoFeasiblePlanError(
-        f"{what} does not fit: device class '{name}' is short of {short[name]} bytes",
+        f"{what} does not fit: device class '{name}' is short of {show_exact_bytes(short[name])}",
         why=f"{each}, at the best micro-batch and with a {len(setting.devices)}th of the state",
         fix="use `strategy: optimal`, which gives devices with less memory less of it",
     )
@@ -51,7 +51,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
 
 def _each(profile: Profile, short: Mapping[str, int]) -> str:
     return "; ".join(
-        f"{name} is short of {over} bytes ({show_bytes(over)}) of the "
+        f"{name} is short of {show_exact_bytes(over)} of the "
         f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
         for name, over in sorted(short.items())
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
@@ -13,6 +15,52 @@ ONE_STAGE = "allow one stage: `strategy: optimal` without `least_stages`"
 
 NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "shardings": "all"}
 """By field of a space, the value that all plans of several stages have."""
+
+
+def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, degree: int) -> None:
+    """Raise an InputError where there can be no plan of as many stages as a space wants.
+
+    Args:
+        most_groups: of devices, or of teams of `degree`.
+        units: that the model can be cut between, and the one before them.
+        rounds: stages that a group may have.
+    """
+    most = min(units, most_groups * rounds)
+    if space.most_stages == 1:
+        raise InputError(
+            "there is no plan of several stages with most_stages 1",
+            where="techniques.most_stages",
+            fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
+        )
+    if space.least_stages > most:
+        teams = f"teams of {degree}" if degree > 1 else "devices"
+        twice = f", of which each may have {rounds} stages" if rounds > 1 else ""
+        raise InputError(
+            f"there is no plan of {space.least_stages} stages: there are {most_groups} {teams}"
+            f"{twice}, and {units} units",
+            where="techniques.least_stages",
+            fix=f"set techniques.least_stages to {max(1, most)} at most",
+        )
+
+
+class Refusal(NamedTuple):
+    """Why there are no stages by a schedule, and what to do."""
+
+    why: str
+    fix: str
+
+
+def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanError:
+    """The error where none of the schedules has any stages."""
+    every = dict.fromkeys(refusals.values())
+    whose = {one: [name for name, why in refusals.items() if why == one] for one in every}
+    return NoFeasiblePlanError(
+        f"there is no plan of several stages by schedule {' or '.join(refusals)}",
+        why="; ".join(f"{' and '.join(whose[one])}: {one.why}" for one in every)
+        if len(every) > 1
+        else next(iter(every)).why,
+        fix=", or ".join(dict.fromkeys(one.fix for one in every)),
+    )
 
 
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:

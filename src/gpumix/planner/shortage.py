@@ -24,7 +24,7 @@ from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import ComputeDtype, Mode, Place
 from gpumix.spec.profile import ModelProfile, Profile, RootUnit, UnitKind
 from gpumix.spec.space import Space
-from gpumix.spec.units import show_bytes
+from gpumix.spec.units import show_bytes, show_exact_bytes
 
 U = TypeVar("U", UnitKind, RootUnit)
 
@@ -139,16 +139,16 @@ class _Shortage:
         short = _least(lambda extra: self.fits(batch, more(extra)))
         if short < UNREACHABLE:
             if count == 1:
-                return f"the device is short of {_amount(short)}"
+                return f"the device is short of {show_exact_bytes(short)}"
             return (
-                f"the {count} devices are short of {_amount(short * count)} in all, "
-                f"{_amount(short)} each"
+                f"the {count} devices are short of {show_exact_bytes(short * count)} in all, "
+                f"{show_exact_bytes(short)} each"
             )
         short = _least(lambda extra: self.fits(batch, {}, extra))
         if short < UNREACHABLE:
-            return f"hosts are short of {_amount(short)} for each device"
+            return f"hosts are short of {show_exact_bytes(short)} for each device"
         short = _least(lambda extra: self.fits(batch, more(extra), extra))
-        return f"devices, and hosts for each device, are short of up to {_amount(short)}"
+        return f"devices, and hosts for each device, are short of up to {show_exact_bytes(short)}"
 
     def _of_class(self, name: str) -> str:
         """What one class has and needs, and what it alone would have to have more."""
@@ -156,11 +156,11 @@ class _Shortage:
         text = f"{name} can use {show_bytes(usable)}"
         idle = _least(lambda extra: self.idle_fits(name, extra))
         if idle:
-            text += f" and is short of {_amount(idle)} even without samples and state"
+            text += f" and is short of {show_exact_bytes(idle)} even without samples and state"
         alone = _least(lambda extra: self.fits(self.batch, {name: extra}))
         if alone >= UNREACHABLE:
             return f"{text}; more memory there alone would not help"
-        return f"{text}; {_amount(alone)} more on each {name} would do"
+        return f"{text}; {show_exact_bytes(alone)} more on each {name} would do"
 
     def _fix(self) -> str:
         """The ways out, those first that need no purchase."""
@@ -314,8 +314,3 @@ def _least(enough: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def _amount(size: int) -> str:
-    """Bytes to the byte, and as a person reads them."""
-    return f"{size} bytes ({show_bytes(size)})"

@@ -37,12 +37,17 @@ from gpumix.planner.manner import (
     measured_teams,
     teams_of_space,
 )
-from gpumix.planner.no_stages import refuse_one_stage, refuse_without
+from gpumix.planner.no_stages import (
+    Refusal,
+    refuse_number,
+    refuse_one_stage,
+    refuse_schedules,
+    refuse_without,
+)
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.promise import Promises, RowPromises
 from gpumix.planner.teams import devices_in_teams
 from gpumix.planner.way import Way, rounds_of
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
@@ -91,17 +96,17 @@ class _Search:
         self._below_s = below_s
         refuse_one_stage(profile, self._devices)
         refuse_without(request.space)
-        most = min(len(profile.model.cuts) + 1, len(self._devices))
-        if request.space.least_stages > most:
-            raise InputError(
-                f"there is no plan of {request.space.least_stages} stages: there are "
-                f"{len(self._devices)} devices, and {len(profile.model.cuts) + 1} units",
-                fix=f"set techniques.least_stages to {most} at most",
-            )
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
         pace_of = PaceOf(profile, {ALONE, *teams})
         self._manners = Manners(pace_of.profiles, request.space)
         self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
+        refuse_number(
+            request.space,
+            most_groups=self._most_groups,
+            units=len(profile.model.cuts) + 1,
+            rounds=max(map(rounds_of, self._schedules)),
+            degree=self._manners.smallest_team(),
+        )
         self._refuse_schedules()
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
@@ -132,24 +137,52 @@ class _Search:
         return self._best.plan.model_copy(update={"prediction": expected}), bound_s
 
     def _refuse_schedules(self) -> None:
-        """Raise a NoFeasiblePlanError where there can be no plan by any of the schedules."""
-        ways = product(self._rows[0], self._schedules)
-        if not any(self._zero_stages(row, schedule) for row, schedule in ways):
-            raise NoFeasiblePlanError(
-                f"there is no plan of at most {self._most_stages} stages by "
-                f"{' or '.join(self._schedules)} at ZeRO stage "
-                f"{', '.join(map(str, sorted(set(self._space.zero_stages))))}",
-                why=f"interleaved has {rounds_of('interleaved')} stages for each group of devices, "
-                "and zero-bubble divides no gradients",
-                fix="allow `techniques: {schedules: [1f1b, ...]}`, or more stages",
+        """Go on without schedules by which there can be no plan; raise a NoFeasiblePlanError where
+        that is none."""
+        refused = {one: why for one in self._schedules if (why := self._refusal(one)) is not None}
+        if len(refused) == len(self._schedules):
+            raise refuse_schedules(refused)
+        self._schedules = [one for one in self._schedules if one not in refused]
+
+    def _refusal(self, schedule: Schedule) -> Refusal | None:
+        """Why there can be no plan by a schedule."""
+        rounds, space = rounds_of(schedule), self._space
+        if schedule == "zero-bubble" and min(space.zero_stages) > 1:
+            return Refusal(
+                "it keeps gradients whole until a step's end, and ZeRO stages "
+                f"{' and '.join(map(str, sorted(set(space.zero_stages))))} divide them before",
+                "allow `techniques: {zero_stages: [0, 1]}`",
             )
-        lacking = {one: self._manners.lacking(self._classes, one) for one in self._schedules}
-        if all(lacking.values()):
-            raise NoFeasiblePlanError(
-                f"there is no plan of several stages: {'; '.join(dict.fromkeys(lacking.values()))}",
-                fix="allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`",
+        if lacking := self._manners.lacking(self._classes, schedule):
+            return lacking
+        if any(self._zero_stages(row, schedule) for row in self._rows[0]):
+            return None
+        # Too few stages are allowed, or units there.
+        least = max(space.least_stages, 2 * rounds)
+        least = -(-least // rounds) * rounds
+        if least > self._most_stages:
+            pinned = space.most_stages == self._most_stages
+            pin = f"techniques.most_stages is {space.most_stages}"
+            there = pin if pinned else f"the model has {self._most_stages} units"
+            each = (
+                f"{rounds} stages for each of 2 groups or more, so {least}" if rounds > 1 else least
             )
-        self._schedules = [one for one in self._schedules if not lacking[one]]
+            return Refusal(
+                f"it has {each} at least, and {there}",
+                f"set techniques.most_stages to {least} or more"
+                if pinned
+                else "allow `techniques: {schedules: [1f1b, ...]}`",
+            )
+        return Refusal(
+            f"no groups of devices make {self._wanted} stages",
+            "allow another number of stages, or `techniques: {schedules: [1f1b, ...]}`",
+        )
+
+    @property
+    def _wanted(self) -> str:
+        """How many stages a plan may have, in words."""
+        least, most = max(2, self._space.least_stages), self._most_stages
+        return f"{least}" if least == most else f"{least} to {most}"
 
     @property
     def _best_s(self) -> float:
@@ -157,8 +190,18 @@ class _Search:
 
     @cached_property
     def _rows(self) -> tuple[list[Row], bool]:
-        found, complete = rows(self._devices, self._most_stages)
-        return [row for row in found if len(row) >= self._space.least_stages], complete
+        found, complete = rows(self._devices, min(self._most_stages, self._most_groups))
+        if self._manners.smallest_team() == 1:
+            return found, complete
+        able = [row for row in found if all(map(self._manners.can_team_up, map(kind_of, row)))]
+        return able, complete
+
+    @cached_property
+    def _most_groups(self) -> int:
+        """No row has more: each has a team at the least."""
+        alike = Counter((device.host, device.device_class) for device in self._devices)
+        degree = self._manners.smallest_team()
+        return sum(count // degree for count in alike.values())
 
     @cached_property
     def _promised(self) -> list[RowPromises]:
@@ -193,8 +236,8 @@ class _Search:
 
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
         """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
-        are. None if the row has too many stages by this schedule."""
-        if len(row) * rounds_of(schedule) > self._most_stages:
+        are. None if the row has too many stages by this schedule, or too few."""
+        if not self._space.least_stages <= len(row) * rounds_of(schedule) <= self._most_stages:
             return []
         every = sorted(set(self._space.zero_stages))
         found = [stage for stage in every if stage <= 1 or schedule != "zero-bubble"]

@@ -25,6 +25,7 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Prediction, Stage
 from gpumix.spec.profile import Profile
+from gpumix.spec.teams import refuse_too_large
 
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
@@ -51,6 +52,7 @@ def of_any_degree(
     best: Plan | None = None
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
+    refuse_too_large(profile.cluster, request.space)
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
     for team in wanted:
         others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
@@ -82,6 +84,7 @@ def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ..
     devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
     if ALONE in wanted:
         return devices
+    refuse_too_large(profile.cluster, request.space)
     measured = [team for team in wanted if team in measured_teams(profile)] or wanted[:1]
     degrees: dict[str, set[int]] = {}
     for team in measured:

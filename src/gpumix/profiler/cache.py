@@ -37,7 +37,7 @@ from gpumix.spec.profile import (
     TeamProfile,
     UnitKind,
 )
-from gpumix.spec.teams import degrees_of
+from gpumix.spec.teams import degrees_of, refuse_too_large
 
 U = TypeVar("U", UnitKind, RootUnit)
 D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
@@ -70,6 +70,7 @@ class MeasurementCache:
         self._where = job.profile.cache or cache_folder() / "profiles"
         self._work = work_key(job, folder)
         self.dtypes = compute_dtypes(job.precision, cluster)
+        refuse_too_large(cluster, job.techniques)
         self.degrees = degrees_of(cluster, job.techniques)
         self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
         self.chosen = choose(
@@ -156,6 +157,9 @@ class MeasurementCache:
     def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = _load(ClassMeasurement, self.class_file(device_class))
         if found is None or _more_time(found, self._job.profile.budget):
+            return None
+        alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
+        if not found.teams and not alone:  # measured again, it tells why the model has no teams
             return None
         name = {"device_class": device_class.name}
         renamed = found.device_class.model_copy(update=name)

@@ -30,6 +30,7 @@ from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.flows import Flows, find_flows
+from gpumix.profiler.order import all_called, same_calls
 from gpumix.profiler.specimen import Outputs, Specimens, Told, Walk, tensor_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT
@@ -136,15 +137,15 @@ def sweep(
         # takes, which is done for one sample, and for more.
         for size in (1, 2)[: largest if specimens.compiled else 1]:
             measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
-            measurement.warm_up(batch)
+            calls = measurement.warm_up(batch)
     begun = time.perf_counter()
-    found = Sweep((), [], measurement.flows(batch), *measurement.ends)
+    found = Sweep(calls, [], measurement.flows(batch), *measurement.ends)
     sizes, ran_out = list(_sizes(largest)), False
     while sizes:
         size, started = sizes.pop(0), time.perf_counter()
         try:
             with MemoryCounter(runtime) as memory:
-                point, found.calls = _Measurement(specimens, runtime, memory).run(make_batch(size))
+                point, calls = _Measurement(specimens, runtime, memory).run(make_batch(size))
         except Exception as error:
             if not is_out_of_memory(error) or not found.points:
                 raise
@@ -156,6 +157,7 @@ def sweep(
             if found.cut_short:
                 break
             continue
+        same_calls(found.calls, calls)
         found.points.append(point)
         spoiled = f", after {point.overruns} overruns" if point.overruns else ""
         taken = f"{point.seconds_per_sample() * 1e3:.2f} ms per sample of one block"
@@ -209,6 +211,7 @@ class _Measurement:
                 raise
         if not calls:  # whole logits may find no room where they need not exist whole
             calls = self._first_walk(batch, in_chunks=True)
+        all_called(self._specimens.kind_of, calls)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         if size == 1 and self._point.before_flops:
@@ -245,6 +248,8 @@ class _Measurement:
         ):
             with FlopCount() as flops, self._listening(ROOT, "forward"):
                 point.kept[ROOT] += self._memory.added(walk.go_on)
+            if walk.call is None:
+                all_called(specimens.kind_of, ())
             point.before_flops = flops.total / point.size
             outputs: Any = None
             while walk.call is not None:

@@ -238,8 +238,8 @@ def _teams(
                     raise  # of a model that does not run alone either
                 refused = refused or error
                 how = ", positions divided" if sequence else ""
-                why = error.why or error.what
-                progress(f"{alone.device_class}, one of {degree}{how}: not possible; {why}")
+                told = f"{error.what} ({error.why})" if error.why else error.what
+                progress(f"{alone.device_class}, one of {degree}{how}: not possible; {told}")
         if refused is not None and subject.must_divide and not found:
             raise refused
 
@@ -254,7 +254,19 @@ def _team(
     sequence: bool,
 ) -> TeamMeasurement:
     name = alone.device_class
-    found, anatomy, model = _swept(subject, runtime, name, progress, degree, sequence=sequence)
+    try:
+        found, anatomy, model = _swept(subject, runtime, name, progress, degree, sequence=sequence)
+    except Exception as error:
+        ours = isinstance(error, GpumixError) or is_out_of_memory(error)
+        if ours or not subject.tensor:
+            raise
+        raise InputError(
+            f"the model does not run as its tensor plan divides it over {degree} ranks",
+            where="tensor_plan",
+            why=first_line(error),
+            fix="of layers in a row divide the first `colwise` and the last `rowwise`; what is not "
+            "named is computed whole by every rank",
+        ) from error
     summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
     return TeamMeasurement(
         degree=degree,

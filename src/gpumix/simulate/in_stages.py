@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gpumix.cost.pipeline import Action
+from gpumix.cost.predict import check_match
 from gpumix.cost.staged import StagedStep
+from gpumix.simulate.program import check_devices
 from gpumix.simulate.replay import COMPUTING, OUTSIDE, Alike, Event, Idle, Kind, Replay
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -22,8 +24,10 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
     """One step of a plan of several stages.
 
     Raises:
-        InputError: as `cost.staged` does.
+        InputError: as `simulate.events` does.
     """
+    check_match(profile, plan)
+    check_devices(profile, plan)
     step = StagedStep(profile, plan)
     found = _Events(step)
     events = found.all()

@@ -81,7 +81,7 @@ def program_of(profile: Profile, plan: Plan) -> Program:
             device, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
-    _check_devices(profile, plan)
+    check_devices(profile, plan)
     links, ranks = links_of_plan(profile, plan), len(plan.workers)
     moves = _Moves(links, plan.zero_stage, ranks)
     lanes: list[Lane] = []
@@ -101,7 +101,8 @@ def program_of(profile: Profile, plan: Plan) -> Program:
     )
 
 
-def _check_devices(profile: Profile, plan: Plan) -> None:
+def check_devices(profile: Profile, plan: Plan) -> None:
+    """Raise an InputError where the profile's cluster lacks a device of the plan."""
     known = {(device.id, device.device_class) for device in profile.cluster.devices}
     for worker in plan.workers:
         if (worker.device, worker.device_class) not in known:

@@ -329,6 +329,12 @@ class Plan(Document):
         if self.schedule != "interleaved":
             devices = (w.device for stage in self.stages for w in stage.workers)
             refuse_twins("device", devices, "is in two stages, which is for interleaved ones")
+        there = {worker.device for stage in self.stages for worker in stage.workers}
+        if self.ranks and sorted(self.ranks) != sorted(there):
+            raise ValueError(
+                f"'ranks' must name each device of the stages once ({', '.join(sorted(there))}), "
+                f"and names {', '.join(self.ranks)}"
+            )
         if self.collectives.padding > len(self.workers):
             raise ValueError(
                 f"intervals padded to {self.collectives.padding:g} times an equal one are longer "
@@ -373,15 +379,7 @@ class Plan(Document):
             (name for stage in self.stages for name in dict.fromkeys(stage.units)),
             "is in two stages, which would have its weights twice",
         )
-        calls = 0
-        for number, stage in enumerate(self.stages):
-            late = [taken.call for taken in stage.takes if taken.call >= calls]
-            if late:
-                raise ValueError(
-                    f"stage {number + 1} takes what call {late[0]} returns, which is not in an "
-                    "earlier stage"
-                )
-            calls += len(stage.units)
+        self._check_takes()
         if self.schedule == "interleaved":
             rows = [(s.tensor, *((w.device, w.samples) for w in s.workers)) for s in self.stages]
             around = len(set(rows))
@@ -392,6 +390,26 @@ class Plan(Document):
                 )
         if self.sharding == "host":
             raise ValueError("the hosts of a stage repeat no state: sharding 'host' is for one")
+
+    def _check_takes(self) -> None:
+        """Stages give to later ones, and each gives something: else it computes for nobody."""
+        calls = 0
+        for number, stage in enumerate(self.stages):
+            late = [taken.call for taken in stage.takes if taken.call >= calls]
+            if late:
+                raise ValueError(
+                    f"stage {number + 1} takes what call {late[0]} returns, which is not in an "
+                    "earlier stage"
+                )
+            calls += len(stage.units)
+        for number in range(len(self.stages) - 1):
+            begin = self.first_call(number)
+            own = range(begin, begin + len(self.stages[number].units))
+            if not any(t.call in own for later in self.stages[number + 1 :] for t in later.takes):
+                raise ValueError(
+                    f"nobody takes what stage {number + 1} computes: 'takes' of stage {number + 2} "
+                    f"has none of its calls ({own[0]} to {own[-1]})"
+                )
 
     def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
         """The sum of the shares of those that divide the state between them."""
@@ -441,6 +459,13 @@ class Plan(Document):
         left = {worker.device for stage in stages for worker in stage.workers}
         ranks = tuple(worker.device for worker in self.workers if worker.device in left)
         return self.model_copy(update={"stages": stages, "ranks": ranks})
+
+    def expected_of(self, rank: int) -> WorkerPrediction | None:
+        """What is predicted of a rank. The prediction has the order of the ranks for which it was
+        made: by it alone devices of other ranks would be taken for this one."""
+        device = self.workers[rank].device
+        told = self.prediction.workers if self.prediction is not None else ()
+        return next((expected for expected in told if expected.device == device), None)
 
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""

@@ -5,17 +5,43 @@ from __future__ import annotations
 from collections import Counter
 
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
 from gpumix.spec.space import Space
 
 
 def degrees_of(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
     """Of each class the tensor parallel degrees above 1 that a space allows and its hosts have
     enough devices for."""
+    return {
+        name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
+        for name, count in _most_on_a_host(cluster).items()
+    }
+
+
+def refuse_too_large(cluster: Cluster, space: Space) -> None:
+    """Refuse a space of teams alone, none of which any host has enough devices for.
+
+    Raises:
+        InputError: there can be no such team.
+    """
+    if 1 in space.tensor or any(degrees_of(cluster, space).values()):
+        return
+    most = _most_on_a_host(cluster)
+    there = ", ".join(f"{count} of class '{name}'" for name, count in most.items())
+    largest = max(most.values())
+    below = f"{largest} at most, or to 1" if largest > 1 else "1"
+    raise InputError(
+        f"no host has {min(space.tensor)} devices of one class, which make a team together",
+        where="techniques.tensor",
+        why=f"on one host there are at most {there}",
+        fix=f"set `techniques: {{tensor: ...}}` to {below}",
+    )
+
+
+def _most_on_a_host(cluster: Cluster) -> dict[str, int]:
+    """By class, the devices of the host that has most of it."""
     there = Counter((device.host, device.device_class) for device in cluster.devices)
     most: dict[str, int] = {}
     for (_, name), count in there.items():
         most[name] = max(count, most.get(name, 0))
-    return {
-        name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
-        for name, count in most.items()
-    }
+    return most

@@ -74,6 +74,11 @@ def show_bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+def show_exact_bytes(n: int) -> str:
+    """As a person reads them, and to the byte: who changes memory by less changes nothing."""
+    return f"{n} bytes" if n < 1024 else f"{show_bytes(n)} ({n} bytes)"
+
+
 def show_seconds(seconds: float) -> str:
     """`seconds` as a person reads them: '1.25 s', '340 ms', '2 min 5 s'."""
     if seconds >= 60:

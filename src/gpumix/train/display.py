@@ -117,16 +117,17 @@ class Display:
 
 
 def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """How each class did, at the end: a summary's `classes`."""
-    columns = ["class", "devices", "tokens/s each", *SHARES, "MFU", "HFU", "memory", "planned"]
-    table = new_table("what steps were spent on", *columns)
-    for one in classes:
-        shares = one["shares"] or {}
-        table.add_row(
-            one["device_class"], str(one["devices"]), f"{one['tokens_per_s']:.0f}",
-            *(part(shares.get(name)) for name in SHARES), part(one["mfu"]), part(one["hfu"]),
-            _bytes(one["peak_bytes"]), _bytes(one["planned_peak_bytes"]),
-        )  # fmt: skip
+    """How each class did, at the end: a summary's `classes`, a column each, for classes are few."""
+    table = new_table("what steps were spent on", "class", *(c["device_class"] for c in classes))
+    shares = [one["shares"] or {} for one in classes]
+    table.add_row("devices", *(str(one["devices"]) for one in classes))
+    table.add_row("tokens/s each", *(f"{one['tokens_per_s']:.0f}" for one in classes))
+    for name in SHARES:
+        table.add_row(name, *(part(of_class.get(name)) for of_class in shares))
+    for name in ("mfu", "hfu"):
+        table.add_row(name.upper(), *(part(one[name]) for one in classes))
+    for name, key in (("memory", "peak_bytes"), ("planned", "planned_peak_bytes")):
+        table.add_row(name, *(_bytes(one[key]) for one in classes))
     notes = [Text(line, style="dim") for line in _notes(classes)]
     return Group(table, *notes)
 

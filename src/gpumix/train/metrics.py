@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 from gpumix.spec.errors import Interrupted
+from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
 from gpumix.train.watch import Shares
@@ -86,16 +87,21 @@ def speed_of(plan: Plan, rank: int, step_s: float) -> Speed:
     worker = plan.workers[rank]
     team = plan.stages[plan.stages_of(rank)[0]].tensor
     tokens_per_s = worker.samples * plan.sequence_length / team / step_s
-    if plan.prediction is None or worker.device_class not in plan.prediction.peaks:
+    expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
+    if expected is None or peak is None:
         return Speed(tokens_per_s)
-    peak = plan.prediction.peaks[worker.device_class]
-    expected, most = plan.prediction.workers[rank], step_s * peak.flops_per_s
+    most = step_s * peak.flops_per_s
     model, hardware = expected.model_flops, expected.hardware_flops
     return Speed(
         tokens_per_s,
         mfu=None if model is None else model / most,
         hfu=None if hardware is None else hardware / most,
     )
+
+
+def _peak_of(plan: Plan, name: str) -> Peak | None:
+    """Of a class, where it is known."""
+    return None if plan.prediction is None else plan.prediction.peaks.get(name)
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,9 @@ def _class_record(
     plan: Plan, name: str, ranks: list[int], records: list[RankRecord]
 ) -> ClassRecord:
     told = [records[rank] for rank in ranks]
-    planned = [] if plan.prediction is None else [plan.prediction.workers[r] for r in ranks]
+    planned = [expected for r in ranks if (expected := plan.expected_of(r)) is not None]
     fullest = max(planned, key=lambda expected: expected.peak_bytes, default=None)
-    peak = None if plan.prediction is None else plan.prediction.peaks.get(name)
+    peak = _peak_of(plan, name)
     return ClassRecord(
         device_class=name,
         devices=len(ranks),

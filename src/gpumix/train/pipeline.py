@@ -11,20 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumix.cost.memory import usable_bytes
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.dtypes import compute_dtypes
-from gpumix.spec.errors import InputError, MachineError, NoFeasiblePlanError
+from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_folder import latest
+from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 
@@ -83,18 +81,26 @@ class Pipeline:
         space = job.techniques.leaving_out() if alone else job.techniques.with_all_devices()
         return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
-    def train(self, plan: Plan | None, *, resume: bool) -> Summary:
-        """Train by `plan`, or by one that is made first."""
-        self._check_output(resume)
-        if plan is not None:
-            self._check_plan(plan)
-        with self._output_for_one():
-            return self._train(plan, resume)
+    def train(
+        self, plan: Plan | None, *, resume: bool, made_from: Profile | None = None
+    ) -> Summary:
+        """Train by `plan`, or by one that is made first.
 
-    def _train(self, plan: Plan | None, resume: bool) -> Summary:
+        Args:
+            made_from: the profile that the plan was made from, if it is known.
+        """
+        self._check_output(resume)
+        profile = None
+        if plan is not None:
+            given = plan
+            plan, profile = self._checked(given, made_from)
+            self._tell_about(plan, given)
+        with self._output_for_one():
+            return self._train(plan, profile, resume)
+
+    def _train(self, plan: Plan | None, profile: Profile | None, resume: bool) -> Summary:
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
-        profile = None
         if plan is None:
             profile = self.profile()
             self.show(profile_table(profile))
@@ -205,39 +211,31 @@ class Pipeline:
                 fix="go on with --resume, or write elsewhere: --set output=runs/another",
             )
 
-    def _check_plan(self, plan: Plan) -> None:
+    def _checked(self, plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
+        """The plan that was given, predicted again, and the profile that it was compared with: the
+        one that is given, or that of the cache."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
-        dtypes = compute_dtypes(self.job.precision, self.cluster)
-        for what, planned, wanted in (
-            ("global_batch", plan.global_batch, self.job.global_batch),
-            ("sequence_length", plan.sequence_length, self.job.sequence_length),
-            *(("precision", w.compute_dtype, dtypes[w.device_class]) for w in plan.workers),
-        ):
-            if planned != wanted:
-                raise InputError(
-                    f"the plan is for {what} {planned}, the job has {wanted}",
-                    fix="make a plan for this job: gpumix plan JOB.yaml",
-                )
-        if missing := EVERYTHING.missing(plan):
-            raise InputError(
-                f"the engine does not run this plan: {missing}",
-                fix="make a plan that it runs: gpumix plan JOB.yaml",
-            )
-        for expected in plan.prediction.workers if plan.prediction is not None else ():
-            name = self.cluster.device(expected.device).device_class
-            usable = usable_bytes(self.cluster.class_named(name))
-            if expected.peak_bytes > usable:
-                raise NoFeasiblePlanError(
-                    f"the plan needs {show_bytes(expected.peak_bytes)} where "
-                    f"{show_bytes(usable)} may be used",
-                    where=f"device '{expected.device}' of class '{name}'",
-                    fix="make a plan for this job: gpumix plan JOB.yaml",
-                )
+        check_job(plan, self.job, self.cluster)
+        if self._runs.decides_alone:  # other hosts may have other files
+            if profile is None:
+                profile = MeasurementCache(self.job, self.cluster, self.folder).load()
+            if profile is not None:
+                plan = foretold_again(plan, profile)
+        check_memory(plan, self.cluster)
+        return plan, profile
+
+    def _tell_about(self, plan: Plan, given: Plan) -> None:
+        """What a reader of the plan that was given, or of the job, would not expect."""
+        if plan.prediction != given.prediction:
+            self.show("what the plan foretells of itself does not hold: it is predicted again")
+        for line in overruled(plan, self.job):
+            self.show(line)
 
 
 def too_busy(overruns: int) -> str:
     """What to say of a measurement on emulated devices that had overruns."""
+    times = "once" if overruns == 1 else f"{overruns} times"
     return (
-        f"emulated devices fell behind their speed {overruns} times: this machine was too busy "
-        "for the numbers to count"
+        f"emulated devices fell behind their speed {times}: this machine was too busy for the "
+        "numbers to count"
     )

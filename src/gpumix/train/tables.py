@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.efficiency import Choice
 from gpumix.spec.plan import PLAIN, Plan, Prediction, Stage, Worker
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.reasons import Binding, Mixing, Worth
 from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
+WIDEST = 56  # of a column of text: tables are read in terminals of a hundred columns
+PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
 
@@ -77,13 +81,18 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def efficiency_table(profile: Profile) -> RenderableType:
-    """How each class computes, and why."""
+    """How each class computes, and why; classes that do the same are told once."""
     table = new_table("how devices compute", "class", "what", "choice", "why")
     for column in table.columns:
         column.justify = "left"
+    table.columns[0].no_wrap = False
+    table.columns[-1].max_width = WIDEST
+    alike: dict[tuple[Choice, ...], list[str]] = {}
     for measured in profile.classes:
-        for number, one in enumerate(measured.choices):
-            name = measured.device_class if number == 0 else ""
+        alike.setdefault(measured.choices, []).append(measured.device_class)
+    for choices, names in alike.items():
+        for number, one in enumerate(choices):
+            name = "\n".join(names) if number == 0 else ""
             table.add_row(name, one.what.replace("_", " "), one.value, one.why)
     return table if table.row_count else Group()
 
@@ -91,13 +100,15 @@ def efficiency_table(profile: Profile) -> RenderableType:
 def plan_table(plan: Plan) -> RenderableType:
     """Whether mixing pays, who computes and who stores what, what it should take, and why."""
     worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
-    columns = ["class", "devices", "samples", "micro-batches", "state share", "memory", "busy"]
+    columns = ["class", "devices", "samples", "micro-\nbatches", "state share", "memory", "busy"]
     in_stages = len(plan.stages) > 1
     columns = ["stage", "blocks", *columns] if in_stages else columns
     told = any(worker.mode != PLAIN or worker.kept_graphs for worker in plan.workers)
     columns += ["backward"] if told else []
     columns += ["worth", "one more"] if worth else []
     table = new_table(f"plan ({plan.strategy})", *columns)
+    for column in table.columns:
+        column.max_width = PLAN_WIDTHS.get(str(column.header))
     predicted = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
     seen: set[str] = set()
     for place, stage, workers in _rows(plan):
@@ -137,9 +148,15 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Stage, list[Worker]]]:
 
 def why(plan: Plan) -> list[str]:
     """Whether mixing pays, what is predicted, what binds, and the alternatives, in words."""
-    if plan.reasons is None or plan.prediction is None:
-        return []
     expected, reasons = plan.prediction, plan.reasons
+    if expected is None:
+        return []
+    predicted = (
+        f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
+        f"{_gap(expected)}"
+    )
+    if reasons is None:  # of an edited plan
+        return [predicted, _how(plan)]
     lines = [] if reasons.mixing is None else [mixing(reasons.mixing, plan.strategy)]
     if reasons.hosts_left_out:
         named = _few("hosts", reasons.hosts_left_out)
@@ -147,10 +164,7 @@ def why(plan: Plan) -> list[str]:
     if reasons.devices_left_out:
         named = _few("devices", reasons.devices_left_out)
         lines.append(f"{named} left out: longer rings would cost more than they give")
-    lines.append(
-        f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
-        f"{_gap(expected)}"
-    )
+    lines.append(predicted)
     lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
     for of_class in reasons.dtypes:
@@ -175,7 +189,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
     if found.pays:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
         if found.speedup is None:
-            return f"mixing pays: no class alone could train this batch{more}"
+            return f"mixing pays: no class alone could train this batch with these techniques{more}"
         return (
             f"mixing pays: {found.speedup:.2f} times as fast as only {found.best_class}, the best "
             f"single class{more}"
@@ -278,7 +292,9 @@ def _micro(worker: Worker) -> str:
 def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", expand=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        left = number == 0
+        justify: Literal["left", "right"] = "left" if left else "right"
+        table.add_column(column, justify=justify, no_wrap=left, overflow="fold")
     return table
 
 

@@ -7,13 +7,17 @@ from functools import partial
 from torch import nn
 
 from gpumix.engine.optimizers.groups import matches
+from gpumix.engine.tensor import check_heads
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import InputMeasurement, Profile
+from gpumix.spec.teams import degrees_of
 from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
 from gpumix.train.input_cost import measure_input
@@ -75,15 +79,34 @@ def _inputs(
 
 
 def _model_to_measure(task: Task) -> nn.Module:
-    """The job's model; weights that are not its own, and groups that match none of its parameters,
-    are told now, not after the measurement."""
+    """The job's model; weights that are not its own, groups that match none of its parameters, and
+    tensor plans that fit none of its modules, are told now, not after the measurement."""
     spec = task.job.model
     model = model_of(spec, folder=task.folder, seed=task.job.seed)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     matches([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
         source_of(model, spec.weights)
+    must_divide = 1 not in task.job.techniques.tensor
+    if spec.tensor_plan is not None or must_divide:
+        tensor_plan(model, spec.tensor_plan)
+    if must_divide:
+        _refuse_undivided(model, task)
     return model
+
+
+def _refuse_undivided(model: nn.Module, task: Task) -> None:
+    """Raise an InputError for a model whose heads no team can divide."""
+    every = degrees_of(task.cluster, task.job.techniques).values()
+    failures: list[InputError] = []
+    for degree in sorted({degree for degrees in every for degree in degrees}):
+        try:
+            check_heads(model, degree)
+        except InputError as error:
+            failures.append(error)
+        else:
+            return
+    raise failures[0]
 
 
 def train(

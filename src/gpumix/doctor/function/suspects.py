@@ -26,6 +26,27 @@ SITES = 3  # lines that are named
 LATE = ("item", "tolist", "cpu", "__float__")  # values that may be those of the step before
 
 
+NAMES = (
+    "workers",
+    "copies",
+    "syncs",
+    "prints",
+    "anomaly",
+    "deterministic",
+    "threads",
+    "retries",
+    "recompute",
+    "attention",
+    "tf32",
+    "bf16",
+    "fused_optimizer",
+    "launches",
+    "compile",
+    "batch",
+)
+"""Of all suspects."""
+
+
 def suspects(seen: Seen, kernels_share: float | None = None) -> list[Suspect]:
     """What is to be tried, in this order: the input first, for while steps wait for it nothing else
     shows; what changes more than rounding last.

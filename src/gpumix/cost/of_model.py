@@ -1,0 +1,115 @@
+"""Whether a plan is one for a model: its units, in their order, and what its stages need.
+
+Plans are edited by hand. What is wrong in one is found here, before ranks start: there a stage that
+lacks something would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import ModelProfile
+
+FIX = "mend the plan, or make one for this model: gpumix plan JOB.yaml"
+
+
+def check_units(plan: Plan, model: ModelProfile) -> None:
+    """Refuse a plan that is not for the calls of this model.
+
+    Raises:
+        InputError: units are missing, unknown, doubled or in another order, or a stage does not
+            have what its units need of the root and of other stages.
+    """
+    planned = tuple(name for stage in plan.stages for name in stage.units)
+    if planned != model.calls:
+        check_names(plan, model.calls)
+        wrong = _doubled(planned, model.calls) or _reordered(planned, model.calls)
+        raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
+    if len(plan.stages) > 1 and model.needs:
+        for number in range(len(plan.stages)):
+            _check_needs(plan, number, model)
+
+
+def check_names(plan: Plan, units: Collection[str]) -> None:
+    """Refuse a plan whose units are not those that a model has.
+
+    Raises:
+        InputError: some are missing, or unknown.
+    """
+    planned = {name: n for n, stage in enumerate(plan.stages, 1) for name in stage.units}
+    unknown = [name for name in planned if name not in units]
+    missing = [name for name in units if name not in planned]
+    if unknown:
+        name = unknown[0]
+        raise InputError(
+            f"the plan is not one for this model, which has no unit '{name}'",
+            where=f"stage {planned[name]}",
+            why=f"its units are {_listed(units)}",
+            fix=FIX,
+        )
+    if missing:
+        raise InputError(
+            f"the plan is not one for this model: no stage has its unit {_listed(missing)}", fix=FIX
+        )
+
+
+def _listed(names: Collection[str], most: int = 4) -> str:
+    """The first of them."""
+    shown = ", ".join(f"'{name}'" for name in list(dict.fromkeys(names))[:most])
+    return f"{shown} and others" if len(set(names)) > most else shown
+
+
+def _doubled(planned: Sequence[str], calls: Sequence[str]) -> str:
+    there, wanted = Counter(planned), Counter(calls)
+    for name, times in wanted.items():
+        if there[name] != times:
+            return (
+                f"the model calls unit '{name}' {_times(times)} in a pass, the plan has it "
+                f"{_times(there[name])}"
+            )
+    return ""
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _reordered(planned: Sequence[str], calls: Sequence[str]) -> str:
+    for number, (there, wanted) in enumerate(zip(planned, calls), 1):
+        if there != wanted:
+            return f"unit call {number} is of '{wanted}' in the model, of '{there}' in the plan"
+    return ""
+
+
+def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
+    """Refuse a stage that lacks what it computes with."""
+    stage, begin = plan.stages[number], plan.first_call(number)
+    needs = model.needs_of(begin, begin + len(stage.units))
+    where = f"stage {number + 1}"
+    if stage.root is not None and (lacking := set(needs.root) - set(stage.root)):
+        raise InputError(
+            f"the stage computes with {_listed(sorted(lacking))}, which its 'root' does not name",
+            where=where,
+            fix=f"set 'root' to {list(needs.root)}, or to null: all of the root's parameters",
+        )
+    known = {parameter.name for parameter in model.root.parameters}
+    if known and (unknown := set(stage.root or ()) - known):
+        raise InputError(
+            f"'root' names {_listed(sorted(unknown))}, which the model has not outside of its "
+            "units",
+            where=where,
+            fix=f"set 'root' to {list(needs.root)}",
+        )
+    taken = {(one.call, one.output) for one in stage.takes}
+    for one in needs.outputs:
+        if (one.call, one.output) not in taken:
+            unit = model.calls[one.call]
+            raise InputError(
+                f"the stage needs output {one.output} of call {one.call} (unit '{unit}'), which "
+                "its 'takes' does not name",
+                where=where,
+                fix=f"add {one.model_dump()} to its 'takes', or make a plan: gpumix plan JOB.yaml",
+            )

@@ -1,0 +1,102 @@
+"""A plan that a run is given: made earlier for this job, and by choice edited since.
+
+What it says of itself may no longer hold, so it is compared with the model, and predicted again,
+as far as a profile is at hand; nothing is measured for it.
+"""
+
+from __future__ import annotations
+
+from gpumix.cost.memory import usable_bytes
+from gpumix.cost.of_model import FIX, check_units
+from gpumix.cost.predict import predict
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.dtypes import compute_dtypes
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import EVERYTHING
+from gpumix.spec.units import show_bytes
+
+
+def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
+    """Refuse a plan that is for other work than the job's.
+
+    Raises:
+        InputError: batch, length or precision differ, or the engine does not run it.
+    """
+    dtypes = compute_dtypes(job.precision, cluster)
+    for what, planned, wanted in (
+        ("global_batch", plan.global_batch, job.global_batch),
+        ("sequence_length", plan.sequence_length, job.sequence_length),
+        *(("precision", w.compute_dtype, dtypes[w.device_class]) for w in plan.workers),
+    ):
+        if planned != wanted:
+            raise InputError(
+                f"the plan is for {what} {planned}, the job has {wanted}",
+                fix="make a plan for this job: gpumix plan JOB.yaml",
+            )
+    degrees = tuple(stage.tensor for stage in plan.stages)
+    if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
+        raise InputError(
+            f"the engine does not run this plan: {missing}",
+            fix="make a plan that it runs: gpumix plan JOB.yaml",
+        )
+
+
+def foretold_again(plan: Plan, profile: Profile) -> Plan:
+    """The plan with what is expected of it as it is now; reasons are those of the plan that was
+    made, so an edited one has none.
+
+    Raises:
+        InputError: the profile is of another model, or the plan's units are not the model's.
+    """
+    if plan.model != profile.model.fingerprint:
+        raise InputError(
+            "the plan was made for another model",
+            where=f"plan for model {plan.model}, the job's is {profile.model.fingerprint}",
+            fix=FIX,
+        )
+    check_units(plan, profile.model)
+    if plan.prediction is None:
+        return plan
+    try:
+        expected = predict(profile, plan)
+    except InputError:  # it uses what was not measured: it may run, but nothing is known of it
+        return plan.model_copy(update={"prediction": None, "reasons": None})
+    if expected == plan.prediction.model_copy(update={"bound_s": None}):
+        return plan
+    return plan.model_copy(update={"prediction": expected, "reasons": None})
+
+
+def check_memory(plan: Plan, cluster: Cluster) -> None:
+    """Refuse what is predicted not to fit.
+
+    Raises:
+        NoFeasiblePlanError: a device lacks memory.
+    """
+    for expected in plan.prediction.workers if plan.prediction is not None else ():
+        name = cluster.device(expected.device).device_class
+        usable = usable_bytes(cluster.class_named(name))
+        if expected.peak_bytes > usable:
+            raise NoFeasiblePlanError(
+                f"the plan needs {show_bytes(expected.peak_bytes)} where "
+                f"{show_bytes(usable)} may be used",
+                where=f"device '{expected.device}' of class '{name}'",
+                fix="make a plan for this job: gpumix plan JOB.yaml",
+            )
+
+
+def overruled(plan: Plan, job: Job) -> list[str]:
+    """What the job says of plans that this one does not follow, for people: the plan counts."""
+    lines = []
+    if "strategy" in job.model_fields_set and job.strategy != plan.strategy:
+        lines.append(
+            f"the job's `strategy: {job.strategy}` has no effect: the plan that was given is of "
+            f"strategy '{plan.strategy}'"
+        )
+    if unwanted := job.techniques.missing(plan):
+        lines.append(
+            f"the job's `techniques` have no effect: the plan that was given uses {unwanted}"
+        )
+    return lines

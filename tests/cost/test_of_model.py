@@ -1,0 +1,83 @@
+"""A plan that was edited is compared with the model: which unit, which stage, what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
+
+from gpumix.cost.predict import predict
+from gpumix.planner.explain import plan as make_plan
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.space import Space
+
+# Four calls on two cards; the first call and the loss compute with a parameter of the root.
+PROFILE = in_a_row(
+    profile(
+        [Card("one", 1, GIB, steady(1.0)), Card("two", 1, GIB, steady(1.0))],
+        calls=("block",) * 4,
+        kinds=[block()],
+        root_unit=root(8),
+    ),
+    message=FREE,
+    tied=8,
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    space = Space(least_stages=2, most_stages=2, schedules="1f1b", leave_out=False)
+    return make_plan(PROFILE, 4, space=space)
+
+
+def edited(plan: Plan, number: int, **changes: Any) -> Plan:
+    """As a person edits it: its JSON, read again."""
+    tree = plan.model_dump(mode="json")
+    tree["stages"][number] |= changes
+    return Plan.model_validate(tree)
+
+
+def test_a_plan_as_it_was_made_is_predicted_again_alike(made):
+    again = predict(PROFILE, made)
+    assert made.prediction is not None
+    assert again == made.prediction.model_copy(update={"bound_s": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"units": ["layers.2", "other"]}, "which has no unit 'other'"),
+        ({"root": []}, r"'tied\.weight', which its 'root' does not name"),
+        ({"root": ["tied.weight", "x"]}, "'root' names 'x', which the model has not"),
+    ],
+)
+def test_stages_that_are_not_the_models_are_refused(made, changes, told):
+    with pytest.raises(InputError, match=told):
+        predict(PROFILE, edited(made, 1, **changes))
+
+
+def test_a_stage_takes_all_that_its_units_need(made):
+    takes = [taken.model_dump() | {"output": 1} for taken in made.stages[1].takes]
+    with pytest.raises(InputError, match=r"output 0 of call \d \(unit 'layers.1'\)") as caught:
+        predict(PROFILE, edited(made, 1, takes=takes))
+    assert caught.value.where == "stage 2"
+
+
+def test_all_of_the_root_is_enough(made):
+    assert predict(PROFILE, edited(made, 1, root=None)).step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("units", "told"),
+    [
+        ((0, 1, 3), "no stage has its unit 'layers.2'"),
+        ((0, 2, 1, 3), "unit call 2 is of 'layers.1' in the model, of 'layers.2' in the plan"),
+        ((0, 1, 2, 3, 3), "calls unit 'layers.3' once in a pass, the plan has it twice"),
+    ],
+)
+def test_the_unit_that_is_wrong_is_named(units, told):
+    plan = make_plan(PROFILE, 4, space=Space(most_stages=1))
+    with pytest.raises(InputError, match=told):
+        predict(PROFILE, edited(plan, 0, units=[f"layers.{n}" for n in units]))

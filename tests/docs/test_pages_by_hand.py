@@ -1,0 +1,34 @@
+"""Pages by hand name all that there is: parts of a plan, suspects of the doctor, strategies."""
+
+from __future__ import annotations
+
+import pytest
+from pages import ROOT
+
+from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
+from gpumix.doctor.suspects import NAMES as OF_JOBS
+from gpumix.planner.explain import STRATEGIES
+from gpumix.spec.efficiency import EfficiencySpec
+from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Taken, Worker
+from gpumix.spec.space import Space
+
+COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("part", [Plan, Stage, Worker, Taken, Mode, Collectives])
+def test_every_field_is_there(part):
+    missing = [name for name in part.model_fields if f"`{name}`" not in PAGE]
+    assert not missing
+
+
+def test_every_suspect_is_there():
+    """Those of jobs that are keys of a section go by its name."""
+    keys = {*Space.model_fields, *EfficiencySpec.model_fields}
+    missing = {name for name in {*OF_FUNCTIONS, *OF_JOBS} - keys if f"`{name}`" not in COMMANDS}
+    assert not missing
+
+
+def test_every_strategy_is_there():
+    (line,) = (line for line in COMMANDS.splitlines() if line.startswith("| `--strategy"))
+    assert not [name for name in STRATEGIES if name not in line]

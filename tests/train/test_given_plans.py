@@ -1,0 +1,73 @@
+"""A plan that was edited, given to a run: refused before ranks start, or predicted again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jobs import metrics, toy, train, write_job
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.train.pipeline import Pipeline
+
+TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_job(tmp_path_factory.mktemp("given"), steps=2, model=toy(blocks=4), **TWO)
+
+
+@pytest.fixture(scope="module")
+def made(job) -> tuple[Plan, Profile]:
+    pipeline = Pipeline.of_file(job, [], debug=True)
+    profile = pipeline.profile()
+    return pipeline.plan(profile), profile
+
+
+def edited(plan: Plan, number: int, **changes: Any) -> Plan:
+    tree = plan.model_dump(mode="json")
+    tree["stages"][number] |= changes
+    return Plan.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"root": []}, "which its 'root' does not name"),
+        ({"units": ["blocks.9"]}, "which has no unit 'blocks.9'"),
+    ],
+)
+def test_a_plan_that_is_not_the_models_is_refused_before_ranks_start(job, made, changes, told):
+    with pytest.raises(InputError, match=told):
+        train(job, plan=edited(made[0], 1, **changes))
+    assert not (job.parent / "run").exists()
+
+
+def test_a_plan_as_it_was_made_keeps_what_it_says(job, made):
+    pipeline = Pipeline.of_file(job, [], debug=True)
+    assert pipeline._checked(made[0], made[1]) == made
+
+
+def test_an_edited_plan_is_predicted_again(job, made):
+    plan, profile = made
+    of_last = [w.model_dump(mode="json") for w in plan.stages[1].workers]
+    flipped = {"recompute": not of_last[0]["mode"]["recompute"]}
+    workers = [w | {"mode": w["mode"] | flipped, "kept_graphs": 0} for w in of_last]
+    changed = edited(plan, 1, workers=workers)
+    found, _ = Pipeline.of_file(job, [], debug=True)._checked(changed, profile)
+    assert found.prediction is not None
+    assert found.prediction != plan.prediction
+    assert found.reasons is None
+
+
+def test_what_the_job_says_of_plans_and_a_given_one_does_not_follow_is_told(tmp_path, made, capsys):
+    said = {"strategy": "even", "techniques": {"zero_stages": [3], "most_stages": 1}}
+    job = write_job(tmp_path, steps=1, model=toy(blocks=4), **said)
+    train(job, plan=made[0])
+    told = capsys.readouterr().err
+    assert "`strategy: even` has no effect" in told
+    assert "`techniques` have no effect: the plan that was given uses ZeRO stage" in told
+    assert len(metrics(job.parent / "run")) == 1
