@@ -44,7 +44,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
     each = _each(setting.profile, short)
     return NoFeasiblePlanError(
         f"{what} does not fit: device class '{name}' is short of {show_exact_bytes(short[name])}",
-        why=f"{each}, at the best micro-batch and with a {len(setting.devices)}th of the state",
+        why=f"{each}, at the best micro-batch and with 1/{len(setting.devices)} of the state",
         fix="use `strategy: optimal`, which gives devices with less memory less of it",
     )
 
