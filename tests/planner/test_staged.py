@@ -282,6 +282,15 @@ def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
     assert others["only c1"].step_s is None and "one device alone" in others["only c1"].why
 
 
+def test_one_class_alone_may_have_stages_too():
+    """The slow card is left out; the two that are left are faster in stages, for links are slow."""
+    found = cluster([(1.0, 2), (1e3, 1)], calls=6, link=1e2, message=10.0)
+    plan = make_plan(found, 4)
+    assert len(plan.stages) == 2 and plan.reasons is not None
+    others = {one.strategy: one for one in plan.reasons.alternatives}
+    assert others["only c0"].step_s == pytest.approx(predicted(plan).step_s)
+
+
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
 def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
     found = cluster([(1.0, 3)], link=1e12)

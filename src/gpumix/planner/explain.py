@@ -14,7 +14,8 @@ from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
 from gpumix.planner.fastest import fastest, fastest_beside, optimal_or_why
 from gpumix.planner.held_back import minding_data
-from gpumix.planner.optimal import least_step_s, optimal
+from gpumix.planner.manner import measured_teams, teams_of_space
+from gpumix.planner.optimal import least_step_s
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
@@ -140,24 +141,25 @@ def _within(space: Space, plan: Plan) -> Plan:
 def _single_classes(
     profile: Profile, request: PlanRequest, chosen: Plan, paces: Paces
 ) -> list[Alternative]:
-    """The optimal plan on each class alone; none if there is only one class. Where plans of one
-    stage without teams are left out, the fastest one of those that are not."""
+    """The fastest plan on each class alone; none if there is only one class."""
     every = list(single_classes(profile, request))
     if len(every) == 1:
         return []
-    plain = request.space.least_stages == 1 and 1 in request.space.tensor
     found = []
     for name, alone in every:
-        if not plain:
-            found.append(_alternative(SINGLE + name, partial(fastest, profile, alone), chosen))
-            continue
-        step_s = least_step_s(profile, alone, paces)
+        step_s = None if _has_more(profile, request) else least_step_s(profile, alone, paces)
         if step_s is None:
-            found.append(_alternative(SINGLE + name, partial(optimal, profile, alone), chosen))
+            found.append(_alternative(SINGLE + name, partial(fastest, profile, alone), chosen))
         else:
             why = against(step_s, predicted(chosen).step_s)
             found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
     return found
+
+
+def _has_more(profile: Profile, request: PlanRequest) -> bool:
+    """Whether there may be other plans than those of one stage without teams."""
+    stages = profile.model.needs and request.space.most_stages != 1
+    return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
 
 
 def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Alternative:
