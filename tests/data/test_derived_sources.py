@@ -31,8 +31,8 @@ class Peculiar(Numbers):
     def lengths(self) -> np.ndarray:
         return np.arange(self.n)
 
-    def specimen(self, samples: int) -> dict[str, torch.Tensor]:
-        return {"k": torch.full((samples,), 9)}
+    def specimen(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        return {"k": torch.full((len(indices),), 9)}
 
 
 DERIVED = {
@@ -48,6 +48,6 @@ def test_what_a_source_says_of_itself_holds_for_what_is_made_of_it(kind):
     source = make()
     assert Source.__annotations__.keys() == SAYS.keys()
     assert {key: getattr(source, key) for key in SAYS} == SAYS
-    assert source.specimen(2)["k"].tolist() == [9, 9]
+    assert source.specimen(np.arange(2))["k"].tolist() == [9, 9]
     assert source.lengths is not None and source.lengths.tolist() == list(samples)
     assert source.rows(np.arange(len(source)))["k"].tolist() == list(samples)

@@ -203,7 +203,7 @@ def test_what_is_no_list_of_tokens_is_named(tokens):
 
 
 def test_a_specimen_is_as_long_as_any_sample_and_has_padding():
-    batch = OwnSamples(Rows(4), "rows", longest=8).specimen(3)
+    batch = OwnSamples(Rows(4), "rows", longest=8).specimen(np.arange(3))
     assert {tuple(value.shape) for value in batch.values()} == {(3, 8)}
     assert batch["attention_mask"].sum() == 23
 

@@ -6,12 +6,13 @@ import math
 import re
 
 import pytest
-from jobs import gpumix, metrics, plan_for, train, write_job
+from jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 
 from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, TrainingError
 from gpumix.spec.read import read_job
 from gpumix.train.models import check_fits, config_of, model_of
+from gpumix.train.pipeline import Pipeline
 
 ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "door"]
@@ -172,6 +173,23 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
     assert done.code == 5
     told = " ".join(done.err.split())
     assert re.search(r"sample \d*9 of .* cannot be read: OSError: a bad", told)
+
+
+def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
+    """While it is measured what samples take, and in evaluations; the first one is bad, too."""
+    data = {"factory": "toys:damaged_tokens", "arguments": {"first": 0}, "held_out": 0.2}
+    job = write_job(
+        tmp_path,
+        data={**data, "bad_samples": "skip"},
+        cluster=ALONE,
+        profile=OWN_PROFILES | {"budget": 1},
+        evaluation={"every_steps": 1},
+        steps=2,
+    )
+    assert len(train(job).losses) == 2
+    assert len(metrics(tmp_path / "run", "evaluation")) == 2
+    with pytest.raises(TrainingError, match="sample 0 of toys:damaged_tokens cannot be read"):
+        Pipeline.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
 
 
 @pytest.mark.parametrize("held_out", [0.02, 0.06])

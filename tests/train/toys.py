@@ -123,8 +123,10 @@ class _Costly(list):
 class _Damaged(list):
     """Each tenth sample cannot be read."""
 
+    first = 9
+
     def __getitem__(self, index):
-        if index % 10 == 9:
+        if index % 10 == self.first:
             raise OSError("a bad sector")
         return super().__getitem__(index)
 
@@ -145,8 +147,10 @@ def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
     return _Costly(tokens(), cpu_s)
 
 
-def damaged_tokens() -> list[dict[str, Tensor]]:
-    return _Damaged(tokens())
+def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
+    made = _Damaged(tokens())
+    made.first = first
+    return made
 
 
 def slow_tokens() -> list[dict[str, Tensor]]:

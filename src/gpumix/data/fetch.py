@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,48 +83,70 @@ class Fetched:
 
 
 def fetch(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples
+    source: Source, indices: np.ndarray, bad_samples: BadSamples, *, specimen: bool = False
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """The samples at `indices`, stacked.
+    """The samples at `indices`, stacked; or a batch that stands for any of so many.
 
     Raises:
         DataChangedError: whatever is to be done about bad samples.
         TrainingError: a sample cannot be read, or none of those that could take its place.
         GpumixError: the source says what is wrong with a sample.
     """
+    read = source.specimen if specimen else source.rows
     try:
-        return source.rows(indices), ()
+        return read(indices), ()
     except DataChangedError:
         raise
     except _FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it says which sample is bad, and why
-        return _one_by_one(source, indices, bad_samples, error)
+        taken, skipped = _one_by_one(source, indices, bad_samples)
+        try:
+            return read(taken), skipped
+        except GpumixError:
+            raise
+        except _FAILURES as again:
+            raise TrainingError(
+                f"{len(indices)} samples of {source.name} cannot be put together: "
+                f"{_first_line(again)}",
+                where=_place(again),
+                why=f"each by itself can be read; the first is sample {indices[0]}",
+            ) from error
 
 
 def _one_by_one(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: BaseException
-) -> tuple[Batch, tuple[Skipped, ...]]:
-    """After an error: find whose it is. What does not happen again is over."""
+    source: Source, indices: np.ndarray, bad_samples: BadSamples
+) -> tuple[np.ndarray, tuple[Skipped, ...]]:
+    """After an error: find whose it is; the samples to take. What does not happen again is over."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
         problem = _problem(source, index)
         if problem is None:
             continue
         if bad_samples == "stop":
-            raise problem if isinstance(problem, GpumixError) else _in_words(source, index, problem)
+            raise in_words(source.name, index, problem)
         taken[place] = _instead(source, index, problem)
         skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
-    try:
-        return source.rows(taken), tuple(skipped)
-    except GpumixError:
-        raise
-    except _FAILURES as again:
-        raise TrainingError(
-            f"{len(indices)} samples of {source.name} cannot be put together: {_first_line(again)}",
-            where=_place(again),
-            why=f"each by itself can be read; the first is sample {indices[0]}",
-        ) from error
+    return taken, tuple(skipped)
+
+
+def readable(read: Callable[[int], object], count: int, name: str, bad_samples: BadSamples) -> int:
+    """The sample that tells what the others are like: the first one, or, if bad ones are skipped,
+    the first that `read` does not fail at, of those that could take its place.
+
+    Raises:
+        GpumixError: it cannot be read, or none of them can.
+    """
+    first: BaseException | None = None
+    for index in range(1 if bad_samples == "stop" else min(count, 1 + TRIES)):
+        try:
+            read(index)
+        except _FAILURES as error:
+            first = first or error
+        else:
+            return index
+    assert first is not None, "at least one was tried"
+    raise in_words(name, 0, first)
 
 
 def _problem(source: Source, index: int) -> BaseException | None:
@@ -154,9 +177,12 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
     ) from problem
 
 
-def _in_words(source: Source, index: int, error: BaseException) -> TrainingError:
+def in_words(name: str, index: int, error: BaseException) -> GpumixError:
+    """Why a sample of the dataset `name` cannot be read."""
+    if isinstance(error, GpumixError):
+        return error
     found = TrainingError(
-        f"sample {index} of {source.name} cannot be read: {_first_line(error)}",
+        f"sample {index} of {name} cannot be read: {_first_line(error)}",
         where=_place(error),
         fix="mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
         "Loader(bad_samples='skip')",

@@ -108,7 +108,7 @@ class Loader(Iterator[Batch]):
         _check(workers, kind, prefetch, bad_samples, timeout_s)
         safe = True if kind == "threads" else None
         self._share = share_of(shares, rank)
-        self._source = _source_of(dataset, self._share.total, transform, collate, safe)
+        self._source = _source_of(dataset, self._share.total, transform, collate, safe, bad_samples)
         self._rank = rank
         self._by_length = by_length
         mark = mark_of(self._source.fingerprint, by_length, self._share.total)
@@ -299,6 +299,7 @@ def _source_of(
     transform: Callable[[Any], Any] | None,
     collate: Callable[[list[Any]], Batch] | None,
     thread_safe: bool | None,
+    bad_samples: BadSamples,
 ) -> Source:
     if is_stream(dataset):
         name = getattr(dataset, "__name__", type(dataset).__name__)
@@ -308,7 +309,7 @@ def _source_of(
             "`transform` is for streams, whose samples others must read past",
             fix="do it in the dataset's __getitem__",
         )
-    return as_source(dataset, collate, thread_safe=thread_safe)
+    return as_source(dataset, collate, thread_safe=thread_safe, bad_samples=bad_samples)
 
 
 def _check(
@@ -339,18 +340,19 @@ def evaluation_batches(
     *,
     batches: int,
     device: torch.device | str = "cpu",
+    bad_samples: BadSamples = "stop",
 ) -> Iterator[tuple[Batch, int]]:
     """This rank's share of the first `batches` global batches of `held_out`, in file order, each
     with the number of samples of the whole.
 
     Never wraps: fewer samples give fewer batches, and too few for one batch give one short batch,
     cut in the same proportions (a rank's part of it may have no rows). Every rank gets the same
-    number of batches.
+    number of batches. `bad_samples`: see `Loader`.
 
     Raises:
         InputError: the shares are unfit, or nothing is held out.
     """
-    share, source = share_of(shares, rank), as_source(held_out)
+    share, source = share_of(shares, rank), as_source(held_out, bad_samples=bad_samples)
     total = min(share.total, len(source))
     if not total:
         raise InputError(
@@ -360,7 +362,9 @@ def evaluation_batches(
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
     firsts = range(0, min(batches, len(source) // total) * total, total)
-    return ((_pinned(fetch(source, first + indices, "stop")[0], pin), total) for first in firsts)
+    return (
+        (_pinned(fetch(source, first + indices, bad_samples)[0], pin), total) for first in firsts
+    )
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:

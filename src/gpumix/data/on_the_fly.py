@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpumix.data.fetch import BadSamples, readable
 from gpumix.data.ragged import TOKENS, Ragged, Sample
 from gpumix.data.rows import digest
 from gpumix.data.samples import MapStyle
@@ -28,6 +29,7 @@ class TokenizedTexts(Ragged):
     Args:
         name: what to call the dataset in errors.
         content: changes when the texts do; empty if that is not known.
+        bad_samples: whether another text may stand for all, where the first is bad.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TokenizedTexts(Ragged):
         longest: int,
         name: str,
         content: str,
+        bad_samples: BadSamples = "stop",
     ) -> None:
         super().__init__(longest=longest, pad_token=tokenizer.end_of_text)
         self._dataset = MapStyle(dataset, name)
@@ -47,7 +50,7 @@ class TokenizedTexts(Ragged):
         self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
-        self._texts([0])
+        self.template = readable(lambda index: self._texts([index]), len(self), name, bad_samples)
 
     def take_lengths(self, lengths: np.ndarray | None) -> None:
         """From now on it is known how long samples are, before they are cut."""

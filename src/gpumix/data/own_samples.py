@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gpumix.data.fetch import BadSamples, readable
 from gpumix.data.ragged import TOKENS, Ragged, Sample, cut_to, declared_lengths
 from gpumix.data.rows import digest
 from gpumix.data.samples import SampleSource
@@ -25,6 +26,7 @@ class OwnSamples(Ragged):
         pad_token: what samples are padded with.
         lengths: of the samples before they are cut; default: what the dataset says.
         content: changes when the samples do; default: the name.
+        bad_samples: see `SampleSource`.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class OwnSamples(Ragged):
         pad_token: int = 0,
         lengths: np.ndarray | None = None,
         content: str = "",
+        bad_samples: BadSamples = "stop",
     ) -> None:
         super().__init__(longest=longest, pad_token=pad_token)
-        self._source = SampleSource(dataset, name)
+        self._source = SampleSource(dataset, name, bad_samples=bad_samples)
         self.name = name
         if lengths is None:
             lengths = declared_lengths(dataset, len(self._source), name)
@@ -46,7 +49,9 @@ class OwnSamples(Ragged):
         told = b"" if self._lengths is None else self._lengths.tobytes()
         whole = hashlib.sha256(told).hexdigest()
         self._mark = digest(content or name, len(self._source), longest, whole)
-        self.samples(np.zeros(1, dtype=np.int64))
+        self.template = readable(
+            lambda index: self.samples(np.array([index])), len(self), name, bad_samples
+        )
 
     @property
     def fingerprint(self) -> str:

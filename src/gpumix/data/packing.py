@@ -61,8 +61,9 @@ class PackedDocuments(Source):
         return len(self._packs)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        # A pack tells keys and dtypes where none is wanted.
-        packs = [self.documents_in(int(k)) for k in (indices if len(indices) else [0])]
+        # A document tells keys and dtypes where none is wanted.
+        packs = [self.documents_in(int(k)) for k in indices]
+        packs = packs or [np.array([self._documents.template])]
         numbers = np.concatenate(packs)
         documents = iter(self._checked(numbers, self._documents.samples(numbers)))
         filled = [self._filled([next(documents) for _ in pack]) for pack in packs]

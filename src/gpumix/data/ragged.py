@@ -31,9 +31,13 @@ class Ragged(Source):
 
     `rows` pads on the right: `input_ids` with `pad_token`, `attention_mask` with 0, `labels` with
     -100, all else with 0. Labels are the tokens where samples have none.
+
+    Attributes:
+        template: a sample that can be read; it tells keys and dtypes.
     """
 
     splits = False
+    template: int = 0
 
     def __init__(self, *, longest: int, pad_token: int) -> None:
         self.longest = longest
@@ -45,7 +49,7 @@ class Ragged(Source):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         # A sample tells keys and dtypes where none is wanted.
-        wanted = indices if len(indices) else np.zeros(1, dtype=np.int64)
+        wanted = indices if len(indices) else np.array([self.template])
         samples = [_complete(sample) for sample in self.samples(wanted)]
         fill = {TOKENS: self.pad_token, LABELS: IGNORED}
         return {
@@ -53,16 +57,16 @@ class Ragged(Source):
             for key in samples[0]
         }
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Samples as long as any may be; the mask hides a token, for without padding attention may
         take another, cheaper way."""
-        first = _complete(self.samples(np.zeros(1, dtype=np.int64))[0])
+        first = _complete(self.samples(np.array([self.template]))[0])
         length = len(first[TOKENS])
         tiled = torch.arange(self.longest) % length
         batch = {
             key: (value[tiled] if value.dim() and len(value) == length else value)
             .unsqueeze(0)
-            .repeat(samples, *[1] * max(1, value.dim()))
+            .repeat(len(indices), *[1] * max(1, value.dim()))
             for key, value in first.items()
         }
         batch[MASK][-1:, -1] = 0

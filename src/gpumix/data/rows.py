@@ -60,9 +60,10 @@ class Source(ABC):
         """Tokens of each sample, where they differ and are known."""
         return None
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        """Some batch that takes no less time and memory than any other of so many samples."""
-        return self.rows(np.arange(samples) % len(self))
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """A batch that takes no less time and memory than any other of so many samples; of those at
+        `indices`, where all are alike."""
+        return self.rows(indices)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -139,8 +140,8 @@ class DerivedSource(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(indices)
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._whole.specimen(samples)
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.specimen(indices)
 
 
 class KnownTokens(DerivedSource):
@@ -151,8 +152,8 @@ class KnownTokens(DerivedSource):
         super().__init__(whole)
         self._vocabulary = vocabulary
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._known(self._whole.specimen(samples), np.arange(samples) % len(self))
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._known(self._whole.specimen(indices), indices)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._known(self._whole.rows(indices), indices)
@@ -198,6 +199,9 @@ class View(DerivedSource):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(np.asarray(indices) + self._start)
+
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.specimen(np.asarray(indices) + self._start)
 
 
 def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.fetch import DataChangedError
+from gpumix.data.fetch import BadSamples, DataChangedError, readable
 from gpumix.data.layout import Batch
 from gpumix.data.rows import Source, digest
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, in_a_line
 
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of a list of samples: a dictionary of tensors with samples in the first dimension.
@@ -36,15 +36,28 @@ class SampleSource(Source):
             the shape of a sample, but not the content: that may be augmented at random.
         thread_safe: whether several threads may index it at once; default: if it says so itself by
             an attribute of that name.
+        bad_samples: whether another sample may tell what all are like, where the first is bad.
 
     Raises:
         InputError: it is not map-style, it is empty, or its first sample is not such a dictionary.
+        TrainingError: its first sample cannot be read.
     """
 
-    def __init__(self, dataset: Any, name: str, *, thread_safe: bool | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        *,
+        thread_safe: bool | None = None,
+        bad_samples: BadSamples = "stop",
+    ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
-        self._stack = Stack(name, self._dataset.fetch([0])[0])
+        first = readable(self._stack_like, len(self), name, bad_samples)
+        self._stack = self._stack_like(first)
+
+    def _stack_like(self, index: int) -> Stack:
+        return Stack(self.name, self._dataset.fetch([index])[0], index)
 
     @property
     def fingerprint(self) -> str:
@@ -69,15 +82,16 @@ class Stack:
 
     Args:
         name: what to call the dataset in errors.
-        first: the first sample.
+        first: the first sample; `index`: its number.
 
     Raises:
         InputError: it is no dictionary of what can be a tensor.
     """
 
-    def __init__(self, name: str, first: Any) -> None:
+    def __init__(self, name: str, first: Any, index: int = 0) -> None:
         self._name = name
-        self._template = self.tensors(0, first)
+        self._index = index
+        self._template = self.tensors(index, first)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -133,7 +147,8 @@ class Stack:
     def _check(self, index: int, sample: dict[str, Tensor]) -> None:
         if sample.keys() != self._template.keys():
             raise InputError(
-                f"sample {index} holds {sorted(sample)}, sample 0 {sorted(self._template)}",
+                f"sample {index} holds {sorted(sample)}, sample {self._index} "
+                f"{sorted(self._template)}",
                 where=self._name,
             )
         for key, value in sample.items():
@@ -141,7 +156,7 @@ class Stack:
             if value.shape != first.shape or value.dtype != first.dtype:
                 raise InputError(
                     f"'{key}' of sample {index} is {value.dtype}{list(value.shape)}, that of "
-                    f"sample 0 {first.dtype}{list(first.shape)}",
+                    f"sample {self._index} {first.dtype}{list(first.shape)}",
                     where=self._name,
                     why="samples are stacked, so all need one shape and dtype",
                     fix="set data.packing to none (pads each micro-batch) or documents; or pad and "
@@ -153,7 +168,7 @@ class CollatedSource(Source):
     """A map-style dataset of samples of any kind, and what makes batches of them.
 
     Args:
-        dataset, name, thread_safe: see `SampleSource`.
+        dataset, name, thread_safe, bad_samples: see `SampleSource`.
         collate: is given the samples of a whole batch.
 
     Raises:
@@ -163,12 +178,22 @@ class CollatedSource(Source):
     splits = False
 
     def __init__(
-        self, dataset: Any, name: str, collate: Collate, *, thread_safe: bool | None = None
+        self,
+        dataset: Any,
+        name: str,
+        collate: Collate,
+        *,
+        thread_safe: bool | None = None,
+        bad_samples: BadSamples = "stop",
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         self._collate = collate
-        self._empty = {key: value[:0] for key, value in self.rows(np.array([0])).items()}
+        first = readable(self._alone, len(self), name, bad_samples)
+        self._empty = {key: value[:0] for key, value in self._alone(first).items()}
+
+    def _alone(self, index: int) -> Batch:
+        return self.rows(np.array([index]))
 
     @property
     def fingerprint(self) -> str:
@@ -231,10 +256,10 @@ class MapStyle:
 
     def fetch(self, indices: list[int]) -> Sequence[Any]:
         with self._lock:
-            if len(self._dataset) != self._len:
+            now = _counted(self._dataset, self._name)
+            if now != self._len:
                 raise DataChangedError(
-                    f"the dataset had {self._len} samples when it was opened, and has "
-                    f"{len(self._dataset)} now",
+                    f"the dataset had {self._len} samples when it was opened, and has {now} now",
                     where=self._name,
                     why="the order of samples goes by their number",
                     fix="begin a new run, or let the dataset keep its length",
@@ -246,7 +271,11 @@ class MapStyle:
 
 
 def as_source(
-    dataset: Any, collate: Collate | None = None, *, thread_safe: bool | None = None
+    dataset: Any,
+    collate: Collate | None = None,
+    *,
+    thread_safe: bool | None = None,
+    bad_samples: BadSamples = "stop",
 ) -> Source:
     """`dataset` itself if it is a source, a `SampleSource` or `CollatedSource` around it otherwise.
 
@@ -259,8 +288,10 @@ def as_source(
             raise InputError("a source makes batches itself: `collate` is for datasets", where=name)
         return dataset
     if collate is not None:
-        return CollatedSource(dataset, name, collate, thread_safe=thread_safe)
-    return SampleSource(dataset, name, thread_safe=thread_safe)
+        return CollatedSource(
+            dataset, name, collate, thread_safe=thread_safe, bad_samples=bad_samples
+        )
+    return SampleSource(dataset, name, thread_safe=thread_safe, bad_samples=bad_samples)
 
 
 def _length(dataset: Any, name: str) -> int:
@@ -273,6 +304,18 @@ def _length(dataset: Any, name: str) -> int:
             "__getitem__",
             fix="write the stream to disk and index it, for example with datasets.save_to_disk",
         )
-    if not len(dataset):
+    count = _counted(dataset, name)
+    if not count:
         raise InputError("the dataset is empty", where=name)
-    return len(dataset)
+    return count
+
+
+def _counted(dataset: Any, name: str) -> int:
+    try:
+        return len(dataset)
+    except Exception as error:  # the dataset's own
+        raise InputError(
+            f"the dataset does not say how many samples it has: {in_a_line(error)}",
+            where=name,
+            fix="let its __len__ return their number",
+        ) from error

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpumix.data.documents import Documents
 from gpumix.data.factory import call_factory
 from gpumix.data.lengths import counted_once
@@ -116,7 +118,9 @@ class _Opened:
             made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
-            return OwnSamples(made, data.factory, longest=self._length)
+            return OwnSamples(
+                made, data.factory, longest=self._length, bad_samples=data.bad_samples
+            )
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
@@ -142,6 +146,7 @@ class _Opened:
             longest=self._length,
             name=reference,
             content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: what it was made by
+            bad_samples=self._job.data.bad_samples,
         )
         texts.take_lengths(declared_lengths(made, len(texts), reference))
         return texts
@@ -188,11 +193,11 @@ class _Opened:
         elif is_stream(made):
             source = StreamSource(made, reference, self._job.global_batch)
         else:
-            source = SampleSource(made, reference)
-        tokens = source[0].get("input_ids") if len(source) else None
+            source = SampleSource(made, reference, bad_samples=self._job.data.bad_samples)
+        tokens = source.rows(np.empty(0, dtype=np.int64)).get("input_ids")
         if tokens is not None and tokens.shape[-1:] != (self._length,):
             raise InputError(
-                f"'input_ids' of a sample has the shape {list(tokens.shape)}, the job's "
+                f"'input_ids' of a sample has the shape {list(tokens.shape[1:])}, the job's "
                 f"sequence_length is {self._length}",
                 where=reference,
                 why="times and memory are planned for sequence_length",

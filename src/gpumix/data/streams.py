@@ -86,9 +86,9 @@ class StreamSource(Source):
             return self._empty
         return self._batch(indices, [self._sample(position) for position in indices.tolist()])
 
-    def specimen(self, samples: int) -> Batch:
+    def specimen(self, indices: np.ndarray) -> Batch:
         """The first sample, so many times: nothing is read."""
-        return self._batch(np.zeros(samples, dtype=np.int64), [self._first] * samples)
+        return self._batch(np.zeros_like(indices), [self._first] * len(indices))
 
     def split(self, batches: int, *, read: bool) -> tuple[Source, Source]:
         """(the rest, the first global batches of each pass): how many samples there are is not

@@ -11,10 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from gpumix.data.fetch import fetch
 from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
@@ -66,7 +68,8 @@ class Context:
 
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Some batch of so many samples, for measurements."""
-        return self.train_data.specimen(samples)
+        indices = np.arange(samples) % len(self.train_data)
+        return fetch(self.train_data, indices, self.job.data.bad_samples, specimen=True)[0]
 
 
 @contextmanager

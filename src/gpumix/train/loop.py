@@ -417,6 +417,7 @@ class Trainer:
                 self.context.ranks.rank,
                 batches=self.job.evaluation.batches,
                 device=self.context.runtime.torch_device,
+                bad_samples=self.job.data.bad_samples,
             )
         ]
         if self._display is not None:
