@@ -85,13 +85,17 @@ def test_another_sample_tells_what_all_are_like_where_the_first_is_bad(kind):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_first_sample_that_is_bad_is_named(kind):
-    with pytest.raises(TrainingError, match="sample 0 of .* cannot be read: OSError: a bad sector"):
+    with pytest.raises(
+        TrainingError, match=r"sample 0 of .* cannot be read: OSError: a bad sector"
+    ):
         SOURCES[kind](Damaged(12, 0), "stop")
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_where_all_are_bad_the_first_is_named(kind):
-    with pytest.raises(TrainingError, match="sample 0 of .* cannot be read: OSError: a bad sector"):
+    with pytest.raises(
+        TrainingError, match=r"sample 0 of .* cannot be read: OSError: a bad sector"
+    ):
         SOURCES[kind](Damaged(12, *range(12)), "skip")
 
 
