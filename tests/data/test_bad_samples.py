@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.data.fetch import BadSamples, fetch
+from gpumix.data.fetch import fetch, fetch_in_time
+from gpumix.data.loader import evaluation_batches
 from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packing import PackedDocuments
-from gpumix.data.rows import Source
+from gpumix.data.reading import AS_USUAL, BadSamples, Reading, StuckError, in_time
+from gpumix.data.rows import Source, split_held_out
 from gpumix.data.samples import as_source
 from gpumix.data.tokenizer import ByteTokenizer
 from gpumix.spec.errors import InputError, TrainingError
@@ -42,7 +47,7 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def own(dataset: Damaged, how: BadSamples) -> OwnSamples:
-    return OwnSamples(dataset, "mine", longest=4, bad_samples=how)
+    return OwnSamples(dataset, "mine", longest=4, reading=Reading(how))
 
 
 def texts(dataset: Damaged, how: BadSamples) -> TokenizedTexts:
@@ -54,13 +59,13 @@ def texts(dataset: Damaged, how: BadSamples) -> TokenizedTexts:
         longest=4,
         name="mine",
         content="",
-        bad_samples=how,
+        reading=Reading(how),
     )
 
 
 SOURCES: dict[str, Callable[[Damaged, BadSamples], Source]] = {
-    "stacked": lambda dataset, how: as_source(dataset, bad_samples=how),
-    "collated": lambda dataset, how: as_source(dataset, collate, bad_samples=how),
+    "stacked": lambda dataset, how: as_source(dataset, reading=Reading(how)),
+    "collated": lambda dataset, how: as_source(dataset, collate, reading=Reading(how)),
     "of unlike length": own,
     "texts": texts,
     "packed": lambda dataset, how: PackedDocuments(own(dataset, how), seed=0, predicts_next=True),
@@ -106,3 +111,56 @@ def test_a_dataset_that_cannot_be_counted_is_told():
 
     with pytest.raises(InputError, match="does not say how many samples it has: OSError: the disk"):
         as_source(Away(3))
+
+
+def test_a_bad_sample_has_the_number_that_the_dataset_knows():
+    """Not that among those that are held out, or of the pack that it is in."""
+    _, held_out = split_held_out(as_source(Damaged(12, 10)), 0.25)
+    with pytest.raises(TrainingError, match="sample 10 of Damaged cannot be read"):
+        fetch(held_out, np.arange(3), "stop")
+    packed = PackedDocuments(own(Damaged(12, 7), "stop"), seed=0, predicts_next=True)
+    with pytest.raises(TrainingError, match="sample 7 of mine cannot be read"):
+        fetch(packed, np.arange(len(packed)), "stop")
+
+
+class Absent(Damaged):
+    """The samples in `bad` never come."""
+
+    def __init__(self, n: int, *bad: int, text: bool = False) -> None:
+        super().__init__(n, *bad, text=text)
+        self.over = threading.Event()
+
+    def __getitem__(self, k: int) -> Any:
+        if k in self.bad:
+            self.over.wait(60)
+        return {"input_ids": [k] * 3}
+
+
+def test_a_sample_that_never_comes_is_named():
+    reading = Reading("skip", timeout_s=0.3)
+    dataset = Absent(12, 0)
+    with pytest.raises(StuckError, match=r"sample 0 of Absent does not come: .* more than 0.3 s"):
+        as_source(dataset, reading=reading)
+    dataset.over.set()
+    dataset = Absent(12, 10)
+    _, held_out = split_held_out(as_source(dataset, reading=reading), 0.25)
+    with pytest.raises(StuckError, match="sample 10 of Absent does not come"):
+        list(evaluation_batches(held_out, [3], 0, batches=1, reading=reading))
+    dataset.over.set()
+
+
+def test_what_is_read_in_time_comes_as_it_is():
+    """Also if all of it takes longer than one sample may."""
+
+    class Slow(Damaged):
+        def __getitem__(self, k: int) -> Any:
+            time.sleep(0.1)
+            return super().__getitem__(k)
+
+    source = as_source(Slow(12, 11))
+    batch = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.9))
+    assert batch["input_ids"][:, 0].tolist() == list(range(10))
+    with pytest.raises(TrainingError, match="sample 11 of Slow cannot be read: OSError"):
+        fetch_in_time(source, np.arange(10, 12), AS_USUAL)
+    with pytest.raises(SystemExit):
+        in_time(lambda: sys.exit("as anything that is raised"), "mine", 1.0)

@@ -192,6 +192,14 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
         Pipeline.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
 
 
+def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
+    data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "held_out": 0}
+    own = OWN_PROFILES | {"budget": 1}
+    job = write_job(tmp_path, data=data, profile=own, timeout=5)
+    with pytest.raises(TrainingError, match=r"sample \d+ of toys:absent_tokens does not come"):
+        Pipeline.of_file(job, [], debug=False).profile()
+
+
 @pytest.mark.parametrize("held_out", [0.02, 0.06])
 def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
     """One or three of 64 samples: some ranks get no row."""

@@ -131,6 +131,17 @@ class _Damaged(list):
         return super().__getitem__(index)
 
 
+class _Absent(list):
+    """Samples from `first` on never come."""
+
+    first = 0
+
+    def __getitem__(self, index):
+        if index >= self.first:
+            time.sleep(FOREVER_S)
+        return super().__getitem__(index)
+
+
 class _Remote(list):
     """Samples that come over a network: many can be under way at once."""
 
@@ -149,6 +160,12 @@ def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
 
 def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
     made = _Damaged(tokens())
+    made.first = first
+    return made
+
+
+def absent_tokens(first: int) -> list[dict[str, Tensor]]:
+    made = _Absent(tokens())
     made.first = first
     return made
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpumix.data.fetch import BadSamples, readable
+from gpumix.data.fetch import readable
 from gpumix.data.ragged import TOKENS, Ragged, Sample
+from gpumix.data.reading import AS_USUAL, Reading
 from gpumix.data.rows import digest
 from gpumix.data.samples import MapStyle
 from gpumix.data.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class TokenizedTexts(Ragged):
     Args:
         name: what to call the dataset in errors.
         content: changes when the texts do; empty if that is not known.
-        bad_samples: whether another text may stand for all, where the first is bad.
+        reading: whether another text may stand for all, where the first is bad.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class TokenizedTexts(Ragged):
         longest: int,
         name: str,
         content: str,
-        bad_samples: BadSamples = "stop",
+        reading: Reading = AS_USUAL,
     ) -> None:
         super().__init__(longest=longest, pad_token=tokenizer.end_of_text)
         self._dataset = MapStyle(dataset, name)
@@ -50,7 +51,7 @@ class TokenizedTexts(Ragged):
         self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
-        self.template = readable(lambda index: self._texts([index]), len(self), name, bad_samples)
+        self.template = readable(lambda index: self._texts([index]), len(self), name, reading)
 
     def take_lengths(self, lengths: np.ndarray | None) -> None:
         """From now on it is known how long samples are, before they are cut."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.data.fetch import BadSamples, readable
+from gpumix.data.fetch import readable
 from gpumix.data.ragged import TOKENS, Ragged, Sample, cut_to, declared_lengths
+from gpumix.data.reading import AS_USUAL, Reading
 from gpumix.data.rows import digest
 from gpumix.data.samples import SampleSource
 from gpumix.spec.errors import InputError
@@ -26,7 +27,7 @@ class OwnSamples(Ragged):
         pad_token: what samples are padded with.
         lengths: of the samples before they are cut; default: what the dataset says.
         content: changes when the samples do; default: the name.
-        bad_samples: see `SampleSource`.
+        reading: see `SampleSource`.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class OwnSamples(Ragged):
         pad_token: int = 0,
         lengths: np.ndarray | None = None,
         content: str = "",
-        bad_samples: BadSamples = "stop",
+        reading: Reading = AS_USUAL,
     ) -> None:
         super().__init__(longest=longest, pad_token=pad_token)
-        self._source = SampleSource(dataset, name, bad_samples=bad_samples)
+        self._source = SampleSource(dataset, name, reading=reading)
         self.name = name
         if lengths is None:
             lengths = declared_lengths(dataset, len(self._source), name)
@@ -50,7 +51,7 @@ class OwnSamples(Ragged):
         whole = hashlib.sha256(told).hexdigest()
         self._mark = digest(content or name, len(self._source), longest, whole)
         self.template = readable(
-            lambda index: self.samples(np.array([index])), len(self), name, bad_samples
+            lambda index: self.samples(np.array([index])), len(self), name, reading
         )
 
     @property

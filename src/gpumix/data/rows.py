@@ -60,6 +60,10 @@ class Source(ABC):
         """Tokens of each sample, where they differ and are known."""
         return None
 
+    def number(self, index: int) -> int:
+        """What whoever made the data calls a sample."""
+        return index
+
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         """A batch that takes no less time and memory than any other of so many samples; of those at
         `indices`, where all are alike."""
@@ -140,6 +144,9 @@ class DerivedSource(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(indices)
 
+    def number(self, index: int) -> int:
+        return self._whole.number(index)
+
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.specimen(indices)
 
@@ -199,6 +206,9 @@ class View(DerivedSource):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(np.asarray(indices) + self._start)
+
+    def number(self, index: int) -> int:
+        return self._whole.number(index + self._start)
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.specimen(np.asarray(indices) + self._start)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.fetch import BadSamples, DataChangedError, readable
+from gpumix.data.fetch import DataChangedError, readable
 from gpumix.data.layout import Batch
+from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import Source, digest
 from gpumix.spec.errors import InputError, in_a_line
 
@@ -36,7 +37,7 @@ class SampleSource(Source):
             the shape of a sample, but not the content: that may be augmented at random.
         thread_safe: whether several threads may index it at once; default: if it says so itself by
             an attribute of that name.
-        bad_samples: whether another sample may tell what all are like, where the first is bad.
+        reading: whether another sample may tell what all are like, where the first is bad.
 
     Raises:
         InputError: it is not map-style, it is empty, or its first sample is not such a dictionary.
@@ -49,11 +50,11 @@ class SampleSource(Source):
         name: str,
         *,
         thread_safe: bool | None = None,
-        bad_samples: BadSamples = "stop",
+        reading: Reading = AS_USUAL,
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
-        first = readable(self._stack_like, len(self), name, bad_samples)
+        first = readable(self._stack_like, len(self), name, reading)
         self._stack = self._stack_like(first)
 
     def _stack_like(self, index: int) -> Stack:
@@ -168,7 +169,7 @@ class CollatedSource(Source):
     """A map-style dataset of samples of any kind, and what makes batches of them.
 
     Args:
-        dataset, name, thread_safe, bad_samples: see `SampleSource`.
+        dataset, name, thread_safe, reading: see `SampleSource`.
         collate: is given the samples of a whole batch.
 
     Raises:
@@ -184,12 +185,12 @@ class CollatedSource(Source):
         collate: Collate,
         *,
         thread_safe: bool | None = None,
-        bad_samples: BadSamples = "stop",
+        reading: Reading = AS_USUAL,
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         self._collate = collate
-        first = readable(self._alone, len(self), name, bad_samples)
+        first = readable(self._alone, len(self), name, reading)
         self._empty = {key: value[:0] for key, value in self._alone(first).items()}
 
     def _alone(self, index: int) -> Batch:
@@ -264,10 +265,18 @@ class MapStyle:
                     why="the order of samples goes by their number",
                     fix="begin a new run, or let the dataset keep its length",
                 )
-            if hasattr(self._dataset, "__getitems__"):
-                samples: Sequence[Any] = self._dataset.__getitems__(indices)
-                return samples
-            return [self._dataset[i] for i in indices]
+            try:
+                if hasattr(self._dataset, "__getitems__"):
+                    begins(indices[0])
+                    samples: Sequence[Any] = self._dataset.__getitems__(indices)
+                    return samples
+                return [self._one(i) for i in indices]
+            finally:
+                ends()
+
+    def _one(self, index: int) -> Any:
+        begins(index)
+        return self._dataset[index]
 
 
 def as_source(
@@ -275,7 +284,7 @@ def as_source(
     collate: Collate | None = None,
     *,
     thread_safe: bool | None = None,
-    bad_samples: BadSamples = "stop",
+    reading: Reading = AS_USUAL,
 ) -> Source:
     """`dataset` itself if it is a source, a `SampleSource` or `CollatedSource` around it otherwise.
 
@@ -288,10 +297,8 @@ def as_source(
             raise InputError("a source makes batches itself: `collate` is for datasets", where=name)
         return dataset
     if collate is not None:
-        return CollatedSource(
-            dataset, name, collate, thread_safe=thread_safe, bad_samples=bad_samples
-        )
-    return SampleSource(dataset, name, thread_safe=thread_safe, bad_samples=bad_samples)
+        return CollatedSource(dataset, name, collate, thread_safe=thread_safe, reading=reading)
+    return SampleSource(dataset, name, thread_safe=thread_safe, reading=reading)
 
 
 def _length(dataset: Any, name: str) -> int:

@@ -17,6 +17,7 @@ from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packed import PackedText
 from gpumix.data.packing import PackedDocuments
 from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
+from gpumix.data.reading import Reading
 from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
@@ -73,6 +74,7 @@ class _Opened:
         self._folder = folder
         self._cache = cache
         self._length = job.sequence_length
+        self._reading = Reading(job.data.bad_samples, job.timeout)
         self.is_text = False
 
     def whole(self) -> Source:
@@ -118,9 +120,7 @@ class _Opened:
             made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
-            return OwnSamples(
-                made, data.factory, longest=self._length, bad_samples=data.bad_samples
-            )
+            return OwnSamples(made, data.factory, longest=self._length, reading=self._reading)
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
@@ -146,7 +146,7 @@ class _Opened:
             longest=self._length,
             name=reference,
             content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: what it was made by
-            bad_samples=self._job.data.bad_samples,
+            reading=self._reading,
         )
         texts.take_lengths(declared_lengths(made, len(texts), reference))
         return texts
@@ -191,9 +191,9 @@ class _Opened:
         if isinstance(made, Source):
             source = made
         elif is_stream(made):
-            source = StreamSource(made, reference, self._job.global_batch)
+            source = StreamSource(made, reference, self._job.global_batch, reading=self._reading)
         else:
-            source = SampleSource(made, reference, bad_samples=self._job.data.bad_samples)
+            source = SampleSource(made, reference, reading=self._reading)
         tokens = source.rows(np.empty(0, dtype=np.int64)).get("input_ids")
         if tokens is not None and tokens.shape[-1:] != (self._length,):
             raise InputError(

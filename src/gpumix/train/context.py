@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from gpumix.data.fetch import fetch
+from gpumix.data.fetch import fetch_in_time
+from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
@@ -62,6 +63,10 @@ class Context:
         return self.task.job
 
     @property
+    def reading(self) -> Reading:
+        return Reading(self.job.data.bad_samples, self.job.timeout)
+
+    @property
     def first(self) -> bool:
         """Whether this rank speaks for the run."""
         return self.ranks.rank == 0
@@ -69,7 +74,7 @@ class Context:
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Some batch of so many samples, for measurements."""
         indices = np.arange(samples) % len(self.train_data)
-        return fetch(self.train_data, indices, self.job.data.bad_samples, specimen=True)[0]
+        return fetch_in_time(self.train_data, indices, self.reading, specimen=True)
 
 
 @contextmanager

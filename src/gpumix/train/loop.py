@@ -417,7 +417,7 @@ class Trainer:
                 self.context.ranks.rank,
                 batches=self.job.evaluation.batches,
                 device=self.context.runtime.torch_device,
-                bad_samples=self.job.data.bad_samples,
+                reading=self.context.reading,
             )
         ]
         if self._display is not None:

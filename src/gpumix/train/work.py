@@ -73,7 +73,7 @@ def _inputs(
         context.task.cluster,
         devices,
         context.ranks,
-        bad_samples=context.job.data.bad_samples,
+        reading=context.reading,
     )
     measured = InputMeasurement(inputs=found)
     if context.first:
