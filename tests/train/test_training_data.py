@@ -289,6 +289,13 @@ def test_a_token_that_the_model_does_not_know_is_named_with_its_sample(tmp_path)
         train(job, "steps=2")
 
 
+def test_a_step_without_a_label_that_counts_is_told_as_that(tmp_path):
+    data = {"factory": "toys:masked_tokens", "held_out": 0}
+    job = gpt_job(tmp_path, data)
+    with pytest.raises(TrainingError, match="step 1 has no loss: none of its labels counts"):
+        train(job, "steps=2", plan=plan_for(job, [4], [1.0]))
+
+
 def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
     wrong = job.model.model_copy(update={"task": "seq2seq-lm"})

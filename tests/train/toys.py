@@ -164,6 +164,10 @@ def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
     return made
 
 
+def masked_tokens() -> list[dict[str, Tensor]]:
+    return [{**one, "labels": torch.full_like(one["labels"], -100)} for one in tokens()]
+
+
 def absent_tokens(first: int) -> list[dict[str, Tensor]]:
     made = _Absent(tokens())
     made.first = first

@@ -162,7 +162,9 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
         else:
             return index
     assert first is not None, "at least one was tried"
-    raise in_words(name, 0, first)
+    if reading.bad_samples == "stop":
+        raise in_words(name, 0, first)
+    raise _none_instead(name, 0, first, index)
 
 
 def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
@@ -185,13 +187,19 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
             other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
         if problem_at(source.rows, other) is None:
             return other
-    raise TrainingError(
-        f"sample {source.number(index)} of {source.name} cannot be read, and {TRIES} that could "
-        "take its place cannot either",
+    raise _none_instead(source.name, source.number(index), problem, TRIES)
+
+
+def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> TrainingError:
+    found = TrainingError(
+        f"sample {index} of {name} cannot be read, and {tried} that could take its place cannot "
+        "either",
         where=_place(problem),
         why=_first_line(problem),
         fix="look at the dataset: most of it is bad",
-    ) from problem
+    )
+    found.__cause__ = problem
+    return found
 
 
 def in_words(name: str, index: int, error: BaseException) -> GpumixError:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpumix.data.rows import Source
+from gpumix.data.rows import IGNORED, Source
 from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 PER_TOKEN = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
-IGNORED = -100  # a label that the loss leaves out
 
 Sample = dict[str, Tensor]
 """Tensors whose first dimension is the sample's tokens, `input_ids` among them."""
@@ -97,11 +96,21 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
         told = dataset["length"]
     if told is None:
         return None
-    lengths = np.asarray(told)
-    if lengths.shape != (count,) or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+    wrong = ""
+    try:
+        lengths = np.asarray(told)
+    except ValueError:  # lists of unlike length in a list
+        wrong = f"a {type(told).__name__} that is no list of numbers"
+    else:
+        if lengths.shape != (count,):
+            wrong = f"a {type(told).__name__} with the shape {list(lengths.shape)}"
+        elif lengths.dtype.kind not in "iu":
+            wrong = f"of the type {lengths.dtype}"
+        elif lengths.min() < 1:
+            wrong = f"{lengths.min()} for sample {lengths.argmin()}"
+    if wrong:
         raise InputError(
-            f"the lengths of the dataset's {count} samples are {lengths.dtype}"
-            f"{list(lengths.shape)}" + (f", the least is {lengths.min()}" if lengths.size else ""),
+            f"the lengths of the dataset's {count} samples are {wrong}",
             where=name,
             fix="give one integer of 1 or more for each sample: how many tokens it has",
         )
@@ -121,9 +130,9 @@ def lengths_needed(source: Source, what: str) -> np.ndarray:
 
 def _complete(sample: Sample) -> Sample:
     """With mask and labels."""
-    tokens = sample[TOKENS]
+    tokens = sample[TOKENS].long()
     labels = sample.get(LABELS, tokens)
-    return {**sample, LABELS: labels.long(), MASK: torch.ones_like(tokens)}
+    return {**sample, TOKENS: tokens, LABELS: labels.long(), MASK: torch.ones_like(tokens)}
 
 
 def _padded(values: Sequence[Tensor], fill: int) -> Tensor:

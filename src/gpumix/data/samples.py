@@ -74,8 +74,11 @@ class SampleSource(Source):
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
         """The samples at `indices`, of any shapes."""
-        found = self._dataset.fetch(indices.tolist())
-        return [self._stack.tensors(i, s) for i, s in zip(indices.tolist(), found, strict=True)]
+        samples = zip(indices.tolist(), self._dataset.fetch(indices.tolist()), strict=True)
+        found = [(index, self._stack.tensors(index, sample)) for index, sample in samples]
+        for index, sample in found:
+            self._stack.check_keys(index, sample)
+        return [sample for _, sample in found]
 
 
 class Stack:
@@ -145,13 +148,21 @@ class Stack:
                 fix="return tensors, numpy arrays, numbers or flat lists of numbers",
             ) from error
 
-    def _check(self, index: int, sample: dict[str, Tensor]) -> None:
+    def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
+        """
+        Raises:
+            InputError: a sample has other keys than the first.
+        """
         if sample.keys() != self._template.keys():
             raise InputError(
                 f"sample {index} holds {sorted(sample)}, sample {self._index} "
                 f"{sorted(self._template)}",
                 where=self._name,
+                fix="let all samples have the same keys",
             )
+
+    def _check(self, index: int, sample: dict[str, Tensor]) -> None:
+        self.check_keys(index, sample)
         for key, value in sample.items():
             first = self._template[key]
             if value.shape != first.shape or value.dtype != first.dtype:
@@ -161,7 +172,9 @@ class Stack:
                     where=self._name,
                     why="samples are stacked, so all need one shape and dtype",
                     fix="set data.packing to none (pads each micro-batch) or documents; or pad and "
-                    "cut the samples in the dataset, or by a `collate`",
+                    "cut the samples in the dataset"
+                    if value.shape != first.shape
+                    else f"let all have one dtype: sample['{key}'].to({first.dtype})",
                 )
 
 

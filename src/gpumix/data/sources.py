@@ -57,7 +57,9 @@ def open_data(
     def known(source: Source) -> Source:
         # Those of a job's own tokenizer are compared with the model before.
         own = job.data.factory is None and opened.is_text
-        return source if vocabulary is None or own else KnownTokens(source, vocabulary)
+        if vocabulary is None or own:
+            return source
+        return KnownTokens(source, vocabulary, aligned=opened.aligned)
 
     if isinstance(whole, StreamSource):
         batches = job.evaluation.batches if job.data.held_out else 0
@@ -67,7 +69,13 @@ def open_data(
 
 
 class _Opened:
-    """The data of a job, on its way from files to samples. `is_text`: its labels are its tokens."""
+    """The data of a job, on its way from files to samples.
+
+    Attributes:
+        is_text: its labels are its tokens.
+        aligned: its labels belong to its tokens, as far as is known: what a model of the user's
+            own takes is its own affair, and a decoder has tokens of its own.
+    """
 
     def __init__(self, job: Job, folder: Path, cache: Path) -> None:
         self._job = job
@@ -76,6 +84,7 @@ class _Opened:
         self._length = job.sequence_length
         self._reading = Reading(job.data.bad_samples, job.timeout)
         self.is_text = False
+        self.aligned = job.model.config is not None and job.model.task != "seq2seq-lm"
 
     def whole(self) -> Source:
         """Documents in a row, cut; or samples that have one length already."""
@@ -120,7 +129,13 @@ class _Opened:
             made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
-            return OwnSamples(made, data.factory, longest=self._length, reading=self._reading)
+            return OwnSamples(
+                made,
+                data.factory,
+                longest=self._length,
+                aligned=self.aligned,
+                reading=self._reading,
+            )
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 

@@ -483,6 +483,15 @@ class Trainer:
                 "one, with a lower --set optimizer.lr=...",
             )
         path = self.save(cursor)
+        if math.isnan(value) and what == "loss" and not who:  # all losses are good: 0 of 0 tokens
+            some = ", ".join(map(str, self.loader.last_indices[:8].tolist()))
+            raise TrainingError(
+                f"step {self.step + 1} has no loss: none of its labels counts",
+                where=f"{ranks.names[ranks.rank]}, whose first samples are {some}",
+                why="all labels of its samples are -100",
+                fix="give labels to learn from; where only few samples have them, a larger "
+                f"global_batch has some in each step. The state before that step is in {path}",
+            )
         raise TrainingError(
             wrong,
             where=who,
