@@ -59,6 +59,15 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path):
+    """All ranks read the first sample, to know what they are like."""
+    job = write_job(tmp_path, data={"factory": "toys:leaving_tokens", "held_out": 0})
+    error = failure(job)
+    assert re.fullmatch(r"rank \d \(device '.*', pid \d+\) left with exit code 7", error.what)
+    assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")
+    assert error.fix.startswith("look at that sample")
+
+
 @pytest.mark.slow  # it is waited for until the timeout, and then for its heartbeat
 def test_a_stopped_rank_is_named_and_ended(tmp_path):
     error = failure(harmed(tmp_path, "stop", timeout=5))

@@ -142,6 +142,13 @@ class _Absent(list):
         return super().__getitem__(index)
 
 
+class _Leaving(list):
+    """Samples that end the process which reads them."""
+
+    def __getitem__(self, index):
+        os._exit(7)
+
+
 class _Remote(list):
     """Samples that come over a network: many can be under way at once."""
 
@@ -166,6 +173,10 @@ def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
 
 def masked_tokens() -> list[dict[str, Tensor]]:
     return [{**one, "labels": torch.full_like(one["labels"], -100)} for one in tokens()]
+
+
+def leaving_tokens() -> list[dict[str, Tensor]]:
+    return _Leaving(tokens())
 
 
 def absent_tokens(first: int) -> list[dict[str, Tensor]]:

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Literal
 
-import numpy as np
 import torch
 
 from gpumix.data.arena import Arena
@@ -25,11 +24,14 @@ from gpumix.data.layout import Batch, Layout
 from gpumix.data.nursery import Nursery, Worker, picklable, sent
 from gpumix.data.reading import (
     IF_SLOW,
-    NOBODY,
+    NO_SAMPLE,
+    NOTE_BYTES,
+    NOTHING_READ,
     BadSamples,
     StuckError,
     own_notes,
     tell_into,
+    told_in,
 )
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
@@ -237,7 +239,7 @@ class Processes(Crew):
     ) -> None:
         super().__init__(workers)
         self._source, self._done, self._timeout_s = source, done, timeout_s
-        self._notes = notes = _notes_of(DESKS)
+        self._notes = notes = mmap.mmap(-1, DESKS * NOTE_BYTES)
         self._nursery = Nursery(
             lambda connection: _work(connection, source, bad_samples, arena, notes)
         )
@@ -306,7 +308,7 @@ class Processes(Crew):
         worker = self._nursery.fork()
         taken = {hand.desk for hand in self._hands.values()}
         desk = next(n for n in range(DESKS) if n not in taken)
-        self._notes[desk] = NOBODY
+        self._notes[desk * NOTE_BYTES : (desk + 1) * NOTE_BYTES] = NOTHING_READ
         self._hands[worker.connection] = _Hand(worker, desk=desk)
 
     def _give(self, hand: _Hand, chunk: Chunk, place: Place) -> None:
@@ -391,7 +393,7 @@ class Processes(Crew):
 
     def _lost(self, hand: _Hand, chunk: Chunk, how: str) -> TrainingError:
         killed = "SIGKILL" in how
-        at = _some_of(chunk, int(self._notes[hand.desk]))
+        at = _some_of(chunk, told_in(self._notes, hand.desk * NOTE_BYTES)[0])
         return TrainingError(
             f"worker {hand.worker.pid} of the data was lost at {at} of {self._source.name}, as was "
             f"one before it: {how}",
@@ -405,15 +407,10 @@ class Processes(Crew):
 
 def _some_of(chunk: Chunk, index: int) -> str:
     """The sample that was read; or those of the chunk, where that is not known."""
-    if index != NOBODY:
+    if index != NO_SAMPLE:
         return f"sample {index}"
     more = ", ..." if len(chunk.indices) > 8 else ""
     return "samples " + ", ".join(map(str, chunk.indices[:8].tolist())) + more
-
-
-def _notes_of(workers: int) -> np.ndarray:
-    """Numbers that forked processes share."""
-    return np.frombuffer(mmap.mmap(-1, 8 * workers), dtype=np.int64)
 
 
 def _work(
@@ -421,14 +418,14 @@ def _work(
     source: Source,
     bad_samples: BadSamples,
     arena: Arena,
-    notes: np.ndarray,
+    notes: mmap.mmap,
 ) -> None:
     """A worker's life."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one of several
     while True:
         chunk, slot, layout, desk = connection.recv()
-        tell_into(notes[desk : desk + 1])
+        tell_into(notes, desk * NOTE_BYTES)
         found: Fetched | Exception
         try:
             values, skipped, cost = clocked(source, chunk, bad_samples)

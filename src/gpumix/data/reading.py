@@ -1,26 +1,29 @@
 """How samples are read: what happens to one that cannot be, and to one that never comes.
 
-Whoever reads samples notes at which one it is, so that whoever waits can name it: of a thread here,
-of a worker process in memory that it shares.
+Whoever reads samples notes at which one it is, so that whoever waits can name it: each thread for
+the others of its process, each process for the one that started it, in memory that they share.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from gpumix.spec.errors import TrainingError
 
 BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
 
-NOBODY = -1  # where the number of a sample stands
+NO_SAMPLE = -1
+NOTE_BYTES = 256  # a sample's number, and its dataset's name
+_NOTE = struct.Struct(f"q{NOTE_BYTES - 8}s")
+NOTHING_READ = _NOTE.pack(NO_SAMPLE, b"")
 _LOOK_S = 0.1
 IF_SLOW = (
     "look at that sample; if it takes that long, wait longer: --set timeout=..., in a loop of "
@@ -49,38 +52,45 @@ class StuckError(TrainingError):
 
 
 class _Notes(threading.local):
-    """Of one thread: `at` is the sample that it reads, and since when; `told` is where else that is
-    to stand."""
+    """Of one thread: the sample that it reads, and since when."""
 
     def __init__(self) -> None:
-        self.at: list[float] = [NOBODY, 0.0]
-        self.told: np.ndarray | None = None
+        self.at: list[float] = [NO_SAMPLE, 0.0]
 
 
 _notes = _Notes()
+_told: tuple[mmap.mmap, int] | None = None  # where this process tells what it reads
 
 
-def begins(index: int) -> None:
-    """This thread begins to read a sample."""
+def begins(index: int, name: str) -> None:
+    """This thread begins to read a sample of the dataset `name`."""
     _notes.at[:] = index, time.monotonic()
-    if _notes.told is not None:
-        _notes.told[0] = index
+    if _told is not None:
+        _NOTE.pack_into(*_told, index, name.encode())
 
 
 def ends() -> None:
     """This thread has read its samples."""
-    begins(NOBODY)
-
-
-def tell_into(place: np.ndarray) -> None:
-    """From now on this thread notes the number of its sample there, too."""
-    _notes.told = place
+    begins(NO_SAMPLE, "")
 
 
 def own_notes() -> list[float]:
     """The sample that this thread reads, and since when by `time.monotonic`, for other threads: it
     changes as they go on."""
     return _notes.at
+
+
+def tell_into(memory: mmap.mmap, offset: int = 0) -> None:
+    """From now on this process notes there what it reads; of several threads the one that began or
+    ended last."""
+    global _told
+    _told = memory, offset
+
+
+def told_in(memory: mmap.mmap, offset: int = 0) -> tuple[int, str]:
+    """What a process noted there: the number of a sample, or `NO_SAMPLE`, and its dataset."""
+    index, name = _NOTE.unpack_from(memory, offset)
+    return index, name.rstrip(b"\0").decode(errors="replace")
 
 
 def in_time(read: Callable[[], T], name: str, timeout_s: float) -> T:
@@ -104,8 +114,8 @@ def in_time(read: Callable[[], T], name: str, timeout_s: float) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_S)
-        index, since_s = notes[0] if notes else (NOBODY, 0.0)
-        if not found and index != NOBODY and time.monotonic() - since_s > timeout_s:
+        index, since_s = notes[0] if notes else (NO_SAMPLE, 0.0)
+        if not found and index != NO_SAMPLE and time.monotonic() - since_s > timeout_s:
             raise StuckError(
                 f"sample {index:.0f} of {name} does not come: it was waited for more than "
                 f"{timeout_s:g} s",

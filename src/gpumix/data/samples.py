@@ -280,7 +280,7 @@ class MapStyle:
                 )
             try:
                 if hasattr(self._dataset, "__getitems__"):
-                    begins(indices[0])
+                    begins(indices[0], self._name)
                     samples: Sequence[Any] = self._dataset.__getitems__(indices)
                     return samples
                 return [self._one(i) for i in indices]
@@ -288,7 +288,7 @@ class MapStyle:
                 ends()
 
     def _one(self, index: int) -> Any:
-        begins(index)
+        begins(index, self._name)
         return self._dataset[index]
 
 

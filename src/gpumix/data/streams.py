@@ -187,7 +187,7 @@ class _Lane:
             self._broken = None
         try:
             while self._next <= place:
-                begins(self._next)
+                begins(self._next, self._name)
                 self._last = self._read()
                 self._next += 1
         finally:

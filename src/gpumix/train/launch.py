@@ -6,6 +6,7 @@ tenth of a second. The parent holds the rendezvous store, on loopback; so it sur
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
+from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, Interrupted, TrainingError
 from gpumix.train.failures import in_words
@@ -86,18 +90,20 @@ def launch(
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
-    with _store() as (store, port):
+    with _store() as (store, port), TemporaryDirectory(prefix="gpumix-") as notes:
         children: list[_Child] = []
         try:
             for rank, device in enumerate(devices):
                 seat = Seat(rank, len(devices), device, port)
                 mine, theirs = context.Pipe(duplex=False)
+                note = Path(notes) / str(rank)
+                note.write_bytes(NOTHING_READ)
                 process = context.Process(
-                    target=_child, args=(work, seat, args, theirs, debug), daemon=False
+                    target=_child, args=(work, seat, args, theirs, note, debug), daemon=False
                 )
                 process.start()
                 theirs.close()
-                children.append(_Child(seat, process, mine))
+                children.append(_Child(seat, process, mine, note))
             with _stops_taken(children if saves_when_stopped else []):
                 return _watch(children, store)
         finally:
@@ -166,6 +172,7 @@ class _Child:
     seat: Seat
     process: Any
     pipe: Connection
+    note: Path  # of what its data reads
     ended: bool = False
     asked_to_stop: bool = False
     result: Any = None
@@ -181,12 +188,18 @@ class _Child:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            self.error = _death(self.name(), self.process.exitcode)
+            self.error = _death(self.name(), self.process.exitcode, self._sample())
             return
         if kind == "result":
             self.result = value
         else:
             self.error = value
+
+    def _sample(self) -> str:
+        """What its data read when it ended, by its note."""
+        with _mapped(self.note) as memory:
+            index, dataset = told_in(memory)
+        return "" if index == NO_SAMPLE else f"sample {index} of {dataset}"
 
     def ask_to_stop(self) -> None:
         self.asked_to_stop = True
@@ -205,18 +218,28 @@ class _Child:
         self.pipe.close()
 
 
-def _death(name: str, exit_code: int | None) -> TrainingError:
+def _mapped(note: Path) -> mmap.mmap:
+    with note.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _death(name: str, exit_code: int | None, sample: str) -> TrainingError:
     how = f"left with exit code {exit_code}"
-    why = ""
+    why = "something in it ended the process, such as os._exit or a crash of a library"
+    if sample:
+        why += f"; {sample} was being read then"
     if exit_code is not None and exit_code < 0:
         how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        if -exit_code in SIGNALS:
+            why = ""
         if -exit_code == signal.SIGKILL:
             why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
     return TrainingError(
         f"{name} {how}",
         where=f"host {socket.gethostname()}",
         why=why,
-        fix="run the same command again, with --resume if a checkpoint was saved",
+        fix=("look at that sample, then " if sample and sample in why else "")
+        + "run the same command again, with --resume if a checkpoint was saved",
     )
 
 
@@ -254,8 +277,11 @@ def _raise_cause(children: list[_Child]) -> None:
         raise (deaths or own or errors)[0]
 
 
-def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debug: bool) -> None:
+def _child(
+    work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
+) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
+    tell_into(_mapped(note))
     threading.Thread(target=_end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))
