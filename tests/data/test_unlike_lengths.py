@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from data_helpers import write, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gpumix.data.loader import Loader
 from gpumix.data.own_samples import OwnSamples
@@ -342,6 +344,9 @@ def texts(lengths):
         made.lengths = [3, 4]
     return made
 
+def stories():
+    return [{"story": "ab"}, {"story": "cde"}]
+
 def rows():
     return [{"input_ids": [1, 2]}, {"input_ids": [3]}]
 """
@@ -373,6 +378,30 @@ def test_a_factory_may_give_samples_of_unlike_length(tmp_path, module):
     assert samples_of(source) == [[1, 2], [3]] and source.lengths is None
     with pytest.raises(InputError, match="packing needs to know how long samples are"):
         opened(tmp_path, factory=f"{module}:rows", packing="documents")
+
+
+def test_fixes_of_a_factorys_data_name_the_keys_that_work(tmp_path, module):
+    """Each error's own fix leads to the next, and at last to samples."""
+    data: dict[str, Any] = {"factory": f"{module}:stories"}
+    told = []
+    for _ in range(4):
+        try:
+            source = opened(tmp_path, **data)
+        except InputError as error:
+            told.append(error.what)
+            given = re.findall(r"--set data\.(\w+)=(\S+?)(?= |;|$)", error.fix)
+            data |= {key: yaml.safe_load(value) for key, value in given}
+    assert len(told) == 2 and samples_of(source) == [[*b"ab", END], [*b"cde", END]]
+    assert data.keys() == {"factory", "tokenize", "packing", "column"}
+    packed = {**data, "packing": "documents"}
+    with pytest.raises(InputError, match="packing needs to know how long samples are") as caught:
+        opened(tmp_path, **packed)
+    assert caught.value.fix.endswith("--set data.packing=none")
+    with pytest.raises(InputError, match="cannot be called with the given arguments") as caught:
+        opened(tmp_path, **data, arguments={"shelf": 3})
+    assert caught.value.where == "data.arguments" and "--set data.arguments=" in caught.value.fix
+    with pytest.raises(ValidationError, match="no effect on a factory's samples without 'tokenize"):
+        opened(tmp_path, factory=f"{module}:stories", column="story")
 
 
 def test_what_does_not_go_with_a_task_is_refused(tmp_path, files, module):

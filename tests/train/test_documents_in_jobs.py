@@ -90,6 +90,15 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     assert recent * median_s == pytest.approx(sum(tokens[2:]) / 2)
 
 
+def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):
+    short = {"config": GPT | {"n_positions": 4}}
+    (tmp_path / "lines.txt").write_text("a\nbc\nd\n" * 20)
+    job = write(
+        tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model=short, sequence_length=4, steps=1
+    )
+    assert math.isfinite(train(job, plan=plan_for(job)).losses[0])
+
+
 def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path, text):
     bloom = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2}
     bloom |= {"vocab_size": 264}

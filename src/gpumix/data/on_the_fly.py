@@ -98,11 +98,19 @@ class TokenizedTexts(Ragged):
     def _text(self, index: int, row: Any) -> str:
         text = row.get(self._column) if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            has = f"'{self._column}', " if isinstance(row, Mapping) else ""
+            has = f"it is a {type(row).__name__}"
+            columns = []
+            if isinstance(row, Mapping):
+                has = f"it has {', '.join(map(repr, row))}"
+                columns = [key for key, value in row.items() if isinstance(value, str)]
+                if self._column in row:
+                    has = f"that is a {type(text).__name__}"
             raise InputError(
                 f"sample {index} should be a text, or a dictionary with one in '{self._column}'; "
-                f"it has {has}a {type(text).__name__}",
+                f"{has}",
                 where=self.name,
-                fix="set data.column, drop such samples, or leave out `tokenize: on-the-fly`",
+                fix=f"--set data.column={columns[0]}"
+                if columns
+                else "drop such samples, or leave out `tokenize: on-the-fly`",
             )
         return text

@@ -41,7 +41,7 @@ class PackedDocuments(Source):
         self.name = documents.name
         self._documents = documents
         self._predicts_next = predicts_next
-        self._lengths = lengths_needed(documents, "packing")
+        self._lengths = lengths_needed(documents, "packing", "--set data.packing=none")
         self._packs: Packs = first_fit(self._lengths, documents.longest, seed=seed, window=window)
         self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
 

@@ -117,13 +117,14 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
     return lengths.astype(np.int32)
 
 
-def lengths_needed(source: Source, what: str) -> np.ndarray:
+def lengths_needed(source: Source, what: str, instead: str) -> np.ndarray:
     """Raises an InputError where a source does not know its samples' lengths."""
     if source.lengths is None:
         raise InputError(
             f"{what} needs to know how long samples are, and the dataset does not say",
-            where="data",
-            fix="give it a column `length`, or an attribute `lengths` with one integer a sample",
+            where=source.name,
+            fix="give it an attribute `lengths` (or a column `length`): the number of tokens of "
+            f"each sample; or {instead}",
         )
     return source.lengths
 

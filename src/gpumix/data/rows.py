@@ -209,7 +209,8 @@ class KnownTokens(DerivedSource):
                 f"{self._some(indices[row:])} holds {what} {first}, the model "
                 f"knows 0 to {self._vocabulary - 1}",
                 where=self.name,
-                fix="raise vocab_size, or make the samples with the model's own tokenizer",
+                fix="raise vocab_size of model.config, or make the samples with the model's own "
+                "tokenizer",
             )
         return values
 

@@ -20,6 +20,11 @@ from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import Source, digest
 from gpumix.spec.errors import InputError, in_a_line
 
+IF_TEXT = (
+    "return tokens; or have a job tokenise texts: --set data.tokenize=on-the-fly --set "
+    "data.packing=none"
+)
+
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of a list of samples: a dictionary of tensors with samples in the first dimension.
 """
@@ -128,7 +133,9 @@ class Stack:
             raise InputError(
                 f"sample {index} is a {type(sample).__name__}, not a dictionary of tensors",
                 where=self._name,
-                fix="return {'input_ids': ..., 'labels': ...} from __getitem__",
+                fix=IF_TEXT
+                if isinstance(sample, str)
+                else "return {'input_ids': ..., 'labels': ...} from __getitem__",
             )
         return {key: self._tensor(index, key, value) for key, value in sample.items()}
 
@@ -145,7 +152,9 @@ class Stack:
                 f"sample {index} holds '{key}', a {type(value).__name__} that is no tensor",
                 where=self._name,
                 why=str(error),
-                fix="return tensors, numpy arrays, numbers or flat lists of numbers",
+                fix=IF_TEXT
+                if isinstance(value, str)
+                else "return tensors, numpy arrays, numbers or flat lists of numbers",
             ) from error
 
     def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:

@@ -107,7 +107,7 @@ class _Opened:
         self.is_text = isinstance(documents, Documents | TokenizedTexts)
         if data.packing == "none":
             if data.bucketing:
-                lengths_needed(documents, "data.bucketing")
+                lengths_needed(documents, "data.bucketing", "leave it out")
             return documents
         if self._job.model.task == "seq2seq-lm":
             raise InputError(
@@ -183,7 +183,8 @@ class _Opened:
 
     def _made(self, reference: str) -> Any:
         """By a factory. One that is a generator is begun again for each pass."""
-        make = partial(call_factory, reference, self._job.data.arguments, self._folder)
+        given = self._job.data.arguments
+        make = partial(call_factory, reference, given, self._folder, key="data.arguments")
         made = make()
         return (lambda: make()) if isinstance(made, Iterator) else made
 
