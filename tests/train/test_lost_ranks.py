@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import EMULATED, checkpoints, metrics, plan_for, progress, toy, train, write_job
+from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError
 
@@ -66,6 +66,14 @@ def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path):
     assert re.fullmatch(r"rank \d \(device '.*', pid \d+\) left with exit code 7", error.what)
     assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")
     assert error.fix.startswith("look at that sample")
+
+
+def test_a_rank_that_fails_leaves_no_semaphore(tmp_path):
+    job = write_job(tmp_path, data={"factory": "toys:locked_tokens", "held_out": 0})
+    plan_for(job).save(tmp_path / "plan.json")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
+    assert done.code == 2
+    assert "leaked" not in done.err
 
 
 @pytest.mark.slow  # it is waited for until the timeout, and then for its heartbeat

@@ -171,6 +171,13 @@ def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
     return made
 
 
+def locked_tokens() -> list[dict[str, Tensor]]:
+    """Samples that are guarded by a semaphore, and unfit."""
+    made = _Slow([{"input_ids": torch.zeros(3)}] * 8)
+    made.guard = multiprocessing.Lock()
+    return made
+
+
 def masked_tokens() -> list[dict[str, Tensor]]:
     return [{**one, "labels": torch.full_like(one["labels"], -100)} for one in tokens()]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,7 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"
 STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so.
 GRACE_S = 15.0
+GIVE_BACK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -289,11 +290,24 @@ def _child(
     except BaseException as error:
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
+        _give_back()
         pipe.send(("error", in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")))
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group may hang in their destructors; the parent knows all.
         os._exit(0)
+
+
+def _give_back() -> None:
+    """What this process holds of the system: libraries make semaphores (tqdm, and so datasets), and
+    the tracker of those warns of what is left. What hangs in that is left."""
+    thread = threading.Thread(
+        target=util._run_finalizers,  # type: ignore[attr-defined]
+        args=(0,),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(GIVE_BACK_S)
 
 
 def _end_with_launcher() -> None:
