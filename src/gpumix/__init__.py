@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpumix.data.loader import Loader, evaluation_batches
     from gpumix.data.own_samples import OwnSamples
     from gpumix.data.packing import PackedDocuments
+    from gpumix.data.reading import Reading
     from gpumix.engine.deferred import build
     from gpumix.engine.engine import Engine
     from gpumix.engine.optimizers.adafactor import Adafactor
@@ -41,6 +42,7 @@ _HOME = {
     "evaluation_batches": "gpumix.data.loader",
     "OwnSamples": "gpumix.data.own_samples",
     "PackedDocuments": "gpumix.data.packing",
+    "Reading": "gpumix.data.reading",
     "build": "gpumix.engine.deferred",
     "Engine": "gpumix.engine.engine",
     "Adafactor": "gpumix.engine.optimizers.adafactor",
@@ -75,6 +77,7 @@ __all__ = [
     "PackedDocuments",
     "Plan",
     "Profile",
+    "Reading",
     "Space",
     "build",
     "evaluation_batches",

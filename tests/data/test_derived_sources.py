@@ -8,6 +8,8 @@ import torch
 from data_helpers import Numbers
 
 from gpumix.data.rows import KnownTokens, Source, View
+from gpumix.data.samples import as_source
+from gpumix.spec.errors import InputError
 
 SAYS = {  # each unlike what a source says by itself
     "name": "mine:make",
@@ -31,8 +33,54 @@ class Peculiar(Numbers):
     def lengths(self) -> np.ndarray:
         return np.arange(self.n)
 
-    def specimen(self, samples: int) -> dict[str, torch.Tensor]:
-        return {"k": torch.full((samples,), 9)}
+    def specimen(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        return {"k": torch.full((len(indices),), 9)}
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ({"input_ids": torch.tensor([1, 32])}, "sample 1 holds token 32, the model knows 0 to 31"),
+        ({"labels": torch.tensor([40, -100])}, "sample 1 holds label 40, the model knows 0 to 31"),
+        ({"labels": torch.tensor([-1, 3])}, "sample 1 holds label -1, the model knows 0 to 31"),
+    ],
+)
+def test_what_the_model_does_not_know_is_named(sample, told):
+    good = {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, -100])}
+    with pytest.raises(InputError, match=told):
+        KnownTokens(as_source([good, good | sample]), 32).rows(np.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "told"),
+    [
+        (torch.float32, (2,), "'input_ids' of sample 1 are torch.float32"),
+        (torch.int64, (1, 2), r"'input_ids' of sample 1 are torch.int64\[1, 2\]"),
+        (torch.int64, (), r"'input_ids' of sample 1 are torch.int64\[\]"),
+    ],
+)
+def test_what_are_no_tokens_is_named(dtype, shape, told):
+    samples = [{"input_ids": torch.zeros(shape, dtype=dtype)}] * 2
+    with pytest.raises(InputError, match=told):
+        KnownTokens(as_source(samples), 32).rows(np.array([1]))
+
+
+def test_labels_are_as_many_as_tokens_but_of_a_decoder():
+    samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1])}]
+    with pytest.raises(InputError, match="sample 0 has 2 input_ids and 1 labels"):
+        KnownTokens(as_source(samples), 32).rows(np.array([0]))
+    batch = KnownTokens(as_source(samples), 32, aligned=False).rows(np.array([0]))
+    assert batch["labels"].tolist() == [[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_tokens_of_any_whole_numbers_become_int64(dtype):
+    """Also where the vocabulary is larger than the dtype's numbers."""
+    samples = [{"input_ids": torch.tensor([1, 100], dtype=dtype)}]
+    source = KnownTokens(as_source(samples), 50_000)
+    for rows in (np.array([0]), np.empty(0, dtype=np.int64)):
+        assert source.rows(rows)["input_ids"].dtype == torch.int64
+    assert source.rows(np.array([0]))["input_ids"].tolist() == [[1, 100]]
 
 
 DERIVED = {
@@ -48,6 +96,6 @@ def test_what_a_source_says_of_itself_holds_for_what_is_made_of_it(kind):
     source = make()
     assert Source.__annotations__.keys() == SAYS.keys()
     assert {key: getattr(source, key) for key in SAYS} == SAYS
-    assert source.specimen(2)["k"].tolist() == [9, 9]
+    assert source.specimen(np.arange(2))["k"].tolist() == [9, 9]
     assert source.lengths is not None and source.lengths.tolist() == list(samples)
     assert source.rows(np.arange(len(source)))["k"].tolist() == list(samples)

@@ -178,7 +178,7 @@ def test_a_specimen_reads_nothing():
         yield from numbers()
 
     source = StreamSource(counted, "mine", 2)
-    assert source.specimen(3)["k"].tolist() == [0, 0, 0]
+    assert source.specimen(np.arange(3))["k"].tolist() == [0, 0, 0]
     assert source.rows(np.arange(4))["k"].tolist() == [0, 1, 2, 3]
     assert len(opened) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from data_helpers import write, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gpumix.data.loader import Loader
 from gpumix.data.own_samples import OwnSamples
@@ -186,13 +189,60 @@ def test_lengths_that_are_wrong_are_told():
     packed = PackedDocuments(OwnSamples(wrong, "rows", longest=8), seed=0, predicts_next=True)
     with pytest.raises(InputError, match="sample 3 is packed as 5 tokens, and has 4 input_ids"):
         packed.rows(np.arange(len(packed)))
-    wrong.lengths = np.array([1, 2, 3])
-    with pytest.raises(InputError, match="the lengths of the dataset's 4 samples are"):
-        OwnSamples(wrong, "rows", longest=8)
     with pytest.raises(InputError, match="does not say"):
         PackedDocuments(
             OwnSamples(Rows(4, lengths=False), "r", longest=8), seed=0, predicts_next=True
         )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        (np.array([1, 2, 3]), r"a ndarray with the shape \[3\]"),
+        ("abc", "a str with the shape"),
+        (["a", "b", "c", "d"], "of the type <U1"),
+        ([1.0, 2.0, 3.0, 4.0], "of the type float64"),
+        ([[1], [1, 2], [3], [4]], "a list that is no list of numbers"),
+        ([1, 2, 0, 4], "0 for sample 2"),
+        (np.ones, "a (function|_ArrayFunctionDispatcher) with the shape"),
+    ],
+)
+def test_what_is_no_list_of_lengths_is_told(lengths, told):
+    wrong = Rows(4)
+    wrong.lengths = lengths
+    with pytest.raises(InputError, match=f"the lengths of the dataset's 4 samples are {told}"):
+        OwnSamples(wrong, "rows", longest=8)
+
+
+ODD = {
+    "'labels' of the shape [1]": {"labels": [1]},
+    "'labels' of the shape [3]": {"labels": [1, 2, 3]},
+    "'attention_mask' of the shape [3]": {"attention_mask": [1, 1, 1]},
+    "'labels' of sample 1 are torch.float32, not whole numbers": {"labels": [0.5, 0.5]},
+    "sample 1 holds ['attention_mask', 'input_ids'], sample 0": {"labels": None},
+}
+
+
+@pytest.mark.parametrize("told", ODD)
+def test_what_does_not_go_with_its_tokens_is_named(told):
+    first = {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]}
+    odd = {key: value for key, value in (first | ODD[told]).items() if value is not None}
+    source = OwnSamples([first, odd], "rows", longest=8)
+    with pytest.raises(InputError, match=re.escape(told)) as caught:
+        source.rows(np.arange(2))
+    assert "sample 1" in caught.value.what and caught.value.fix
+
+
+def test_a_decoder_has_labels_of_its_own_length():
+    samples = [{"input_ids": [1, 2], "labels": [1, 2, 3]}]
+    batch = OwnSamples(samples, "rows", longest=8, aligned=False).rows(np.arange(1))
+    assert batch["labels"].tolist() == [[1, 2, 3]]
+
+
+def test_tokens_of_unlike_dtypes_come_as_int64():
+    samples = [{"input_ids": torch.tensor([1], dtype=d)} for d in (torch.int32, torch.int64)]
+    batch = OwnSamples(samples, "rows", longest=8).rows(np.arange(2))
+    assert {value.dtype for value in batch.values()} == {torch.int64}
 
 
 @pytest.mark.parametrize("tokens", [[], [0.5], [[1]], None])
@@ -203,7 +253,7 @@ def test_what_is_no_list_of_tokens_is_named(tokens):
 
 
 def test_a_specimen_is_as_long_as_any_sample_and_has_padding():
-    batch = OwnSamples(Rows(4), "rows", longest=8).specimen(3)
+    batch = OwnSamples(Rows(4), "rows", longest=8).specimen(np.arange(3))
     assert {tuple(value.shape) for value in batch.values()} == {(3, 8)}
     assert batch["attention_mask"].sum() == 23
 
@@ -294,6 +344,9 @@ def texts(lengths):
         made.lengths = [3, 4]
     return made
 
+def stories():
+    return [{"story": "ab"}, {"story": "cde"}]
+
 def rows():
     return [{"input_ids": [1, 2]}, {"input_ids": [3]}]
 """
@@ -325,6 +378,30 @@ def test_a_factory_may_give_samples_of_unlike_length(tmp_path, module):
     assert samples_of(source) == [[1, 2], [3]] and source.lengths is None
     with pytest.raises(InputError, match="packing needs to know how long samples are"):
         opened(tmp_path, factory=f"{module}:rows", packing="documents")
+
+
+def test_fixes_of_a_factorys_data_name_the_keys_that_work(tmp_path, module):
+    """Each error's own fix leads to the next, and at last to samples."""
+    data: dict[str, Any] = {"factory": f"{module}:stories"}
+    told = []
+    for _ in range(4):
+        try:
+            source = opened(tmp_path, **data)
+        except InputError as error:
+            told.append(error.what)
+            given = re.findall(r"--set data\.(\w+)=(\S+?)(?= |;|$)", error.fix)
+            data |= {key: yaml.safe_load(value) for key, value in given}
+    assert len(told) == 2 and samples_of(source) == [[*b"ab", END], [*b"cde", END]]
+    assert data.keys() == {"factory", "tokenize", "packing", "column"}
+    packed = {**data, "packing": "documents"}
+    with pytest.raises(InputError, match="packing needs to know how long samples are") as caught:
+        opened(tmp_path, **packed)
+    assert caught.value.fix.endswith("--set data.packing=none")
+    with pytest.raises(InputError, match="cannot be called with the given arguments") as caught:
+        opened(tmp_path, **data, arguments={"shelf": 3})
+    assert caught.value.where == "data.arguments" and "--set data.arguments=" in caught.value.fix
+    with pytest.raises(ValidationError, match="no effect on a factory's samples without 'tokenize"):
+        opened(tmp_path, factory=f"{module}:stories", column="story")
 
 
 def test_what_does_not_go_with_a_task_is_refused(tmp_path, files, module):

@@ -178,9 +178,9 @@ def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):
     with processes(Squares(read=read)) as loader:
         found = take(loader, 11)
         assert found == expected(11)
-        with pytest.raises(TrainingError, match="was lost at samples") as caught:
+        with pytest.raises(TrainingError, match=f"was lost at sample {bad} of Squares") as caught:
             take(loader, 1)
-        assert str(bad) in caught.value.what and "killed by SIGKILL" in caught.value.what
+        assert "killed by SIGKILL" in caught.value.what
         assert "too much memory" in caught.value.why
         assert loader.cursor.position == 11 * 8
 
@@ -194,7 +194,9 @@ def test_a_worker_that_is_stuck_is_replaced_and_a_sample_that_sticks_is_named():
 
     with processes(Squares(read=read), timeout_s=1.0) as loader:
         assert take(loader, 5) == expected(5)
-        with pytest.raises(TrainingError, match="it was at it for more than 1 s"):
+        with pytest.raises(
+            TrainingError, match=f"at sample {bad} of Squares.*: it was at it for more than 1 s"
+        ):
             take(loader, 1)
 
 
@@ -245,9 +247,11 @@ def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
     with processes(Squares(read=read), workers=1, kind="threads", timeout_s=0.5) as loader:
         assert take(loader, 3) == expected(3)
         for _ in range(2):
-            with pytest.raises(TrainingError, match="a thread of the data is stuck") as caught:
+            with pytest.raises(
+                TrainingError, match=f"is stuck at sample {bad} of Squares"
+            ) as caught:
                 next(loader)
-            assert str(bad) in caught.value.what and "timeout" in caught.value.fix
+            assert "timeout" in caught.value.fix
             assert loader.cursor.position == 3 * 8
         go_on.set()
         assert take(loader, 3) == expected(6)[18:]

@@ -35,12 +35,68 @@ def test_a_tuned_file_is_the_job_with_the_changes(job):
     assert read_job(job).data.workers == 0
 
 
-def test_what_becomes_a_default_is_left_out(job):
+WRITTEN = """# what I think of it
+model: {config: {model_type: gpt2}}   # small
+
+data:
+  workers: 0        # because of the disk
+  text:             # all of it
+    - .
+steps: 10
+# the batch of the paper
+global_batch: 4
+sequence_length: 8
+techniques: {recompute: true}
+"""
+
+TUNED = """# job.yaml as gpumix doctor would have it
+# what I think of it
+model: {config: {model_type: gpt2}}   # small
+
+data:
+  workers: auto        # because of the disk
+  text:             # all of it
+    - .
+  prefetch: 3
+steps: 10
+# the batch of the paper
+global_batch: 4
+sequence_length: 8
+techniques: {recompute: [true, false], most_stages: 1}
+efficiency: {attention: eager}
+"""
+
+
+def test_a_tuned_file_keeps_comments_and_order(job):
+    job.write_text(WRITTEN)
     tuned = job.with_name("tuned.yaml")
-    write_tuned(job, tuned, CHANGES)
-    content = yaml.safe_load(tuned.read_text())
-    assert content["data"] == {"text": ["."], "prefetch": 3}
-    assert "techniques" not in content
+    more = {"techniques.most_stages": 1, "efficiency.attention": "eager", "compile": False}
+    write_tuned(job, tuned, {**CHANGES, **more})
+    assert tuned.read_text() == TUNED
+
+
+@pytest.mark.parametrize(
+    ("written", "changes"),
+    [
+        ("data:\n  text: [.]\n  workers:\n    0\nsteps: 1", {"data.workers": 2}),
+        ("a: &x {b: 1}\nc: *x\n", {"data.workers": 2}),
+        ("a:\n- b\n- {c: 1}", {"compile": True}),
+        ("a: |\n  text\n\n  more\n", {"compile": True}),
+        ("{a: 1}", {"compile": True, "data.workers": 2}),
+        ("data: {}\n", {"data.workers": 2, "data.prefetch": 3}),
+        ("precision: {a: bf16,\n  b: fp32}\n", {"precision": "fp16"}),
+    ],
+)
+def test_whatever_the_layout_the_values_are_right(job, written, changes):
+    job.write_text(written)
+    tuned = job.with_name("tuned.yaml")
+    write_tuned(job, tuned, changes)
+    found, before = yaml.safe_load(tuned.read_text()), yaml.safe_load(written)
+    for key, value in changes.items():
+        section, _, last = key.rpartition(".")
+        assert (found[section] if section else found).pop(last) == value
+    for key in before:
+        assert (found.get(key) or {}) == (before[key] or {}) or key in changes or key == "data"
 
 
 def test_changes_in_words():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from jobs import metrics, plan_for, train, write_job
+from jobs import metrics, plan_for, progress, train, write_job
 
 from gpumix.spec.errors import InputError
 
@@ -68,6 +69,34 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
         assert metrics(tmp_path / "run")[-1]["tokens"] == tokens[-1]
     else:
         assert tokens == [8 * LENGTH * step for step in (1, 2, 3, 4)]
+
+
+def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text):
+    alone = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
+    data = {**LINE_BY_LINE, "packing": "none", "bucketing": True}
+    job = write(tmp_path, data, cluster=alone)
+    summary = train(job, plan=plan_for(job, [8], [1.0]))
+    steps = metrics(tmp_path / "run")
+    totals = [0, *(step["tokens"] for step in steps)]
+    tokens = [after - before for before, after in pairwise(totals)]
+    assert len(set(tokens)) > 1 and max(tokens) < 8 * LENGTH
+    assert [s["tokens_per_s"] * s["step_s"] for s in steps] == pytest.approx(tokens)
+    shown = progress(tmp_path / "run")
+    assert shown["tokens_per_s"] * shown["step_s"] == pytest.approx(sum(tokens) / 4)
+    assert summary.tokens_per_s * summary.step_s == pytest.approx(sum(tokens[2:]) / 2)
+    assert summary.classes[0]["tokens_per_s"] == pytest.approx(summary.tokens_per_s)
+    recent = metrics(tmp_path / "run", "ranks")[-1]["ranks"][0]["tokens_per_s"]
+    median_s = max(step["step_s"] for step in steps[2:])  # of two, the upper one
+    assert recent * median_s == pytest.approx(sum(tokens[2:]) / 2)
+
+
+def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):
+    short = {"config": GPT | {"n_positions": 4}}
+    (tmp_path / "lines.txt").write_text("a\nbc\nd\n" * 20)
+    job = write(
+        tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model=short, sequence_length=4, steps=1
+    )
+    assert math.isfinite(train(job, plan=plan_for(job)).losses[0])
 
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path, text):

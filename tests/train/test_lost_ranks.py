@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import EMULATED, checkpoints, metrics, plan_for, progress, toy, train, write_job
+from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError
 
@@ -57,6 +57,23 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path):
     losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path):
+    """All ranks read the first sample, to know what they are like."""
+    job = write_job(tmp_path, data={"factory": "toys:leaving_tokens", "held_out": 0})
+    error = failure(job)
+    assert re.fullmatch(r"rank \d \(device '.*', pid \d+\) left with exit code 7", error.what)
+    assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")
+    assert error.fix.startswith("look at that sample")
+
+
+def test_a_rank_that_fails_leaves_no_semaphore(tmp_path):
+    job = write_job(tmp_path, data={"factory": "toys:locked_tokens", "held_out": 0})
+    plan_for(job).save(tmp_path / "plan.json")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
+    assert done.code == 2
+    assert "leaked" not in done.err
 
 
 @pytest.mark.slow  # it is waited for until the timeout, and then for its heartbeat

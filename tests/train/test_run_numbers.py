@@ -127,9 +127,9 @@ def test_utilisation_is_of_the_own_peak_and_unknown_without_one():
     peaks = {"fast": Peak(flops_per_s=1e10, source="stated")}
     known = foretold.model_copy(update={"workers": workers, "peaks": peaks})
     found = plan().model_copy(update={"prediction": known})
-    assert speed_of(found, 0, 2.0) == (5 * 4 / 2, 0.3, 0.4)
-    assert speed_of(found, 1, 2.0) == (2 * 4 / 2, None, None)
-    assert speed_of(plan(), 0, 2.0) == (5 * 4 / 2, None, None)
+    assert speed_of(found, 0, 2.0, 20) == (20 / 2, 0.3, 0.4)
+    assert speed_of(found, 1, 2.0, 7.5) == (7.5 / 2, None, None)
+    assert speed_of(plan(), 0, 2.0, 20) == (20 / 2, None, None)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_utilisation_is_of_the_own_peak_and_unknown_without_one():
 def step(number: int, step_s: float = 0.5) -> StepRecord:
     return StepRecord(
         step=number, loss=2.0 / number, learning_rate=1e-3, gradient_norm=0.7, step_s=step_s,
-        tokens_per_s=32 / step_s, tokens=32 * number,
+        tokens_per_s=24 / step_s, tokens=24 * number,
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_speed_is_that_of_a_median_step(tmp_path):
         assert log.tokens_per_s() == 0.0
         for number, seconds in enumerate((9.0, 0.5, 0.5), 1):
             log.step(step(number, seconds))
-        assert log.tokens_per_s() == 8 * 4 / 0.5
+        assert log.tokens_per_s() == 24 / 0.5  # as the steps tell, which leave out padding
         found = progress(tmp_path)
     assert found["state"] == "training"
     assert (found["step"], found["remaining_s"]) == (3, 7 * 0.5)
@@ -198,7 +198,7 @@ def test_without_a_terminal_there_is_a_line_every_few_steps(tmp_path):
     lines = shown(screen).splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "2/5", "4/5", "5/5"]
     assert lines[-1] == (
-        "step 5/5  loss 0.4000  lr 1.00e-03  64 tokens/s  busy: fast 100%, slow 50%, idle 10%"
+        "step 5/5  loss 0.4000  lr 1.00e-03  48 tokens/s  busy: fast 100%, slow 50%, idle 10%"
     )
 
 

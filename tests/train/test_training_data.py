@@ -6,12 +6,13 @@ import math
 import re
 
 import pytest
-from jobs import gpumix, metrics, plan_for, train, write_job
+from jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 
 from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, TrainingError
 from gpumix.spec.read import read_job
 from gpumix.train.models import check_fits, config_of, model_of
+from gpumix.train.pipeline import Pipeline
 
 ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "door"]
@@ -174,6 +175,31 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
     assert re.search(r"sample \d*9 of .* cannot be read: OSError: a bad", told)
 
 
+def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
+    """While it is measured what samples take, and in evaluations; the first one is bad, too."""
+    data = {"factory": "toys:damaged_tokens", "arguments": {"first": 0}, "held_out": 0.2}
+    job = write_job(
+        tmp_path,
+        data={**data, "bad_samples": "skip"},
+        cluster=ALONE,
+        profile=OWN_PROFILES | {"budget": 1},
+        evaluation={"every_steps": 1},
+        steps=2,
+    )
+    assert len(train(job).losses) == 2
+    assert len(metrics(tmp_path / "run", "evaluation")) == 2
+    with pytest.raises(TrainingError, match="sample 0 of toys:damaged_tokens cannot be read"):
+        Pipeline.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
+
+
+def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
+    data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "held_out": 0}
+    own = OWN_PROFILES | {"budget": 1}
+    job = write_job(tmp_path, data=data, profile=own, timeout=5)
+    with pytest.raises(TrainingError, match=r"sample \d+ of toys:absent_tokens does not come"):
+        Pipeline.of_file(job, [], debug=False).profile()
+
+
 @pytest.mark.parametrize("held_out", [0.02, 0.06])
 def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
     """One or three of 64 samples: some ranks get no row."""
@@ -261,6 +287,13 @@ def test_a_token_that_the_model_does_not_know_is_named_with_its_sample(tmp_path)
     job = gpt_job(tmp_path, data, config={"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0})
     with pytest.raises(InputError, match=r"sample \d+ holds token \d+, the model knows 0 to 19"):
         train(job, "steps=2")
+
+
+def test_a_step_without_a_label_that_counts_is_told_as_that(tmp_path):
+    data = {"factory": "toys:masked_tokens", "held_out": 0}
+    job = gpt_job(tmp_path, data)
+    with pytest.raises(TrainingError, match="step 1 has no loss: none of its labels counts"):
+        train(job, "steps=2", plan=plan_for(job, [4], [1.0]))
 
 
 def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):

@@ -145,10 +145,30 @@ class _Costly(list):
 class _Damaged(list):
     """Each tenth sample cannot be read."""
 
+    first = 9
+
     def __getitem__(self, index):
-        if index % 10 == 9:
+        if index % 10 == self.first:
             raise OSError("a bad sector")
         return super().__getitem__(index)
+
+
+class _Absent(list):
+    """Samples from `first` on never come."""
+
+    first = 0
+
+    def __getitem__(self, index):
+        if index >= self.first:
+            time.sleep(FOREVER_S)
+        return super().__getitem__(index)
+
+
+class _Leaving(list):
+    """Samples that end the process which reads them."""
+
+    def __getitem__(self, index):
+        os._exit(7)
 
 
 class _Remote(list):
@@ -167,8 +187,31 @@ def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
     return _Costly(tokens(), cpu_s)
 
 
-def damaged_tokens() -> list[dict[str, Tensor]]:
-    return _Damaged(tokens())
+def damaged_tokens(first: int = 9) -> list[dict[str, Tensor]]:
+    made = _Damaged(tokens())
+    made.first = first
+    return made
+
+
+def locked_tokens() -> list[dict[str, Tensor]]:
+    """Samples that are guarded by a semaphore, and unfit."""
+    made = _Slow([{"input_ids": torch.zeros(3)}] * 8)
+    made.guard = multiprocessing.Lock()
+    return made
+
+
+def masked_tokens() -> list[dict[str, Tensor]]:
+    return [{**one, "labels": torch.full_like(one["labels"], -100)} for one in tokens()]
+
+
+def leaving_tokens() -> list[dict[str, Tensor]]:
+    return _Leaving(tokens())
+
+
+def absent_tokens(first: int) -> list[dict[str, Tensor]]:
+    made = _Absent(tokens())
+    made.first = first
+    return made
 
 
 def slow_tokens() -> list[dict[str, Tensor]]:

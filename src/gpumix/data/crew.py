@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -18,9 +19,20 @@ from typing import Literal
 import torch
 
 from gpumix.data.arena import Arena
-from gpumix.data.fetch import BadSamples, Chunk, Fetched, Skipped, clocked
+from gpumix.data.fetch import Chunk, Fetched, Skipped, clocked
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.nursery import Nursery, Worker, picklable, sent
+from gpumix.data.reading import (
+    IF_SLOW,
+    NO_SAMPLE,
+    NOTE_BYTES,
+    NOTHING_READ,
+    BadSamples,
+    StuckError,
+    own_notes,
+    tell_into,
+    told_in,
+)
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import TrainingError
@@ -30,12 +42,9 @@ Done = Callable[[Chunk, "Fetched | Exception"], None]
 """Called once a chunk is fetched, or cannot be, in some thread."""
 
 MOST_WORKERS = 128
+DESKS = 2 * MOST_WORKERS  # those who leave have theirs until they are gone
 WAITING = 1  # chunks that a process has before it, beside the one that it fetches
 TRIES = 2  # of a chunk whose worker died
-_IF_SLOW = (
-    "look at these samples; if they take that long, raise `timeout`, in a loop of one's own "
-    "Loader(timeout_s=...)"
-)
 LOOK_S = 0.5  # how often stuck workers are looked for
 
 
@@ -103,7 +112,8 @@ class Threads(Crew):
         self._timeout_s = timeout_s
         self._given: SimpleQueue[tuple[Chunk, Place] | None] = SimpleQueue()  # None ends a thread
         self._begun = 0  # chunks that are not done
-        self._at: dict[threading.Thread, tuple[Chunk, float]] = {}  # since when
+        # What they are at, since when, and their notes of the sample that they read.
+        self._at: dict[threading.Thread, tuple[Chunk, float, list[float]]] = {}
         self._threads: set[threading.Thread] = set()
         self._left_behind = False
         self._lock = threading.Lock()
@@ -131,15 +141,19 @@ class Threads(Crew):
         now = time.monotonic()
         with self._lock:
             at = list(self._at.items())
-            stuck = [(who, chunk) for who, (chunk, s) in at if now - s > self._timeout_s]
-            for who, _ in stuck:
+            stuck = [
+                (who, chunk, int(notes[0]))
+                for who, (chunk, since_s, notes) in at
+                if now - since_s > self._timeout_s
+            ]
+            for who, _, _ in stuck:
                 del self._at[who]
                 self._threads.discard(who)
                 self._left_behind = True
                 self._begun -= 1
-        for _, chunk in stuck:
+        for _, chunk, index in stuck:
             self._hire()
-            self._done(chunk, self._lost(chunk))
+            self._done(chunk, self._lost(chunk, index))
 
     def close(self) -> None:
         self._closed = True
@@ -164,7 +178,7 @@ class Threads(Crew):
         while (given := self._given.get()) is not None and not self._closed:
             chunk, place = given
             with self._lock:
-                self._at[own] = chunk, time.monotonic()
+                self._at[own] = chunk, time.monotonic(), own_notes()
             found = self._fetched(chunk, place)
             with self._lock:
                 if self._at.pop(own, None) is None:
@@ -183,13 +197,13 @@ class Threads(Crew):
         except Exception as error:
             return error
 
-    def _lost(self, chunk: Chunk) -> TrainingError:
-        return TrainingError(
-            f"a thread of the data is stuck at samples {_some_of(chunk)} of {self._source.name}: "
+    def _lost(self, chunk: Chunk, index: int) -> TrainingError:
+        return StuckError(
+            f"a thread of the data is stuck at {_some_of(chunk, index)} of {self._source.name}: "
             f"it was at it for more than {self._timeout_s:g} s",
             where=f"process {os.getpid()}",
             why="a thread cannot be ended, so it is left behind",
-            fix=_IF_SLOW,
+            fix=IF_SLOW,
         )
 
 
@@ -201,6 +215,7 @@ class _Hand:
     given: deque[tuple[Chunk, Place]] = field(default_factory=deque)
     since_s: float = 0.0
     leaving: bool = False
+    desk: int = 0  # where it notes the sample that it reads
 
 
 class Processes(Crew):
@@ -224,7 +239,10 @@ class Processes(Crew):
     ) -> None:
         super().__init__(workers)
         self._source, self._done, self._timeout_s = source, done, timeout_s
-        self._nursery = Nursery(lambda connection: _work(connection, source, bad_samples, arena))
+        self._notes = notes = mmap.mmap(-1, DESKS * NOTE_BYTES)
+        self._nursery = Nursery(
+            lambda connection: _work(connection, source, bad_samples, arena, notes)
+        )
         self._hands: dict[Connection, _Hand] = {}
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.RLock()
@@ -288,14 +306,17 @@ class Processes(Crew):
 
     def _hire(self) -> None:
         worker = self._nursery.fork()
-        self._hands[worker.connection] = _Hand(worker)
+        taken = {hand.desk for hand in self._hands.values()}
+        desk = next(n for n in range(DESKS) if n not in taken)
+        self._notes[desk * NOTE_BYTES : (desk + 1) * NOTE_BYTES] = NOTHING_READ
+        self._hands[worker.connection] = _Hand(worker, desk=desk)
 
     def _give(self, hand: _Hand, chunk: Chunk, place: Place) -> None:
         if not hand.given:
             hand.since_s = time.monotonic()
         hand.given.append((chunk, place))
         with suppress(OSError):  # it is gone: the listener is about to find out
-            sent(hand.worker.connection, (chunk, place.slot, place.layout))
+            sent(hand.worker.connection, (chunk, place.slot, place.layout, hand.desk))
 
     def _listen_on(self) -> None:
         try:
@@ -364,37 +385,47 @@ class Processes(Crew):
                 self._tries[key] = self._tries.get(key, 0) + 1
                 if self._tries[key] >= TRIES:
                     hand.given.popleft()
-                    failed = chunk, self._lost(hand.worker.pid, chunk, how)
+                    failed = chunk, self._lost(hand, chunk, how)
             for chunk, place in hand.given:
                 self._give(min(self._staff, key=lambda h: len(h.given)), chunk, place)
         if failed is not None:
             self._done(*failed)
 
-    def _lost(self, pid: int, chunk: Chunk, how: str) -> TrainingError:
+    def _lost(self, hand: _Hand, chunk: Chunk, how: str) -> TrainingError:
         killed = "SIGKILL" in how
+        at = _some_of(chunk, told_in(self._notes, hand.desk * NOTE_BYTES)[0])
         return TrainingError(
-            f"worker {pid} of the data was lost at samples {_some_of(chunk)} of "
-            f"{self._source.name}, "
-            f"as was one before it: {how}",
+            f"worker {hand.worker.pid} of the data was lost at {at} of {self._source.name}, as was "
+            f"one before it: {how}",
             where=f"process {os.getpid()}",
             why="the system kills what takes too much memory: see `dmesg`" if killed else "",
             fix="look at these samples; fewer workers take less memory: `data: {workers: 1}`"
             if killed
-            else _IF_SLOW,
+            else IF_SLOW,
         )
 
 
-def _some_of(chunk: Chunk) -> str:
+def _some_of(chunk: Chunk, index: int) -> str:
+    """The sample that was read; or those of the chunk, where that is not known."""
+    if index != NO_SAMPLE:
+        return f"sample {index}"
     more = ", ..." if len(chunk.indices) > 8 else ""
-    return ", ".join(map(str, chunk.indices[:8].tolist())) + more
+    return "samples " + ", ".join(map(str, chunk.indices[:8].tolist())) + more
 
 
-def _work(connection: Connection, source: Source, bad_samples: BadSamples, arena: Arena) -> None:
+def _work(
+    connection: Connection,
+    source: Source,
+    bad_samples: BadSamples,
+    arena: Arena,
+    notes: mmap.mmap,
+) -> None:
     """A worker's life."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one of several
     while True:
-        chunk, slot, layout = connection.recv()
+        chunk, slot, layout, desk = connection.recv()
+        tell_into(notes, desk * NOTE_BYTES)
         found: Fetched | Exception
         try:
             values, skipped, cost = clocked(source, chunk, bad_samples)

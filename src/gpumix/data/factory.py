@@ -15,8 +15,11 @@ from typing import Any
 from gpumix.spec.errors import InputError
 
 
-def call_factory(reference: str, arguments: Mapping[str, Any], folder: Path) -> Any:
-    """The result of `reference` ("module:function") called with `arguments` as keywords.
+def call_factory(
+    reference: str, arguments: Mapping[str, Any], folder: Path, *, key: str = ""
+) -> Any:
+    """The result of `reference` ("module:function") called with `arguments` as keywords. `key` is
+    where these stand in the job.
 
     `folder`, the job's, or where a script is started, goes to the front of sys.path and stays
     there: the module may import its neighbours at any later time. What the factory itself raises
@@ -35,8 +38,9 @@ def call_factory(reference: str, arguments: Mapping[str, Any], folder: Path) -> 
     except TypeError as error:
         raise InputError(
             f"'{reference}' cannot be called with the given arguments: {error}",
-            where="arguments",
+            where=key,
             why=f"it takes {inspect.signature(function)}",
+            fix=f"--set {key}={{name: value}}" if key else "",
         ) from error
     return function(**arguments)
 

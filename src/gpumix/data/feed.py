@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpumix.data.arena import Arena
 from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
-from gpumix.data.fetch import BadSamples, Chunk, Cost, Fetched, Skipped
+from gpumix.data.fetch import Chunk, Cost, Fetched, Skipped
 from gpumix.data.layout import Batch, Layout
+from gpumix.data.reading import BadSamples
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.order import GlobalOrder
+from gpumix.data.reading import BadSamples, Reading, StuckError, in_time
 from gpumix.data.rows import Source
 from gpumix.spec.errors import (
     GpumixError,
@@ -22,12 +24,9 @@ from gpumix.spec.errors import (
     in_a_line,
 )
 
-BadSamples = Literal["stop", "skip"]
-"""Whether a sample that cannot be read stops the run, or another one takes its place."""
-
 TRIES = 8  # of samples that could take the place of a bad one
 # What a dataset may end with; `sys.exit` in one must not end a worker without a word.
-_FAILURES = (Exception, SystemExit)
+FAILURES = (Exception, SystemExit)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -82,56 +81,99 @@ class Fetched:
 
 
 def fetch(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples
+    source: Source, indices: np.ndarray, bad_samples: BadSamples, *, specimen: bool = False
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """The samples at `indices`, stacked.
+    """The samples at `indices`, stacked; or a batch that stands for any of so many.
 
     Raises:
         DataChangedError: whatever is to be done about bad samples.
         TrainingError: a sample cannot be read, or none of those that could take its place.
         GpumixError: the source says what is wrong with a sample.
     """
+    read = source.specimen if specimen else source.rows
     try:
-        return source.rows(indices), ()
+        return read(indices), ()
     except DataChangedError:
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it says which sample is bad, and why
-        return _one_by_one(source, indices, bad_samples, error)
+        taken, skipped = _one_by_one(source, indices, bad_samples)
+        try:
+            return read(taken), skipped
+        except GpumixError:
+            raise
+        except FAILURES as again:
+            raise TrainingError(
+                f"{len(indices)} samples of {source.name} cannot be put together: "
+                f"{_first_line(again)}",
+                where=_place(again),
+                why=f"each by itself can be read; the first is sample "
+                f"{source.number(int(indices[0]))}",
+            ) from error
 
 
 def _one_by_one(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples, error: BaseException
-) -> tuple[Batch, tuple[Skipped, ...]]:
-    """After an error: find whose it is. What does not happen again is over."""
+    source: Source, indices: np.ndarray, bad_samples: BadSamples
+) -> tuple[np.ndarray, tuple[Skipped, ...]]:
+    """After an error: find whose it is; the samples to take. What does not happen again is over."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
-        problem = _problem(source, index)
+        problem = problem_at(source.rows, index)
         if problem is None:
             continue
         if bad_samples == "stop":
-            raise problem if isinstance(problem, GpumixError) else _in_words(source, index, problem)
+            raise in_words(source.name, source.number(index), problem)
         taken[place] = _instead(source, index, problem)
         skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
-    try:
-        return source.rows(taken), tuple(skipped)
-    except GpumixError:
-        raise
-    except _FAILURES as again:
-        raise TrainingError(
-            f"{len(indices)} samples of {source.name} cannot be put together: {_first_line(again)}",
-            where=_place(again),
-            why=f"each by itself can be read; the first is sample {indices[0]}",
-        ) from error
+    return taken, tuple(skipped)
 
 
-def _problem(source: Source, index: int) -> BaseException | None:
+def fetch_in_time(
+    source: Source, indices: np.ndarray, reading: Reading, *, specimen: bool = False
+) -> Batch:
+    """As `fetch`, for a thread that must not get stuck.
+
+    Raises:
+        StuckError: a sample does not come.
+    """
+    return in_time(
+        lambda: fetch(source, indices, reading.bad_samples, specimen=specimen)[0],
+        source.name,
+        reading.timeout_s,
+    )
+
+
+def readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
+    """The sample that tells what the others are like: the first one, or, if bad ones are skipped,
+    the first that `read` does not fail at, of those that could take its place.
+
+    Raises:
+        GpumixError: it cannot be read, or none of them can.
+    """
+    first: BaseException | None = None
+    for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
+        try:
+            in_time(partial(read, index), name, reading.timeout_s)
+        except StuckError:
+            raise
+        except FAILURES as error:
+            first = first or error
+        else:
+            return index
+    assert first is not None, "at least one was tried"
+    if reading.bad_samples == "stop":
+        raise in_words(name, 0, first)
+    raise _none_instead(name, 0, first, index)
+
+
+def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
+    """What `read` raises at one sample."""
     try:
-        source.rows(np.array([index]))
+        read(np.array([index]))
     except DataChangedError:
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         return error
     return None
 
@@ -143,20 +185,29 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
             other = index + attempt + 1
         else:
             other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
-        if _problem(source, other) is None:
+        if problem_at(source.rows, other) is None:
             return other
-    raise TrainingError(
-        f"sample {index} of {source.name} cannot be read, and {TRIES} that could take its place "
-        "cannot either",
+    raise _none_instead(source.name, source.number(index), problem, TRIES)
+
+
+def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> TrainingError:
+    found = TrainingError(
+        f"sample {index} of {name} cannot be read, and {tried} that could take its place cannot "
+        "either",
         where=_place(problem),
         why=_first_line(problem),
         fix="look at the dataset: most of it is bad",
-    ) from problem
+    )
+    found.__cause__ = problem
+    return found
 
 
-def _in_words(source: Source, index: int, error: BaseException) -> TrainingError:
+def in_words(name: str, index: int, error: BaseException) -> GpumixError:
+    """Why a sample of the dataset `name` cannot be read."""
+    if isinstance(error, GpumixError):
+        return error
     found = TrainingError(
-        f"sample {index} of {source.name} cannot be read: {_first_line(error)}",
+        f"sample {index} of {name} cannot be read: {_first_line(error)}",
         where=_place(error),
         fix="mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
         "Loader(bad_samples='skip')",

@@ -22,11 +22,12 @@ from gpumix.data.copies import Copies, CopyStream
 from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
 from gpumix.data.crew import Kind
 from gpumix.data.feed import Feed
-from gpumix.data.fetch import BadSamples, Skipped, fetch
+from gpumix.data.fetch import Skipped, fetch_in_time
 from gpumix.data.host import batch_memory_bytes, cores_for
 from gpumix.data.layout import Batch
 from gpumix.data.nursery import can_fork
 from gpumix.data.order import Cursor
+from gpumix.data.reading import AS_USUAL, BadSamples, Reading
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource, is_stream
@@ -111,7 +112,8 @@ class Loader(Iterator[Batch]):
         _check(workers, kind, prefetch, bad_samples, timeout_s)
         safe = True if kind == "threads" else None
         self._share = share_of(shares, rank)
-        self._source = _source_of(dataset, self._share.total, transform, collate, safe)
+        reading = Reading(bad_samples, timeout_s)
+        self._source = _source_of(dataset, self._share.total, transform, collate, safe, reading)
         self._rank = rank
         self._by_length = by_length
         mark = mark_of(self._source.fingerprint, by_length, self._share.total)
@@ -302,16 +304,19 @@ def _source_of(
     transform: Callable[[Any], Any] | None,
     collate: Callable[[list[Any]], Batch] | None,
     thread_safe: bool | None,
+    reading: Reading,
 ) -> Source:
     if is_stream(dataset):
         name = getattr(dataset, "__name__", type(dataset).__name__)
-        return StreamSource(dataset, name, global_batch, transform=transform, collate=collate)
+        return StreamSource(
+            dataset, name, global_batch, transform=transform, collate=collate, reading=reading
+        )
     if transform is not None:
         raise InputError(
             "`transform` is for streams, whose samples others must read past",
             fix="do it in the dataset's __getitem__",
         )
-    return as_source(dataset, collate, thread_safe=thread_safe)
+    return as_source(dataset, collate, thread_safe=thread_safe, reading=reading)
 
 
 def _check(
@@ -342,6 +347,7 @@ def evaluation_batches(
     *,
     batches: int,
     device: torch.device | str = "cpu",
+    reading: Reading = AS_USUAL,
 ) -> Iterator[tuple[Batch, int]]:
     """This rank's share of the first `batches` global batches of `held_out`, in file order, each
     with the number of samples of the whole.
@@ -353,7 +359,7 @@ def evaluation_batches(
     Raises:
         InputError: the shares are unfit, or nothing is held out.
     """
-    share, source = share_of(shares, rank), as_source(held_out)
+    share, source = share_of(shares, rank), as_source(held_out, reading=reading)
     total = min(share.total, len(source))
     if not total:
         raise InputError(
@@ -363,7 +369,9 @@ def evaluation_batches(
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
     firsts = range(0, min(batches, len(source) // total) * total, total)
-    return ((_pinned(fetch(source, first + indices, "stop")[0], pin), total) for first in firsts)
+    return (
+        (_pinned(fetch_in_time(source, first + indices, reading), pin), total) for first in firsts
+    )
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:

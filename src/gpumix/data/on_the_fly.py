@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpumix.data.fetch import readable
 from gpumix.data.ragged import TOKENS, Ragged, Sample
+from gpumix.data.reading import AS_USUAL, Reading
 from gpumix.data.rows import digest
 from gpumix.data.samples import MapStyle
 from gpumix.data.tokenizer import Tokenizer
@@ -28,6 +30,7 @@ class TokenizedTexts(Ragged):
     Args:
         name: what to call the dataset in errors.
         content: changes when the texts do; empty if that is not known.
+        reading: whether another text may stand for all, where the first is bad.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class TokenizedTexts(Ragged):
         longest: int,
         name: str,
         content: str,
+        reading: Reading = AS_USUAL,
     ) -> None:
         super().__init__(longest=longest, pad_token=tokenizer.end_of_text)
         self._dataset = MapStyle(dataset, name)
@@ -47,7 +51,7 @@ class TokenizedTexts(Ragged):
         self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
-        self._texts([0])
+        self.template = readable(lambda index: self._texts([index]), len(self), name, reading)
 
     def take_lengths(self, lengths: np.ndarray | None) -> None:
         """From now on it is known how long samples are, before they are cut."""
@@ -94,11 +98,19 @@ class TokenizedTexts(Ragged):
     def _text(self, index: int, row: Any) -> str:
         text = row.get(self._column) if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            has = f"'{self._column}', " if isinstance(row, Mapping) else ""
+            has = f"it is a {type(row).__name__}"
+            columns = []
+            if isinstance(row, Mapping):
+                has = f"it has {', '.join(map(repr, row))}"
+                columns = [key for key, value in row.items() if isinstance(value, str)]
+                if self._column in row:
+                    has = f"that is a {type(text).__name__}"
             raise InputError(
                 f"sample {index} should be a text, or a dictionary with one in '{self._column}'; "
-                f"it has {has}a {type(text).__name__}",
+                f"{has}",
                 where=self.name,
-                fix="set data.column, drop such samples, or leave out `tokenize: on-the-fly`",
+                fix=f"--set data.column={columns[0]}"
+                if columns
+                else "drop such samples, or leave out `tokenize: on-the-fly`",
             )
         return text

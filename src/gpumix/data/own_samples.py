@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.data.ragged import TOKENS, Ragged, Sample, cut_to, declared_lengths
+from gpumix.data.fetch import readable
+from gpumix.data.ragged import (
+    IGNORED,
+    LABELS,
+    MASK,
+    TOKENS,
+    Ragged,
+    Sample,
+    cut_to,
+    declared_lengths,
+)
+from gpumix.data.reading import AS_USUAL, Reading
 from gpumix.data.rows import digest
 from gpumix.data.samples import SampleSource
 from gpumix.spec.errors import InputError
@@ -25,6 +36,8 @@ class OwnSamples(Ragged):
         pad_token: what samples are padded with.
         lengths: of the samples before they are cut; default: what the dataset says.
         content: changes when the samples do; default: the name.
+        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+        reading: see `SampleSource`.
     """
 
     def __init__(
@@ -36,9 +49,12 @@ class OwnSamples(Ragged):
         pad_token: int = 0,
         lengths: np.ndarray | None = None,
         content: str = "",
+        aligned: bool = True,
+        reading: Reading = AS_USUAL,
     ) -> None:
         super().__init__(longest=longest, pad_token=pad_token)
-        self._source = SampleSource(dataset, name)
+        self._aligned = aligned
+        self._source = SampleSource(dataset, name, reading=reading)
         self.name = name
         if lengths is None:
             lengths = declared_lengths(dataset, len(self._source), name)
@@ -46,7 +62,9 @@ class OwnSamples(Ragged):
         told = b"" if self._lengths is None else self._lengths.tobytes()
         whole = hashlib.sha256(told).hexdigest()
         self._mark = digest(content or name, len(self._source), longest, whole)
-        self.samples(np.zeros(1, dtype=np.int64))
+        self.template = readable(
+            lambda index: self.samples(np.array([index])), len(self), name, reading
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -62,12 +80,32 @@ class OwnSamples(Ragged):
     def samples(self, indices: np.ndarray) -> list[Sample]:
         found = self._source.samples(indices)
         for index, sample in zip(indices.tolist(), found, strict=True):
-            tokens = sample.get(TOKENS)
-            if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
-                has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
-                raise InputError(
-                    f"sample {index} needs '{TOKENS}', a list of one or more tokens; it has {has}",
-                    where=self.name,
-                    fix="drop empty samples; data.packing other than concatenate is for tokens",
-                )
+            self._check(index, sample)
         return [cut_to(sample, self.longest) for sample in found]
+
+    def _check(self, index: int, sample: Sample) -> None:
+        tokens, labels = sample.get(TOKENS), sample.get(LABELS)
+        if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
+            has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
+            raise InputError(
+                f"sample {index} needs '{TOKENS}', a list of one or more tokens; it has {has}",
+                where=self.name,
+                fix="drop empty samples; data.packing other than concatenate is for tokens",
+            )
+        if labels is not None and labels.is_floating_point():
+            raise InputError(
+                f"'{LABELS}' of sample {index} are {labels.dtype}, not whole numbers",
+                where=self.name,
+                fix="data.packing other than concatenate is for tokens: give int64",
+            )
+        for key in (MASK, LABELS) if self._aligned else (MASK,):
+            value = sample.get(key, tokens)
+            if value.shape != tokens.shape:
+                raise InputError(
+                    f"sample {index} has {len(tokens)} {TOKENS}, and '{key}' of the shape "
+                    f"{list(value.shape)}",
+                    where=self.name,
+                    why="each belongs to a token",
+                    fix=f"make them as long as {TOKENS}"
+                    + (f", {IGNORED} where nothing is to be learnt" if key == LABELS else ""),
+                )

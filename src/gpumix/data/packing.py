@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpumix.data.fetch import FAILURES, in_words, problem_at
 from gpumix.data.first_fit import WINDOW, Packs, first_fit
 from gpumix.data.ragged import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
 from gpumix.data.rows import Source, digest
@@ -40,7 +41,7 @@ class PackedDocuments(Source):
         self.name = documents.name
         self._documents = documents
         self._predicts_next = predicts_next
-        self._lengths = lengths_needed(documents, "packing")
+        self._lengths = lengths_needed(documents, "packing", "--set data.packing=none")
         self._packs: Packs = first_fit(self._lengths, documents.longest, seed=seed, window=window)
         self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
 
@@ -61,14 +62,26 @@ class PackedDocuments(Source):
         return len(self._packs)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        # A pack tells keys and dtypes where none is wanted.
-        packs = [self.documents_in(int(k)) for k in (indices if len(indices) else [0])]
+        # A document tells keys and dtypes where none is wanted.
+        packs = [self.documents_in(int(k)) for k in indices]
+        packs = packs or [np.array([self._documents.template])]
         numbers = np.concatenate(packs)
-        documents = iter(self._checked(numbers, self._documents.samples(numbers)))
+        documents = iter(self._checked(numbers, self._read(numbers)))
         filled = [self._filled([next(documents) for _ in pack]) for pack in packs]
         return {
             key: torch.stack([pack[key] for pack in filled])[: len(indices)] for key in filled[0]
         }
+
+    def _read(self, numbers: np.ndarray) -> list[Sample]:
+        """Documents; one that cannot be read is named, for packs have other numbers."""
+        try:
+            return self._documents.samples(numbers)
+        except FAILURES:
+            for number in numbers.tolist():
+                problem = problem_at(self._documents.samples, number)
+                if problem is not None:
+                    raise in_words(self.name, number, problem) from problem
+            return self._documents.samples(numbers)  # what does not happen again is over
 
     def _filled(self, documents: list[Sample]) -> Sample:
         """One pack."""

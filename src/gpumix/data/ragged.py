@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpumix.data.rows import Source
+from gpumix.data.rows import IGNORED, Source
 from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 PER_TOKEN = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
-IGNORED = -100  # a label that the loss leaves out
 
 Sample = dict[str, Tensor]
 """Tensors whose first dimension is the sample's tokens, `input_ids` among them."""
@@ -31,9 +30,13 @@ class Ragged(Source):
 
     `rows` pads on the right: `input_ids` with `pad_token`, `attention_mask` with 0, `labels` with
     -100, all else with 0. Labels are the tokens where samples have none.
+
+    Attributes:
+        template: a sample that can be read; it tells keys and dtypes.
     """
 
     splits = False
+    template: int = 0
 
     def __init__(self, *, longest: int, pad_token: int) -> None:
         self.longest = longest
@@ -45,7 +48,7 @@ class Ragged(Source):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         # A sample tells keys and dtypes where none is wanted.
-        wanted = indices if len(indices) else np.zeros(1, dtype=np.int64)
+        wanted = indices if len(indices) else np.array([self.template])
         samples = [_complete(sample) for sample in self.samples(wanted)]
         fill = {TOKENS: self.pad_token, LABELS: IGNORED}
         return {
@@ -53,16 +56,16 @@ class Ragged(Source):
             for key in samples[0]
         }
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Samples as long as any may be; the mask hides a token, for without padding attention may
         take another, cheaper way."""
-        first = _complete(self.samples(np.zeros(1, dtype=np.int64))[0])
+        first = _complete(self.samples(np.array([self.template]))[0])
         length = len(first[TOKENS])
         tiled = torch.arange(self.longest) % length
         batch = {
             key: (value[tiled] if value.dim() and len(value) == length else value)
             .unsqueeze(0)
-            .repeat(samples, *[1] * max(1, value.dim()))
+            .repeat(len(indices), *[1] * max(1, value.dim()))
             for key, value in first.items()
         }
         batch[MASK][-1:, -1] = 0
@@ -93,33 +96,44 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
         told = dataset["length"]
     if told is None:
         return None
-    lengths = np.asarray(told)
-    if lengths.shape != (count,) or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+    wrong = ""
+    try:
+        lengths = np.asarray(told)
+    except ValueError:  # lists of unlike length in a list
+        wrong = f"a {type(told).__name__} that is no list of numbers"
+    else:
+        if lengths.shape != (count,):
+            wrong = f"a {type(told).__name__} with the shape {list(lengths.shape)}"
+        elif lengths.dtype.kind not in "iu":
+            wrong = f"of the type {lengths.dtype}"
+        elif lengths.min() < 1:
+            wrong = f"{lengths.min()} for sample {lengths.argmin()}"
+    if wrong:
         raise InputError(
-            f"the lengths of the dataset's {count} samples are {lengths.dtype}"
-            f"{list(lengths.shape)}" + (f", the least is {lengths.min()}" if lengths.size else ""),
+            f"the lengths of the dataset's {count} samples are {wrong}",
             where=name,
             fix="give one integer of 1 or more for each sample: how many tokens it has",
         )
     return lengths.astype(np.int32)
 
 
-def lengths_needed(source: Source, what: str) -> np.ndarray:
+def lengths_needed(source: Source, what: str, instead: str) -> np.ndarray:
     """Raises an InputError where a source does not know its samples' lengths."""
     if source.lengths is None:
         raise InputError(
             f"{what} needs to know how long samples are, and the dataset does not say",
-            where="data",
-            fix="give it a column `length`, or an attribute `lengths` with one integer a sample",
+            where=source.name,
+            fix="give it an attribute `lengths` (or a column `length`): the number of tokens of "
+            f"each sample; or {instead}",
         )
     return source.lengths
 
 
 def _complete(sample: Sample) -> Sample:
     """With mask and labels."""
-    tokens = sample[TOKENS]
+    tokens = sample[TOKENS].long()
     labels = sample.get(LABELS, tokens)
-    return {**sample, LABELS: labels.long(), MASK: torch.ones_like(tokens)}
+    return {**sample, TOKENS: tokens, LABELS: labels.long(), MASK: torch.ones_like(tokens)}
 
 
 def _padded(values: Sequence[Tensor], fill: int) -> Tensor:

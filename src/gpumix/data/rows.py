@@ -16,6 +16,8 @@ from torch import Tensor
 from gpumix.data.packed import PackedText
 from gpumix.spec.errors import InputError
 
+IGNORED = -100  # a label that the loss leaves out
+
 
 class Source(ABC):
     """Samples 0 to len - 1, each a dictionary of tensors with the same keys, shapes and dtypes;
@@ -60,9 +62,14 @@ class Source(ABC):
         """Tokens of each sample, where they differ and are known."""
         return None
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        """Some batch that takes no less time and memory than any other of so many samples."""
-        return self.rows(np.arange(samples) % len(self))
+    def number(self, index: int) -> int:
+        """What whoever made the data calls a sample."""
+        return index
+
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """A batch that takes no less time and memory than any other of so many samples; of those at
+        `indices`, where all are alike."""
+        return self.rows(indices)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -139,41 +146,76 @@ class DerivedSource(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(indices)
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._whole.specimen(samples)
+    def number(self, index: int) -> int:
+        return self._whole.number(index)
+
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.specimen(indices)
 
 
 class KnownTokens(DerivedSource):
-    """Another source, whose `input_ids` must be tokens of the model's vocabulary: others fail
-    somewhere inside the model, on a GPU without a word about the sample."""
+    """Another source, for a language model: its `input_ids`, and the `labels` that count, must be
+    tokens of the model's vocabulary. Others fail somewhere inside the model, on a GPU without a
+    word about the sample. They become int64, which models take.
 
-    def __init__(self, whole: Source, vocabulary: int) -> None:
+    Args:
+        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+    """
+
+    def __init__(self, whole: Source, vocabulary: int, *, aligned: bool = True) -> None:
         super().__init__(whole)
         self._vocabulary = vocabulary
+        self._aligned = aligned
 
-    def specimen(self, samples: int) -> dict[str, Tensor]:
-        return self._known(self._whole.specimen(samples), np.arange(samples) % len(self))
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._known(self._whole.specimen(indices), indices)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._known(self._whole.rows(indices), indices)
 
     def _known(self, batch: dict[str, Tensor], indices: np.ndarray) -> dict[str, Tensor]:
-        tokens = batch.get("input_ids")
-        if tokens is not None and tokens.numel() and not tokens.is_floating_point():
-            unknown = ((tokens < 0) | (tokens >= self._vocabulary)).flatten(1).any(1)
-            if unknown.any():
-                row = int(unknown.nonzero()[0])
-                raise InputError(
-                    f"sample {int(indices[row])} holds token {self._worst(tokens[row])}, the model "
-                    f"knows 0 to {self._vocabulary - 1}",
-                    where="data",
-                    fix="raise vocab_size, or make the samples with the model's own tokenizer",
-                )
-        return batch
+        tokens, labels = batch.get("input_ids"), batch.get("labels")
+        if tokens is None:
+            return batch
+        known = {"input_ids": self._checked("input_ids", tokens, tokens, indices)}
+        if labels is not None:
+            known["labels"] = self._checked("labels", labels, tokens, indices)
+        return {**batch, **known}
 
-    def _worst(self, tokens: Tensor) -> int:
-        least, most = int(tokens.min()), int(tokens.max())
-        return most if most >= self._vocabulary else least
+    def _checked(self, key: str, values: Tensor, tokens: Tensor, indices: np.ndarray) -> Tensor:
+        if values.dim() != 2 or values.is_floating_point():
+            raise InputError(
+                f"'{key}' of {self._some(indices)} are {values.dtype}{list(values.shape[1:])}",
+                where=self.name,
+                fix="give whole numbers in one dimension: a token each",
+            )
+        if self._aligned and values.shape != tokens.shape:
+            raise InputError(
+                f"{self._some(indices)} has {tokens.shape[1]} input_ids and "
+                f"{values.shape[1]} {key}",
+                where=self.name,
+                why="each belongs to a token",
+                fix=f"make them as long as input_ids, {IGNORED} where nothing is to be learnt",
+            )
+        values = values.long()
+        unknown = (values < 0) | (values >= self._vocabulary)
+        if key == "labels":
+            unknown &= values != IGNORED
+        if unknown.any():
+            row = int(unknown.any(1).nonzero()[0])
+            what = "token" if key == "input_ids" else "label"
+            first = int(values[row][unknown[row]][0])
+            raise InputError(
+                f"{self._some(indices[row:])} holds {what} {first}, the model "
+                f"knows 0 to {self._vocabulary - 1}",
+                where=self.name,
+                fix="raise vocab_size of model.config, or make the samples with the model's own "
+                "tokenizer",
+            )
+        return values
+
+    def _some(self, indices: np.ndarray) -> str:
+        return f"sample {self.number(int(indices[0]))}" if len(indices) else "each sample"
 
 
 class View(DerivedSource):
@@ -198,6 +240,12 @@ class View(DerivedSource):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(np.asarray(indices) + self._start)
+
+    def number(self, index: int) -> int:
+        return self._whole.number(index + self._start)
+
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.specimen(np.asarray(indices) + self._start)
 
 
 def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:

@@ -14,10 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.fetch import DataChangedError
+from gpumix.data.fetch import DataChangedError, readable
 from gpumix.data.layout import Batch
+from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import Source, digest
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, in_a_line
+
+IF_TEXT = (
+    "return tokens; or have a job tokenise texts: --set data.tokenize=on-the-fly --set "
+    "data.packing=none"
+)
 
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch of a list of samples: a dictionary of tensors with samples in the first dimension.
@@ -36,15 +42,28 @@ class SampleSource(Source):
             the shape of a sample, but not the content: that may be augmented at random.
         thread_safe: whether several threads may index it at once; default: if it says so itself by
             an attribute of that name.
+        reading: whether another sample may tell what all are like, where the first is bad.
 
     Raises:
         InputError: it is not map-style, it is empty, or its first sample is not such a dictionary.
+        TrainingError: its first sample cannot be read.
     """
 
-    def __init__(self, dataset: Any, name: str, *, thread_safe: bool | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        *,
+        thread_safe: bool | None = None,
+        reading: Reading = AS_USUAL,
+    ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
-        self._stack = Stack(name, self._dataset.fetch([0])[0])
+        first = readable(self._stack_like, len(self), name, reading)
+        self._stack = self._stack_like(first)
+
+    def _stack_like(self, index: int) -> Stack:
+        return Stack(self.name, self._dataset.fetch([index])[0], index)
 
     @property
     def fingerprint(self) -> str:
@@ -60,8 +79,11 @@ class SampleSource(Source):
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
         """The samples at `indices`, of any shapes."""
-        found = self._dataset.fetch(indices.tolist())
-        return [self._stack.tensors(i, s) for i, s in zip(indices.tolist(), found, strict=True)]
+        samples = zip(indices.tolist(), self._dataset.fetch(indices.tolist()), strict=True)
+        found = [(index, self._stack.tensors(index, sample)) for index, sample in samples]
+        for index, sample in found:
+            self._stack.check_keys(index, sample)
+        return [sample for _, sample in found]
 
 
 class Stack:
@@ -69,15 +91,16 @@ class Stack:
 
     Args:
         name: what to call the dataset in errors.
-        first: the first sample.
+        first: the first sample; `index`: its number.
 
     Raises:
         InputError: it is no dictionary of what can be a tensor.
     """
 
-    def __init__(self, name: str, first: Any) -> None:
+    def __init__(self, name: str, first: Any, index: int = 0) -> None:
         self._name = name
-        self._template = self.tensors(0, first)
+        self._index = index
+        self._template = self.tensors(index, first)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -110,7 +133,9 @@ class Stack:
             raise InputError(
                 f"sample {index} is a {type(sample).__name__}, not a dictionary of tensors",
                 where=self._name,
-                fix="return {'input_ids': ..., 'labels': ...} from __getitem__",
+                fix=IF_TEXT
+                if isinstance(sample, str)
+                else "return {'input_ids': ..., 'labels': ...} from __getitem__",
             )
         return {key: self._tensor(index, key, value) for key, value in sample.items()}
 
@@ -127,25 +152,38 @@ class Stack:
                 f"sample {index} holds '{key}', a {type(value).__name__} that is no tensor",
                 where=self._name,
                 why=str(error),
-                fix="return tensors, numpy arrays, numbers or flat lists of numbers",
+                fix=IF_TEXT
+                if isinstance(value, str)
+                else "return tensors, numpy arrays, numbers or flat lists of numbers",
             ) from error
 
-    def _check(self, index: int, sample: dict[str, Tensor]) -> None:
+    def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
+        """
+        Raises:
+            InputError: a sample has other keys than the first.
+        """
         if sample.keys() != self._template.keys():
             raise InputError(
-                f"sample {index} holds {sorted(sample)}, sample 0 {sorted(self._template)}",
+                f"sample {index} holds {sorted(sample)}, sample {self._index} "
+                f"{sorted(self._template)}",
                 where=self._name,
+                fix="let all samples have the same keys",
             )
+
+    def _check(self, index: int, sample: dict[str, Tensor]) -> None:
+        self.check_keys(index, sample)
         for key, value in sample.items():
             first = self._template[key]
             if value.shape != first.shape or value.dtype != first.dtype:
                 raise InputError(
                     f"'{key}' of sample {index} is {value.dtype}{list(value.shape)}, that of "
-                    f"sample 0 {first.dtype}{list(first.shape)}",
+                    f"sample {self._index} {first.dtype}{list(first.shape)}",
                     where=self._name,
                     why="samples are stacked, so all need one shape and dtype",
                     fix="set data.packing to none (pads each micro-batch) or documents; or pad and "
-                    "cut the samples in the dataset, or by a `collate`",
+                    "cut the samples in the dataset"
+                    if value.shape != first.shape
+                    else f"let all have one dtype: sample['{key}'].to({first.dtype})",
                 )
 
 
@@ -153,7 +191,7 @@ class CollatedSource(Source):
     """A map-style dataset of samples of any kind, and what makes batches of them.
 
     Args:
-        dataset, name, thread_safe: see `SampleSource`.
+        dataset, name, thread_safe, reading: see `SampleSource`.
         collate: is given the samples of a whole batch.
 
     Raises:
@@ -163,12 +201,22 @@ class CollatedSource(Source):
     splits = False
 
     def __init__(
-        self, dataset: Any, name: str, collate: Collate, *, thread_safe: bool | None = None
+        self,
+        dataset: Any,
+        name: str,
+        collate: Collate,
+        *,
+        thread_safe: bool | None = None,
+        reading: Reading = AS_USUAL,
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         self._collate = collate
-        self._empty = {key: value[:0] for key, value in self.rows(np.array([0])).items()}
+        first = readable(self._alone, len(self), name, reading)
+        self._empty = {key: value[:0] for key, value in self._alone(first).items()}
+
+    def _alone(self, index: int) -> Batch:
+        return self.rows(np.array([index]))
 
     @property
     def fingerprint(self) -> str:
@@ -231,22 +279,34 @@ class MapStyle:
 
     def fetch(self, indices: list[int]) -> Sequence[Any]:
         with self._lock:
-            if len(self._dataset) != self._len:
+            now = _counted(self._dataset, self._name)
+            if now != self._len:
                 raise DataChangedError(
-                    f"the dataset had {self._len} samples when it was opened, and has "
-                    f"{len(self._dataset)} now",
+                    f"the dataset had {self._len} samples when it was opened, and has {now} now",
                     where=self._name,
                     why="the order of samples goes by their number",
                     fix="begin a new run, or let the dataset keep its length",
                 )
-            if hasattr(self._dataset, "__getitems__"):
-                samples: Sequence[Any] = self._dataset.__getitems__(indices)
-                return samples
-            return [self._dataset[i] for i in indices]
+            try:
+                if hasattr(self._dataset, "__getitems__"):
+                    begins(indices[0], self._name)
+                    samples: Sequence[Any] = self._dataset.__getitems__(indices)
+                    return samples
+                return [self._one(i) for i in indices]
+            finally:
+                ends()
+
+    def _one(self, index: int) -> Any:
+        begins(index, self._name)
+        return self._dataset[index]
 
 
 def as_source(
-    dataset: Any, collate: Collate | None = None, *, thread_safe: bool | None = None
+    dataset: Any,
+    collate: Collate | None = None,
+    *,
+    thread_safe: bool | None = None,
+    reading: Reading = AS_USUAL,
 ) -> Source:
     """`dataset` itself if it is a source, a `SampleSource` or `CollatedSource` around it otherwise.
 
@@ -259,8 +319,8 @@ def as_source(
             raise InputError("a source makes batches itself: `collate` is for datasets", where=name)
         return dataset
     if collate is not None:
-        return CollatedSource(dataset, name, collate, thread_safe=thread_safe)
-    return SampleSource(dataset, name, thread_safe=thread_safe)
+        return CollatedSource(dataset, name, collate, thread_safe=thread_safe, reading=reading)
+    return SampleSource(dataset, name, thread_safe=thread_safe, reading=reading)
 
 
 def _length(dataset: Any, name: str) -> int:
@@ -273,6 +333,18 @@ def _length(dataset: Any, name: str) -> int:
             "__getitem__",
             fix="write the stream to disk and index it, for example with datasets.save_to_disk",
         )
-    if not len(dataset):
+    count = _counted(dataset, name)
+    if not count:
         raise InputError("the dataset is empty", where=name)
-    return len(dataset)
+    return count
+
+
+def _counted(dataset: Any, name: str) -> int:
+    try:
+        return len(dataset)
+    except Exception as error:  # the dataset's own
+        raise InputError(
+            f"the dataset does not say how many samples it has: {in_a_line(error)}",
+            where=name,
+            fix="let its __len__ return their number",
+        ) from error

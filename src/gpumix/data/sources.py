@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpumix.data.documents import Documents
 from gpumix.data.factory import call_factory
 from gpumix.data.lengths import counted_once
@@ -15,6 +17,7 @@ from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packed import PackedText
 from gpumix.data.packing import PackedDocuments
 from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
+from gpumix.data.reading import Reading
 from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
@@ -54,7 +57,9 @@ def open_data(
     def known(source: Source) -> Source:
         # Those of a job's own tokenizer are compared with the model before.
         own = job.data.factory is None and opened.is_text
-        return source if vocabulary is None or own else KnownTokens(source, vocabulary)
+        if vocabulary is None or own:
+            return source
+        return KnownTokens(source, vocabulary, aligned=opened.aligned)
 
     if isinstance(whole, StreamSource):
         batches = job.evaluation.batches if job.data.held_out else 0
@@ -64,14 +69,22 @@ def open_data(
 
 
 class _Opened:
-    """The data of a job, on its way from files to samples. `is_text`: its labels are its tokens."""
+    """The data of a job, on its way from files to samples.
+
+    Attributes:
+        is_text: its labels are its tokens.
+        aligned: its labels belong to its tokens, as far as is known: what a model of the user's
+            own takes is its own affair, and a decoder has tokens of its own.
+    """
 
     def __init__(self, job: Job, folder: Path, cache: Path) -> None:
         self._job = job
         self._folder = folder
         self._cache = cache
         self._length = job.sequence_length
+        self._reading = Reading(job.data.bad_samples, job.timeout)
         self.is_text = False
+        self.aligned = job.model.config is not None and job.model.task != "seq2seq-lm"
 
     def whole(self) -> Source:
         """Documents in a row, cut; or samples that have one length already."""
@@ -94,7 +107,7 @@ class _Opened:
         self.is_text = isinstance(documents, Documents | TokenizedTexts)
         if data.packing == "none":
             if data.bucketing:
-                lengths_needed(documents, "data.bucketing")
+                lengths_needed(documents, "data.bucketing", "leave it out")
             return documents
         if self._job.model.task == "seq2seq-lm":
             raise InputError(
@@ -116,7 +129,13 @@ class _Opened:
             made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
-            return OwnSamples(made, data.factory, longest=self._length)
+            return OwnSamples(
+                made,
+                data.factory,
+                longest=self._length,
+                aligned=self.aligned,
+                reading=self._reading,
+            )
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
@@ -142,6 +161,7 @@ class _Opened:
             longest=self._length,
             name=reference,
             content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: what it was made by
+            reading=self._reading,
         )
         texts.take_lengths(declared_lengths(made, len(texts), reference))
         return texts
@@ -163,7 +183,8 @@ class _Opened:
 
     def _made(self, reference: str) -> Any:
         """By a factory. One that is a generator is begun again for each pass."""
-        make = partial(call_factory, reference, self._job.data.arguments, self._folder)
+        given = self._job.data.arguments
+        make = partial(call_factory, reference, given, self._folder, key="data.arguments")
         made = make()
         return (lambda: make()) if isinstance(made, Iterator) else made
 
@@ -186,13 +207,13 @@ class _Opened:
         if isinstance(made, Source):
             source = made
         elif is_stream(made):
-            source = StreamSource(made, reference, self._job.global_batch)
+            source = StreamSource(made, reference, self._job.global_batch, reading=self._reading)
         else:
-            source = SampleSource(made, reference)
-        tokens = source[0].get("input_ids") if len(source) else None
+            source = SampleSource(made, reference, reading=self._reading)
+        tokens = source.rows(np.empty(0, dtype=np.int64)).get("input_ids")
         if tokens is not None and tokens.shape[-1:] != (self._length,):
             raise InputError(
-                f"'input_ids' of a sample has the shape {list(tokens.shape)}, the job's "
+                f"'input_ids' of a sample has the shape {list(tokens.shape[1:])}, the job's "
                 f"sequence_length is {self._length}",
                 where=reference,
                 why="times and memory are planned for sequence_length",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from gpumix.data.layout import Batch
+from gpumix.data.reading import AS_USUAL, Reading, begins, ends, in_time
 from gpumix.data.rows import KeptRows, Source, View, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import InputError
@@ -37,6 +39,7 @@ class StreamSource(Source):
         transform: what a worker makes of each sample.
         collate: makes a batch of samples; default: they are stacked.
         passed_over: global batches at the beginning of each pass that are left out.
+        reading: how long its first samples are waited for.
 
     Raises:
         InputError: it gives nothing, or what cannot be put together.
@@ -53,8 +56,10 @@ class StreamSource(Source):
         transform: Transform | None = None,
         collate: Collate | None = None,
         passed_over: int = 0,
+        reading: Reading = AS_USUAL,
     ) -> None:
         self.name = name
+        self._reading = reading
         self.once = isinstance(stream, Iterator)
         self.parallel = transform is not None and not self.once
         self.splits = collate is None
@@ -64,7 +69,7 @@ class StreamSource(Source):
         self._passed_over = passed_over * self._of_lane  # samples of a lane
         self._open: dict[int, _Lane] = {}
         self._opener = os.getpid()
-        self._first = self._sample(0)
+        self._first = in_time(partial(self._sample, 0), name, reading.timeout_s)
         self._stack = None if collate else Stack(name, self._first)
         self._empty = (
             self._stack.empty
@@ -86,9 +91,9 @@ class StreamSource(Source):
             return self._empty
         return self._batch(indices, [self._sample(position) for position in indices.tolist()])
 
-    def specimen(self, samples: int) -> Batch:
+    def specimen(self, indices: np.ndarray) -> Batch:
         """The first sample, so many times: nothing is read."""
-        return self._batch(np.zeros(samples, dtype=np.int64), [self._first] * samples)
+        return self._batch(np.zeros_like(indices), [self._first] * len(indices))
 
     def split(self, batches: int, *, read: bool) -> tuple[Source, Source]:
         """(the rest, the first global batches of each pass): how many samples there are is not
@@ -107,10 +112,12 @@ class StreamSource(Source):
             transform=self._transform,
             collate=self._collate,
             passed_over=batches,
+            reading=self._reading,
         )
         if not read:
             return rest, View(self, 0, 0)
-        first = self.rows(np.arange(batches * self._lanes * self._of_lane))
+        wanted = np.arange(batches * self._lanes * self._of_lane)
+        first = in_time(partial(self.rows, wanted), self.name, self._reading.timeout_s)
         return rest, KeptRows(self.name, first)
 
     def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
@@ -178,9 +185,13 @@ class _Lane:
                 )
             self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
             self._broken = None
-        while self._next <= place:
-            self._last = self._read()
-            self._next += 1
+        try:
+            while self._next <= place:
+                begins(self._next, self._name)
+                self._last = self._read()
+                self._next += 1
+        finally:
+            ends()
         return self._last
 
     def _read(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from gpumix.doctor.layout import with_value
 from gpumix.spec.base import Value
 from gpumix.spec.job import Job
 
@@ -42,22 +43,33 @@ def default_of(key: str) -> Any:
 
 
 def write_tuned(job: Path, tuned: Path, changes: Changes) -> None:
-    """The job file with the changes made, as another file. Comments are not kept."""
-    content = yaml.safe_load(job.read_text(encoding="utf-8"))
-    for key, value in changes.items():
-        _change(content, key.split("."), value, key)
+    """The job file with the changes made, as another file. Its comments and its order are kept,
+    unless values are written in a way that cannot be changed in place."""
+    text = job.read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    made = {k: v for k, v in changes.items() if v != default_of(k) or _is_in(content, k)}
+    for key, value in made.items():
+        _change(content, key.split("."), value)
+    try:
+        for key, value in made.items():
+            text = with_value(text, key.split("."), value)
+        kept = yaml.safe_load(text) == content
+    except (ValueError, yaml.YAMLError):
+        kept = False
     head = f"# {job.name} as gpumix doctor would have it\n"
-    tuned.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    body = text if kept else yaml.safe_dump(content, sort_keys=False)
+    tuned.write_text(head + body, encoding="utf-8")
 
 
-def _change(content: dict[str, Any], path: list[str], value: Any, key: str) -> None:
-    first, *rest = path
-    if rest:
-        inner = content.setdefault(first, {})
-        _change(inner, rest, value, key)
-        if not inner:
-            del content[first]
-    elif value == default_of(key):
-        content.pop(first, None)
-    else:
-        content[first] = value
+def _is_in(content: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(content, dict) or part not in content:
+            return False
+        content = content[part]
+    return True
+
+
+def _change(content: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        content = content.setdefault(part, {})
+    content[path[-1]] = value

@@ -20,6 +20,14 @@ def all_ranks(device: torch.device, forms: Collectives | None = None) -> Communi
     return kind(group, rank=rank, world=world, forms=forms, device=device)
 
 
+def on_gpu(plan: Plan) -> bool:
+    """Whether this process is to compute on a GPU, while it is in no group yet."""
+    opened = device_in_use()
+    if opened is not None:
+        return opened.torch_device.type == "cuda"
+    return torch.cuda.is_available() and not plan.emulated
+
+
 def own_device(plan: Plan) -> torch.device:
     """The device that this process has opened, else its current GPU, else the CPU."""
     opened = device_in_use()

@@ -24,10 +24,11 @@ from gpumix.engine.coroutine import Calls, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.efficient import make_efficient
 from gpumix.engine.engine import Engine
-from gpumix.engine.groups import all_ranks, own_device
+from gpumix.engine.groups import all_ranks, on_gpu, own_device
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.last_words import LastWords
+from gpumix.engine.launched import join_launched
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.parts import Parts, Storage, shard, share
 from gpumix.engine.pipelined import Place
@@ -63,7 +64,8 @@ def prepare(
 
     Args:
         model: any module; made by `gpumix.build`, no rank ever holds the whole of it.
-        comm: default: all ranks of the default process group, a single process if there is none.
+        comm: default: all ranks of the default process group; if there is none, that of the ranks
+            which torchrun started is made, and a process that was started alone is a single rank.
         weights: safetensors file or folder with the initial values; default: the model's own.
         loss: function(model, micro-batch) that returns (summed loss, count); default: from the
             labels for `transformers` models, and what forward returns for others.
@@ -75,7 +77,9 @@ def prepare(
     Raises:
         InputError: the plan is for another model or number of ranks, or ranks disagree.
     """
-    comm = comm or all_ranks(own_device(plan), plan.collectives)
+    if comm is None:
+        join_launched(on_gpus=on_gpu(plan))
+        comm = all_ranks(own_device(plan), plan.collectives)
     plan = _bound(plan, comm)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)

@@ -94,6 +94,12 @@ def torchrun_place() -> TorchrunPlace | None:
     )
 
 
+def world_size() -> int:
+    """How many processes a launcher says that it started; 1 where there is none."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
 def installed() -> Installed:
     """The packages with kernels that are here; none is imported."""
     return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})

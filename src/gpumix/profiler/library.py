@@ -1,7 +1,7 @@
-"""For a program with a loop and a process group of its own: `gpumix.profile`, `gpumix.open_device`.
+"""For a program with a loop of its own: `gpumix.profile`, `gpumix.open_device`.
 
-Here the caller has made the process group, or runs as a single process; `gpumix train` goes by
-`train.context` instead, which makes both group and device itself.
+Here the caller has made the process group, or that of torchrun's processes is made; `gpumix train`
+goes by `train.context` instead, which makes both group and device itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.deferred import build as deferred
+from gpumix.engine.launched import join_launched
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
@@ -54,13 +55,15 @@ def profile(
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = print,
 ) -> Profile:
-    """Measure a model on the devices of the default process group. Collective.
+    """Measure a model on the devices of the default process group. Collective. If there is none,
+    that of the ranks which torchrun started is made.
 
     Args:
         build: makes the model; it is called under `gpumix.build`, so its weights take no memory.
         make_batch: a batch of so many samples on the host, a pytree of tensors.
         cluster: the devices, rank r on the r-th in rank order; default: each rank's own GPU, the
-            one that `torch.cuda.set_device` chose.
+            one that `torch.cuda.set_device` chose, or, where the group is made here, the one of its
+            number on the host.
         optimizer: makes the optimizer for given parameters, without a layout; default: fused
             AdamW.
         precision: what is computed in: `auto` by what each device class does best, one for all, or
@@ -78,6 +81,7 @@ def profile(
             have the same device; or a class does not compute in what it is to.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
+    _join(cluster)
     with _ranks(timeout_s) as ranks:
         found, devices = _devices(ranks, cluster)
         device = devices[ranks.rank]
@@ -129,6 +133,7 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
         InputError: the cluster has another number of devices than there are ranks.
         MachineError: there is no such GPU, or it is not what its class says.
     """
+    _join(cluster)
     if cluster is None:
         device_class, device = _own_device()
     else:
@@ -136,6 +141,12 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
         device = _by_rank(cluster, world)[rank]
         device_class = cluster.class_named(device.device_class)
     return open_runtime(device_class, device.ordinal, device_id=device.id)
+
+
+def _join(cluster: Cluster | None) -> None:
+    """The other ranks, if the program has not."""
+    gpus = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
+    join_launched(on_gpus=gpus and torch.cuda.is_available())
 
 
 def _ranks(timeout_s: float) -> Ranks:

@@ -145,7 +145,11 @@ class DataSpec(Value):
             raise ValueError("give exactly one of 'text', 'dataset' and 'factory'")
         _refuse_idle(self, "text", "pattern", "document")
         _refuse_idle(self, "factory", "arguments")
-        if self.dataset is None and (self.factory is None or self.tokenize == "ahead"):
+        if self.factory is not None and self.tokenize == "ahead" and _changed(self, ("column",)):
+            raise ValueError(
+                "'column' has no effect on a factory's samples without 'tokenize: on-the-fly'"
+            )
+        if self.factory is None:
             _refuse_idle(self, "dataset", "column")
         return self
 

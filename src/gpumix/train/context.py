@@ -11,10 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from gpumix.data.fetch import fetch_in_time
+from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
@@ -60,13 +63,18 @@ class Context:
         return self.task.job
 
     @property
+    def reading(self) -> Reading:
+        return Reading(self.job.data.bad_samples, self.job.timeout)
+
+    @property
     def first(self) -> bool:
         """Whether this rank speaks for the run."""
         return self.ranks.rank == 0
 
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Some batch of so many samples, for measurements."""
-        return self.train_data.specimen(samples)
+        indices = np.arange(samples) % len(self.train_data)
+        return fetch_in_time(self.train_data, indices, self.reading, specimen=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ tenth of a second. The parent holds the rendezvous store, on loopback; so it sur
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
+from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, Interrupted, TrainingError
 from gpumix.train.failures import in_words
@@ -34,6 +38,7 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"
 STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so.
 GRACE_S = 15.0
+GIVE_BACK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,18 +91,20 @@ def launch(
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
-    with _store() as (store, port):
+    with _store() as (store, port), TemporaryDirectory(prefix="gpumix-") as notes:
         children: list[_Child] = []
         try:
             for rank, device in enumerate(devices):
                 seat = Seat(rank, len(devices), device, port)
                 mine, theirs = context.Pipe(duplex=False)
+                note = Path(notes) / str(rank)
+                note.write_bytes(NOTHING_READ)
                 process = context.Process(
-                    target=_child, args=(work, seat, args, theirs, debug), daemon=False
+                    target=_child, args=(work, seat, args, theirs, note, debug), daemon=False
                 )
                 process.start()
                 theirs.close()
-                children.append(_Child(seat, process, mine))
+                children.append(_Child(seat, process, mine, note))
             with _stops_taken(children if saves_when_stopped else []):
                 return _watch(children, store)
         finally:
@@ -166,6 +173,7 @@ class _Child:
     seat: Seat
     process: Any
     pipe: Connection
+    note: Path  # of what its data reads
     ended: bool = False
     asked_to_stop: bool = False
     result: Any = None
@@ -181,12 +189,18 @@ class _Child:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            self.error = _death(self.name(), self.process.exitcode)
+            self.error = _death(self.name(), self.process.exitcode, self._sample())
             return
         if kind == "result":
             self.result = value
         else:
             self.error = value
+
+    def _sample(self) -> str:
+        """What its data read when it ended, by its note."""
+        with _mapped(self.note) as memory:
+            index, dataset = told_in(memory)
+        return "" if index == NO_SAMPLE else f"sample {index} of {dataset}"
 
     def ask_to_stop(self) -> None:
         self.asked_to_stop = True
@@ -205,18 +219,28 @@ class _Child:
         self.pipe.close()
 
 
-def _death(name: str, exit_code: int | None) -> TrainingError:
+def _mapped(note: Path) -> mmap.mmap:
+    with note.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _death(name: str, exit_code: int | None, sample: str) -> TrainingError:
     how = f"left with exit code {exit_code}"
-    why = ""
+    why = "something in it ended the process, such as os._exit or a crash of a library"
+    if sample:
+        why += f"; {sample} was being read then"
     if exit_code is not None and exit_code < 0:
         how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        if -exit_code in SIGNALS:
+            why = ""
         if -exit_code == signal.SIGKILL:
             why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
     return TrainingError(
         f"{name} {how}",
         where=f"host {socket.gethostname()}",
         why=why,
-        fix="run the same command again, with --resume if a checkpoint was saved",
+        fix=("look at that sample, then " if sample and sample in why else "")
+        + "run the same command again, with --resume if a checkpoint was saved",
     )
 
 
@@ -254,8 +278,11 @@ def _raise_cause(children: list[_Child]) -> None:
         raise (deaths or own or errors)[0]
 
 
-def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debug: bool) -> None:
+def _child(
+    work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
+) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
+    tell_into(_mapped(note))
     threading.Thread(target=_end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))
@@ -263,11 +290,24 @@ def _child(work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, debu
     except BaseException as error:
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
+        _give_back()
         pipe.send(("error", in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")))
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group may hang in their destructors; the parent knows all.
         os._exit(0)
+
+
+def _give_back() -> None:
+    """What this process holds of the system: libraries make semaphores (tqdm, and so datasets), and
+    the tracker of those warns of what is left. What hangs in that is left."""
+    thread = threading.Thread(
+        target=util._run_finalizers,  # type: ignore[attr-defined]
+        args=(0,),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(GIVE_BACK_S)
 
 
 def _end_with_launcher() -> None:

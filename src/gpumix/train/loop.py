@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gpumix.data.course import ByLength
@@ -33,6 +34,7 @@ from gpumix.train.metrics import (
     StepRecord,
     by_class,
     speed_of,
+    typical_s,
 )
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
@@ -40,7 +42,7 @@ from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
-from gpumix.train.watch import Watch, stamps_of
+from gpumix.train.watch import Account, Watch, stamps_of
 
 STOP = 1.0  # an engine notice: this rank was asked to stop
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
@@ -155,6 +157,8 @@ class Trainer:
         if resume:
             self._resume()
         self._tokens = self._tokens_at(0, self.loader.cursor.position)
+        self._step_tokens: list[int] = []
+        self._own_tokens: list[int] = []  # those of this rank, of each step
         context.runtime.reset_peak()
         self._log = RunLog(job.output, plan, job.steps, done=self.step)
         self._display: Display | None = None
@@ -166,6 +170,7 @@ class Trainer:
         self._step_times: list[float] = []
         self._overruns_before = 0
         self._losses: list[float] = []
+        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._classes: list[ClassRecord] = []
         self._records: list[RankRecord] = []
         self._sent_before, self._steps_before = self.engine.comm.sent.total(), self.step
@@ -227,8 +232,8 @@ class Trainer:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.accelerator == "cuda" for one in classes):
                     self.train_step(stop)
-        times = sorted(r.step_s for r in records)
-        gather, step_s = self.context.ranks.gather, times[len(times) // 2]
+        times = [r.step_s for r in records]
+        gather, step_s = self.context.ranks.gather, typical_s(times)
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
         starved = gather("starved", str(shares.input))
         peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
@@ -242,7 +247,7 @@ class Trainer:
         return Trial(
             step_s=step_s,
             mean_s=sum(times) / len(times),
-            tokens_per_s=self._tokens_per_step() / step_s,
+            tokens_per_s=fmean(self._step_tokens[-steps:]) / step_s,
             losses=self._losses,
             peak_bytes=[json.loads(text) for text in peaks],
             busy_shares=[float(text) for text in busy],
@@ -303,6 +308,8 @@ class Trainer:
         self._losses.append(loss)
         tokens = self._tokens_at(begin, self.loader.cursor.position)
         self._tokens += tokens
+        self._step_tokens.append(tokens)
+        self._own_tokens.append(self._tokens_of_own())
         return StepRecord(
             step=self.step,
             loss=loss,
@@ -320,9 +327,11 @@ class Trainer:
         counted = self.loader.course.tokens(start, stop)
         return (stop - start) * self.plan.sequence_length if counted is None else counted
 
-    def _tokens_per_step(self) -> float:
-        """The mean over all steps so far."""
-        return self._tokens * self.plan.global_batch / max(1, self.loader.cursor.position)
+    def _tokens_of_own(self) -> int:
+        """As `_tokens_at`, of the samples that this rank had in the last step."""
+        if self.context.train_data.lengths is not None:
+            return sum(map(sum, self._lengths()))
+        return self.plan.workers[self.context.ranks.rank].samples * self.plan.sequence_length
 
     def _traced_step(self, stop: StopRequest | None = None) -> StepRecord:
         """As `train_step`; what every rank did goes into the run's folder."""
@@ -367,6 +376,7 @@ class Trainer:
         sent_bytes = (sent - self._sent_before) / steps
         self._sent_before, self._steps_before = sent, self.step
         watched = self.watch.take()
+        self._spent = self._spent.and_then(watched)
         mine = RankRecord(
             device=self.context.device.id,
             device_class=self.context.device.device_class,
@@ -378,11 +388,9 @@ class Trainer:
             starved_share=self.watch.starvation.share,
             input_limit=self.loader.limit,
             skipped=len(self.loader.skipped),
-            **speed_of(self.plan, self.context.ranks.rank, watched.step_s)._asdict(),
+            **self._speed(watched.steps),
         )
-        told = self.context.ranks.gather("records", mine.to_json())
-        self._records = [RankRecord.from_json(text) for text in told]
-        self._classes = by_class(self.plan, self._records)
+        self._gather(mine)
         if self._display is not None:
             self._log.classes(self.step, self._classes)
             self._log.ranks(self.step, self._records)
@@ -391,6 +399,17 @@ class Trainer:
             missed = unread(self.context.ranks.names, self._records)
             if missed and self.step == self.job.steps:
                 self._display.say(missed)
+
+    def _speed(self, last: int) -> dict[str, Any]:
+        """This rank's, in the last steps."""
+        step_s, tokens = typical_s(self._step_times[-last:]), fmean(self._own_tokens[-last:])
+        return speed_of(self.plan, self.context.ranks.rank, step_s, tokens)._asdict()
+
+    def _gather(self, mine: RankRecord) -> None:
+        """Collective: every rank's record."""
+        told = self.context.ranks.gather("records", mine.to_json())
+        self._records = [RankRecord.from_json(text) for text in told]
+        self._classes = by_class(self.plan, self._records)
 
     def _tell_of_starvation(self) -> None:
         """Once in a run."""
@@ -417,6 +436,7 @@ class Trainer:
                 self.context.ranks.rank,
                 batches=self.job.evaluation.batches,
                 device=self.context.runtime.torch_device,
+                reading=self.context.reading,
             )
         ]
         if self._display is not None:
@@ -482,6 +502,15 @@ class Trainer:
                 "one, with a lower --set optimizer.lr=...",
             )
         path = self.save(cursor)
+        if math.isnan(value) and what == "loss" and not who:  # all losses are good: 0 of 0 tokens
+            some = ", ".join(map(str, self.loader.last_indices[:8].tolist()))
+            raise TrainingError(
+                f"step {self.step + 1} has no loss: none of its labels counts",
+                where=f"{ranks.names[ranks.rank]}, whose first samples are {some}",
+                why="all labels of its samples are -100",
+                fix="give labels to learn from; where only few samples have them, a larger "
+                f"global_batch has some in each step. The state before that step is in {path}",
+            )
         raise TrainingError(
             wrong,
             where=who,
@@ -491,14 +520,18 @@ class Trainer:
         )
 
     def _summary(self, path: Path) -> Summary:
-        times = sorted(self._step_times[WARM_UP_STEPS:] or self._step_times)
-        step_s = times[len(times) // 2] if times else 0.0
-        tokens = self._tokens_per_step()
+        """Collective."""
+        times = self._step_times[WARM_UP_STEPS:] or self._step_times
+        step_s = typical_s(times)
+        if self._records:  # so far of the last steps
+            mine = self._records[self.context.ranks.rank]
+            speed = self._speed(len(times))
+            self._gather(replace(mine, shares=self._spent.shares(), **speed))
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
             steps=self.step,
             loss=self._losses[-1] if self._losses else None,
-            tokens_per_s=tokens / step_s if step_s else 0.0,
+            tokens_per_s=fmean(self._step_tokens[-len(times) :]) / step_s if step_s else 0.0,
             step_s=step_s,
             predicted_step_s=predicted,
             prediction_error=predicted / step_s - 1 if predicted and step_s else None,

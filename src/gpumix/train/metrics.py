@@ -1,11 +1,16 @@
-"""What a run tells while it runs: `metrics.jsonl`, `progress.json`, and the numbers in them."""
+"""What a run tells while it runs: `metrics.jsonl`, `progress.json`, and the numbers in them.
+
+Tokens a second mean one thing everywhere: the tokens of samples, without padding where it is known
+what that is, over the time of a typical step (the median). They differ in which steps and whose
+samples they are of; docs/design/efficiency.md lists that.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +26,12 @@ from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
+
+
+def typical_s(times: Iterable[float]) -> float:
+    """The median, one of them; 0 of none."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 2] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,13 +91,13 @@ class Speed(NamedTuple):
     hfu: float | None = None
 
 
-def speed_of(plan: Plan, rank: int, step_s: float) -> Speed:
-    """A rank's speed, by its mean step."""
+def speed_of(plan: Plan, rank: int, step_s: float, tokens: float) -> Speed:
+    """A rank's speed, by its typical step, and the tokens of the samples that it has in a step."""
     if step_s <= 0:
         return Speed()
     worker = plan.workers[rank]
     team = plan.stages[plan.stages_of(rank)[0]].tensor
-    tokens_per_s = worker.samples * plan.sequence_length / team / step_s
+    tokens_per_s = tokens / team / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
     if expected is None or peak is None:
         return Speed(tokens_per_s)
@@ -186,6 +197,7 @@ class RunLog:
     done: int = 0
     loss: float | None = None
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _file: TextIO | None = None
 
     def __enter__(self) -> RunLog:
@@ -213,6 +225,7 @@ class RunLog:
     def step(self, record: StepRecord) -> None:
         self.done, self.loss = record.step, record.loss
         self.recent_s.append(record.step_s)
+        self.recent_tokens.append(record.tokens_per_s * record.step_s)
         self._write("step", asdict(record))
         self.progress("training")
 
@@ -252,13 +265,12 @@ class RunLog:
         return self.plan.prediction.step_s if self.plan.prediction is not None else None
 
     def step_s(self) -> float:
-        """Median seconds of the recent steps, 0 before the first."""
-        times = sorted(self.recent_s)
-        return times[len(times) // 2] if times else 0.0
+        """Of the recent steps, 0 before the first."""
+        return typical_s(self.recent_s)
 
     def tokens_per_s(self) -> float:
         step_s = self.step_s()
-        return self.plan.global_batch * self.plan.sequence_length / step_s if step_s else 0.0
+        return fmean(self.recent_tokens) / step_s if step_s else 0.0
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         assert self._file is not None

@@ -62,7 +62,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
 
 
 def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.Module:
-    model = call_factory(factory, arguments, folder)
+    model = call_factory(factory, arguments, folder, key="model.arguments")
     if not isinstance(model, nn.Module):
         raise InputError(
             f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
@@ -130,7 +130,7 @@ def check_fits(job: Job, folder: Path) -> None:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}",
             where="model.config",
-            fix=f"set vocab_size to {tokenizer.vocab_size} or more",
+            fix=f"set vocab_size of model.config to {tokenizer.vocab_size} or more",
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -107,10 +107,9 @@ class Account:
         its waits and copies."""
         return cls(steps, busy - waits - copying, starved, waits, copying, gap - starved)
 
-    @property
-    def step_s(self) -> float:
-        """The mean."""
-        return self.seconds / max(1, self.steps)
+    def and_then(self, later: Account) -> Account:
+        """Of the steps of both."""
+        return Account(*(getattr(self, f.name) + getattr(later, f.name) for f in fields(self)))
 
     def shares(self) -> Shares:
         whole = self.seconds

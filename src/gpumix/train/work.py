@@ -22,6 +22,7 @@ from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
 from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
+from gpumix.train.little_data import warnings_of
 from gpumix.train.loop import Summary, Trainer, Trial
 from gpumix.train.models import model_of
 from gpumix.train.optimizer import trial_optimizer
@@ -71,7 +72,13 @@ def _inputs(
     told = context.ranks.share("known inputs", cached.model_dump_json() if cached else None)
     if told:
         return InputMeasurement.model_validate_json(told)
-    found = measure_input(context.train_data, context.task.cluster, devices, context.ranks)
+    found = measure_input(
+        context.train_data,
+        context.task.cluster,
+        devices,
+        context.ranks,
+        reading=context.reading,
+    )
     measured = InputMeasurement(inputs=found)
     if context.first:
         cache.save_inputs(measured)
@@ -124,6 +131,9 @@ def train(
     with joined(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
         if context.first:
+            job = task.job
+            for line in warnings_of(context.train_data, context.held_out, job.global_batch):
+                stderr().print(line, style="yellow")
             plan.save(task.job.output / run_files.PLAN)
             if profile is not None:
                 profile.save(task.job.output / run_files.PROFILE)

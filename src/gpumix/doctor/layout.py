@@ -1,0 +1,54 @@
+"""Changes values in the text of a YAML file; all else in it stays as its author wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from yaml.nodes import CollectionNode, MappingNode, Node
+
+
+def with_value(text: str, path: list[str], value: Any) -> str:
+    """The text with one value changed, or put behind the last one of its section.
+
+    Raises:
+        ValueError: it is written in a way that is not understood here, on several lines, say.
+    """
+    section = yaml.compose(text, Loader=yaml.SafeLoader)
+    for done, key in enumerate(path):
+        if not isinstance(section, MappingNode):
+            raise ValueError(f"'{'.'.join(path[:done])}' is no section")
+        found = {name.value: node for name, node in section.value}.get(key)
+        if found is None:
+            for inner in reversed(path[done + 1 :]):
+                value = {inner: value}
+            return _added(text, section, f"{key}: {_written(value)}")
+        section = found
+    assert section is not None, "a path has a key"
+    if section.start_mark.line != section.end_mark.line:
+        raise ValueError(f"'{'.'.join(path)}' has several lines")
+    return text[: section.start_mark.index] + _written(value) + text[section.end_mark.index :]
+
+
+def _added(text: str, section: MappingNode, entry: str) -> str:
+    if section.flow_style:
+        end = section.end_mark.index - 1  # the bracket
+        kept = text[:end].rstrip()
+        return f"{kept}{', ' if section.value else ''}{entry}{text[end:]}"
+    last = _last(section)
+    line_end = text.find("\n", last.end_mark.index)
+    place = len(text) if line_end < 0 else line_end
+    return f"{text[:place]}\n{' ' * section.start_mark.column}{entry}{text[place:]}"
+
+
+def _last(node: Node) -> Node:
+    """What is written last in it."""
+    while isinstance(node, CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node
+
+
+def _written(value: Any) -> str:
+    dumped = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return dumped.removesuffix("...\n").strip()

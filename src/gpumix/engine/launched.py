@@ -1,0 +1,57 @@
+"""Joins the ranks that a launcher started, for a program that made no process group itself.
+
+Without it each process of a `torchrun` would train by itself, all with the same losses, and nobody
+would be told.
+"""
+
+from __future__ import annotations
+
+import atexit
+
+import torch
+import torch.distributed as dist
+
+from gpumix.hardware.environment import TorchrunPlace, torchrun_place, world_size
+from gpumix.spec.errors import InputError
+
+
+def join_launched(*, on_gpus: bool) -> None:
+    """Make the default process group, if this process is one of several that were started and is in
+    none yet; it is left when the program ends.
+
+    Args:
+        on_gpus: each computes on the GPU of its number on this host, which becomes the current one.
+
+    Raises:
+        InputError: there are several processes, and nothing says how they meet; or this one has no
+            GPU of its own.
+    """
+    if world_size() == 1 or dist.is_initialized():
+        return
+    place = torchrun_place()
+    if place is None:
+        raise InputError(
+            f"WORLD_SIZE is {world_size()}, and this process is in no process group",
+            where="environment",
+            why="RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing, so it cannot join one",
+            fix="start it with torchrun, or call torch.distributed.init_process_group before",
+        )
+    if on_gpus:
+        _take_gpu(place)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    atexit.register(_leave)
+
+
+def _take_gpu(place: TorchrunPlace) -> None:
+    if place.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"process {place.local_rank} of this host has no GPU of its own",
+            why=f"the host has {torch.cuda.device_count()}",
+            fix="give torchrun at most as many --nproc-per-node as the host has GPUs",
+        )
+    torch.cuda.set_device(place.local_rank)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,29 @@
+"""Warns of data that trains, but hardly as it was meant: less than a batch, or nearly all held out.
+
+Neither stops a run: a trial on a handful of samples is what many begin with.
+"""
+
+from __future__ import annotations
+
+from gpumix.data.rows import Source
+
+MOST_HELD_OUT = 0.5  # of the samples; more than that is a slip, such as the part to train on
+
+
+def warnings_of(train: Source, held_out: Source, global_batch: int) -> list[str]:
+    """One line for each thing that is odd; none of a stream, whose samples nobody has counted."""
+    if train.in_order:
+        return []
+    count, kept = len(train), len(held_out)
+    found = []
+    if kept > MOST_HELD_OUT * (count + kept):
+        found.append(
+            f"data.held_out keeps {kept} of {count + kept} samples for evaluation, {count} "
+            f"{'is' if count == 1 else 'are'} left to train on"
+        )
+    if count < global_batch:
+        found.append(
+            f"each step trains on the same samples several times: {count} to train on, for a "
+            f"global_batch of {global_batch}"
+        )
+    return found

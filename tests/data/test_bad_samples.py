@@ -1,0 +1,165 @@
+"""Samples that cannot be read: each is named, or left out, wherever samples are read."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpumix.data.fetch import fetch, fetch_in_time
+from gpumix.data.loader import evaluation_batches
+from gpumix.data.on_the_fly import TokenizedTexts
+from gpumix.data.own_samples import OwnSamples
+from gpumix.data.packing import PackedDocuments
+from gpumix.data.reading import AS_USUAL, BadSamples, Reading, StuckError, in_time
+from gpumix.data.rows import Source, split_held_out
+from gpumix.data.samples import as_source
+from gpumix.data.tokenizer import ByteTokenizer
+from gpumix.spec.errors import InputError, TrainingError
+
+NONE = np.empty(0, dtype=np.int64)
+
+
+class Damaged:
+    """Sample k has three tokens k; those in `bad` cannot be read."""
+
+    def __init__(self, n: int, *bad: int, text: bool = False) -> None:
+        self.lengths = np.full(n, 3)
+        self.bad, self.text = bad, text
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, k: int) -> Any:
+        if k in self.bad:
+            raise OSError("a bad sector")
+        return chr(k) * 2 if self.text else {"input_ids": [k] * 3}
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples])}
+
+
+def own(dataset: Damaged, how: BadSamples) -> OwnSamples:
+    return OwnSamples(dataset, "mine", longest=4, reading=Reading(how))
+
+
+def texts(dataset: Damaged, how: BadSamples) -> TokenizedTexts:
+    dataset.text = True
+    return TokenizedTexts(
+        dataset,
+        ByteTokenizer(),
+        column="text",
+        longest=4,
+        name="mine",
+        content="",
+        reading=Reading(how),
+    )
+
+
+SOURCES: dict[str, Callable[[Damaged, BadSamples], Source]] = {
+    "stacked": lambda dataset, how: as_source(dataset, reading=Reading(how)),
+    "collated": lambda dataset, how: as_source(dataset, collate, reading=Reading(how)),
+    "of unlike length": own,
+    "texts": texts,
+    "packed": lambda dataset, how: PackedDocuments(own(dataset, how), seed=0, predicts_next=True),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_another_sample_tells_what_all_are_like_where_the_first_is_bad(kind):
+    source = SOURCES[kind](Damaged(12, 0, 1, 2), "skip")
+    whole = SOURCES[kind](Damaged(12), "stop")
+    empty, like = source.rows(NONE), whole.rows(NONE)
+    assert {k: (v.dtype, v.shape) for k, v in empty.items()} == {
+        k: (v.dtype, v.shape) for k, v in like.items()
+    }
+    assert source.fingerprint == whole.fingerprint
+    batch, skipped = fetch(source, np.arange(6), "skip", specimen=True)
+    assert len(batch["input_ids"]) == 6
+    tokens = whole.specimen(np.arange(6))["input_ids"]
+    assert batch["input_ids"].shape == tokens.shape
+    assert {one.index for one in skipped} <= set(range(6))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_first_sample_that_is_bad_is_named(kind):
+    with pytest.raises(
+        TrainingError, match=r"sample 0 of .* cannot be read: OSError: a bad sector"
+    ):
+        SOURCES[kind](Damaged(12, 0), "stop")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_where_all_are_bad_the_first_is_named(kind):
+    told = r"sample 0 of .* cannot be read, and 8 .* cannot either\s+why: OSError: a bad sector"
+    with pytest.raises(TrainingError, match=told):
+        SOURCES[kind](Damaged(12, *range(12)), "skip")
+
+
+def test_a_dataset_that_cannot_be_counted_is_told():
+    class Away(Damaged):
+        def __len__(self) -> int:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(InputError, match="does not say how many samples it has: OSError: the disk"):
+        as_source(Away(3))
+
+
+def test_a_bad_sample_has_the_number_that_the_dataset_knows():
+    """Not that among those that are held out, or of the pack that it is in."""
+    _, held_out = split_held_out(as_source(Damaged(12, 10)), 0.25)
+    with pytest.raises(TrainingError, match="sample 10 of Damaged cannot be read"):
+        fetch(held_out, np.arange(3), "stop")
+    packed = PackedDocuments(own(Damaged(12, 7), "stop"), seed=0, predicts_next=True)
+    with pytest.raises(TrainingError, match="sample 7 of mine cannot be read"):
+        fetch(packed, np.arange(len(packed)), "stop")
+
+
+class Absent(Damaged):
+    """The samples in `bad` never come."""
+
+    def __init__(self, n: int, *bad: int, text: bool = False) -> None:
+        super().__init__(n, *bad, text=text)
+        self.over = threading.Event()
+
+    def __getitem__(self, k: int) -> Any:
+        if k in self.bad:
+            self.over.wait(60)
+        return {"input_ids": [k] * 3}
+
+
+def test_a_sample_that_never_comes_is_named():
+    reading = Reading("skip", timeout_s=0.3)
+    dataset = Absent(12, 0)
+    with pytest.raises(StuckError, match=r"sample 0 of Absent does not come: .* more than 0.3 s"):
+        as_source(dataset, reading=reading)
+    dataset.over.set()
+    dataset = Absent(12, 10)
+    _, held_out = split_held_out(as_source(dataset, reading=reading), 0.25)
+    with pytest.raises(StuckError, match="sample 10 of Absent does not come"):
+        list(evaluation_batches(held_out, [3], 0, batches=1, reading=reading))
+    dataset.over.set()
+
+
+def test_what_is_read_in_time_comes_as_it_is():
+    """Also if all of it takes longer than one sample may."""
+
+    class Slow(Damaged):
+        def __getitem__(self, k: int) -> Any:
+            time.sleep(0.1)
+            return super().__getitem__(k)
+
+    source = as_source(Slow(12, 11))
+    batch = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.9))
+    assert batch["input_ids"][:, 0].tolist() == list(range(10))
+    with pytest.raises(TrainingError, match="sample 11 of Slow cannot be read: OSError"):
+        fetch_in_time(source, np.arange(10, 12), AS_USUAL)
+    with pytest.raises(SystemExit):
+        in_time(lambda: sys.exit("as anything that is raised"), "mine", 1.0)

@@ -1,0 +1,122 @@
+"""A program that makes no process group: processes of torchrun are ranks of one run, or refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commands
+from gpumix.engine import launched
+from gpumix.engine.deferred import build
+from gpumix.engine.launched import join_launched
+from gpumix.spec.errors import InputError
+from models import own_blocks, vectors
+
+PLACE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is asked of torch, on a host of two GPUs; no group is made."""
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda n: asked.append(("device", n)))
+    monkeypatch.setattr(dist, "init_process_group", lambda kind: asked.append(("group", kind)))
+    monkeypatch.setattr(launched.atexit, "register", lambda work: None)
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def start(monkeypatch, **changes):
+    for name, value in (PLACE | changes).items():
+        if value:
+            monkeypatch.setenv(name, value)
+
+
+def test_a_process_that_was_started_alone_stays_alone(calls, monkeypatch):
+    join_launched(on_gpus=True)
+    start(monkeypatch, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
+    join_launched(on_gpus=True)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("on_gpus", "asked"),
+    [(False, [("group", "gloo")]), (True, [("device", 1), ("group", "nccl")])],
+)
+def test_one_of_several_joins_the_others(calls, monkeypatch, on_gpus, asked):
+    start(monkeypatch)
+    join_launched(on_gpus=on_gpus)
+    assert calls == asked
+
+
+def test_a_group_that_is_there_is_taken_as_it_is(calls, monkeypatch):
+    start(monkeypatch)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    join_launched(on_gpus=True)
+    assert calls == []
+
+
+def test_who_cannot_join_is_refused(calls, monkeypatch):
+    start(monkeypatch, MASTER_PORT="")
+    with pytest.raises(InputError, match="WORLD_SIZE is 2, and this process is in no process grou"):
+        join_launched(on_gpus=False)
+    start(monkeypatch, LOCAL_RANK="2")
+    with pytest.raises(InputError, match="process 2 of this host has no GPU of its own"):
+        join_launched(on_gpus=True)
+    assert calls == []
+
+
+LOOP = """
+import torch
+import gpumix
+from gpumix.engine.units import dissect
+from gpumix.spec.plan import Stage, Worker
+from models import own_blocks, vectors
+
+model = gpumix.build(own_blocks, seed=0)
+anatomy = dissect(model)
+workers = tuple(
+    Worker(device=f"d{n}", device_class="c", samples=n + 1, micro_batch=n + 1, state_share=0.5)
+    for n in (0, 1)
+)
+stage = Stage(units=tuple(unit.name for unit in anatomy.units), workers=workers)
+plan = gpumix.Plan(
+    strategy="by hand", model=anatomy.fingerprint(), sequence_length=8, global_batch=3,
+    stages=(stage,),
+)
+engine = gpumix.prepare(model, plan)
+batch = vectors(3, torch.Generator().manual_seed(0))
+rank = engine.comm.rank
+own = {key: value[:1] if rank == 0 else value[1:] for key, value in batch.items()}
+loss = engine.step(own).item()
+print(f"rank {rank}: {loss:.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow  # torchrun and two processes that import torch
+def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    env = commands.environment(tmp_path) | {"OMP_NUM_THREADS": "1"}
+    done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
+    assert done.code == 0, done.err
+    assert "destroy_process_group" not in done.err
+    ranks = dict(line.split(": ") for line in done.out.splitlines())
+    assert ranks.keys() == {"rank 0", "rank 1"}
+
+    model = build(own_blocks, seed=0)
+    batch = vectors(3, torch.Generator().manual_seed(0))
+    total, count = model(**batch)
+    expected = (total / count).item()
+    assert [float(loss) for loss in ranks.values()] == pytest.approx([expected] * 2, abs=1e-5)

@@ -1,0 +1,55 @@
+"""Data that trains, but hardly as it was meant: that is told in a line."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import gpumix, plan_for, write_job
+
+from gpumix.data.rows import split_held_out
+from gpumix.data.samples import as_source
+from gpumix.data.streams import StreamSource
+from gpumix.train.little_data import warnings_of
+
+
+def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:
+    whole = as_source([{"k": k} for k in range(samples)])
+    return warnings_of(*split_held_out(whole, held_out), global_batch)
+
+
+@pytest.mark.parametrize(
+    ("samples", "held_out", "numbers"),
+    [
+        (8, 0.0, []),
+        (9, 0.02, []),
+        (16, 0.5, []),
+        (7, 0.0, ["7 to train on, for a global_batch of 8"]),
+        (8, 0.02, ["7 to train on, for a global_batch of 8"]),
+        (64, 0.8, ["keeps 51 of 64 samples for evaluation, 13 are left"]),
+        (
+            64,
+            0.999,
+            ["keeps 63 of 64 samples for evaluation, 1 is left", "same samples several times"],
+        ),
+    ],
+)
+def test_what_is_odd_is_told_with_its_numbers(samples, held_out, numbers):
+    lines = told(samples, held_out)
+    assert len(lines) == len(numbers)
+    for line, number in zip(lines, numbers):
+        assert number in line
+
+
+def test_a_stream_is_not_counted():
+    stream = StreamSource(lambda number: iter([{"k": 1}] * 9), "stream", 8)
+    assert warnings_of(*stream.split(1, read=False), 8) == []
+
+
+def test_a_run_says_it_once(tmp_path):
+    data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "held_out": 0.6}
+    job = write_job(tmp_path, data=data, steps=2)
+    plan_for(job).save(tmp_path / "plan.json")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
+    assert done.code == 0
+    said = " ".join(done.err.split())
+    assert said.count("data.held_out keeps 3 of 6 samples") == 0  # half is not odd
+    assert said.count("3 to train on, for a global_batch of 8") == 1
