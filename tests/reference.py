@@ -30,7 +30,7 @@ from gpumix.engine.weights import source_of
 from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import PLAIN, ComputeDtype, Mode, Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES, Architecture, Batch, mean_loss
+from models import ARCHITECTURES, LENGTH, Architecture, Batch, mean_loss
 
 Array = np.ndarray
 SEED = 7
@@ -81,7 +81,7 @@ def plan_for(
     *,
     calls: Sequence[str] = (),
     units: Sequence[str] = (),
-    length: int = 1,
+    length: int = LENGTH,
     stage: Mapping[str, Any] | None = None,
     on_host: Collection[int] = (),
     head: Literal["whole", "chunked"] | None = None,

@@ -20,7 +20,7 @@ from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES, Architecture, Batch, Block, InOrder, Regression, vectors
+from models import ARCHITECTURES, LENGTH, Architecture, Batch, Block, InOrder, Regression, vectors
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
 
 
@@ -129,7 +129,7 @@ def staged_plan(
     return Plan(
         strategy="test",
         model=dissect(build(EVERY[name].factory, SEED)).fingerprint(),
-        sequence_length=1,
+        sequence_length=LENGTH,
         global_batch=sum(share.samples for share in rows[0].shares[:: rows[0].tensor]),
         stages=tuple(stages),
         **settings,

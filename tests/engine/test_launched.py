@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -108,7 +109,8 @@ print(f"rank {rank}: {loss:.6f}", flush=True)
 def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    env = commands.environment(tmp_path) | {"OMP_NUM_THREADS": "1"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = commands.environment(tmp_path) | own
     done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
     assert done.code == 0, done.err
     assert "destroy_process_group" not in done.err

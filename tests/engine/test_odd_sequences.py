@@ -20,7 +20,7 @@ from reference import SEED, initialised, optimizer_for
 from staging import rows, staged_plan
 
 WIDTH, POSITIONS, SAMPLES = 16, 8, 4
-STYLES = {"**.up": "colwise", "**.down": "rowwise", "**.kv": "colwise"}
+STYLES = {"up": "colwise", "down": "rowwise", "kv": "colwise"}
 SCALE: ContextVar[float] = ContextVar("scale")
 
 
@@ -227,7 +227,9 @@ def _engine(block: type[Block], between: Any, *, sequence: bool = True) -> Any:
     names = ["blocks.0", "blocks.1"]
     stage = Stage(units=names, workers=plan.stages[0].workers, tensor=2, sequence=sequence)
     update = {"stages": (stage,), "model": dissect(model).fingerprint()}
-    return prepare(model, plan.model_copy(update=update), tensor=STYLES)
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    styles = {f"**.{name}": style for name, style in STYLES.items() if name in there}
+    return prepare(model, plan.model_copy(update=update), tensor=styles)
 
 
 def _batch(length: int) -> dict[str, torch.Tensor]:

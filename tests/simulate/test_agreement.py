@@ -91,8 +91,8 @@ def test_without_a_network_the_slowest_rank_counts():
 def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     measured = cards((1.0, 1.0), calls=2, network=wire(10.0, 10.0))
     model = measured.model.model_copy(update={"calls": ("layer", "layer")})
-    plan = plan_by_hand(measured, (1, 1))
-    replay = simulate(measured.model_copy(update={"model": model}), plan)
+    again = measured.model_copy(update={"model": model})
+    replay = simulate(again, plan_by_hand(again, (1, 1)))
     assert agrees(replay)
     assert [(c.kind, c.call) for c in replay.program.collectives] == [
         ("gather", -1), ("gather", 0), ("reduce", 0), ("reduce", -1), ("meet", -1)

@@ -90,7 +90,7 @@ def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():
     turned = plan().model_copy(update={"prediction": known}).for_devices(["d", "c", "b", "a"])
     planned = {one.device_class: one.planned_memory for one in by_class(turned, RECORDS)}
     assert planned == {"idle": {"all": MIB}, "slow": {"all": 4 * MIB}, "fast": {"all": 6 * MIB}}
-    assert [speed_of(turned, rank, 1.0).mfu for rank in range(4)] == [
+    assert [speed_of(turned, rank, 1.0, 1.0).mfu for rank in range(4)] == [
         None, pytest.approx(0.3), pytest.approx(0.2), pytest.approx(0.1),
     ]  # fmt: skip
 
