@@ -21,7 +21,7 @@ import torch
 from gpumix.data.arena import Arena
 from gpumix.data.fetch import Chunk, Fetched, Skipped, clocked
 from gpumix.data.layout import Batch, Layout
-from gpumix.data.nursery import Nursery, Worker, picklable, sent
+from gpumix.data.nursery import Inbox, Nursery, Worker, picklable, sent
 from gpumix.data.reading import (
     IF_SLOW,
     NO_SAMPLE,
@@ -240,9 +240,7 @@ class Processes(Crew):
         super().__init__(workers)
         self._source, self._done, self._timeout_s = source, done, timeout_s
         self._notes = notes = mmap.mmap(-1, DESKS * NOTE_BYTES)
-        self._nursery = Nursery(
-            lambda connection: _work(connection, source, bad_samples, arena, notes)
-        )
+        self._nursery = Nursery(lambda inbox: _work(inbox, source, bad_samples, arena, notes))
         self._hands: dict[Connection, _Hand] = {}
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.RLock()
@@ -316,7 +314,7 @@ class Processes(Crew):
             hand.since_s = time.monotonic()
         hand.given.append((chunk, place))
         with suppress(OSError):  # it is gone: the listener is about to find out
-            sent(hand.worker.connection, (chunk, place.slot, place.layout, hand.desk))
+            hand.worker.send((chunk, place.slot, place.layout, hand.desk))
 
     def _listen_on(self) -> None:
         try:
@@ -414,7 +412,7 @@ def _some_of(chunk: Chunk, index: int) -> str:
 
 
 def _work(
-    connection: Connection,
+    inbox: Inbox,
     source: Source,
     bad_samples: BadSamples,
     arena: Arena,
@@ -424,7 +422,7 @@ def _work(
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one of several
     while True:
-        chunk, slot, layout, desk = connection.recv()
+        chunk, slot, layout, desk = inbox.receive()
         tell_into(notes, desk * NOTE_BYTES)
         found: Fetched | Exception
         try:
@@ -432,7 +430,7 @@ def _work(
             found = Fetched(cost, skipped, *_delivered(values, arena, slot, layout, chunk))
         except Exception as error:
             found = picklable(error)
-        sent(connection, found)
+        sent(inbox.connection, found)
 
 
 def _delivered(

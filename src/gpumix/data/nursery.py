@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -22,8 +23,7 @@ from typing import Any, NoReturn
 
 from gpumix.spec.errors import MachineError
 
-Work = Callable[[Connection], None]
-"""What a worker does with its end of a connection, until that is closed."""
+SMALL_BYTES = 2**15  # there is room for them in a connection, whose other end does not read yet
 
 _FORK, _KILL, _END = b"f", b"k", b"e"
 _BUSY = (OSError, EOFError)
@@ -39,18 +39,60 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
-class Worker:
-    """One process, and the connection to it."""
+class Inbox:
+    """A worker's end: what is sent to it comes here, and what it answers goes into `connection`.
 
-    def __init__(self, pid: int, connection: Connection) -> None:
+    It waits for a bell. The kernel takes who writes to a socket to be about to sleep, so it wakes
+    the reader on the same core; and a thread that trains, and does not sleep, would wait there for
+    the reader to be done. A bell (eventfd) wakes it on a core that is free.
+    """
+
+    def __init__(self, connection: Connection, bell: int) -> None:
+        self.connection = connection
+        self._bell = bell
+        self._waiting = select.poll()
+        self._waiting.register(bell, select.POLLIN)
+        self._waiting.register(connection.fileno(), 0)  # that it is closed is always told
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError once the other end is closed."""
+        told = dict(self._waiting.poll())
+        if self._bell in told:
+            os.eventfd_read(self._bell)
+            return self.connection.recv()
+        raise EOFError
+
+
+Work = Callable[[Inbox], None]
+"""What a worker does with what is sent to it, until that ends."""
+
+
+class Worker:
+    """One process, the connection to it, and the bell that wakes it."""
+
+    def __init__(self, pid: int, connection: Connection, bell: int) -> None:
         self.pid = pid
         self.connection = connection
+        self._bell = bell
+
+    def send(self, message: Any) -> None:
+        """To its inbox. Raises OSError if it is gone."""
+        if self.connection.closed:
+            raise OSError("it is gone")
+        pickled = _pickled(message)
+        small = len(pickled) <= SMALL_BYTES
+        if not small:
+            os.eventfd_write(self._bell, 1)
+        self.connection.send_bytes(pickled)
+        if small:
+            os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """The connection."""
         if not self.connection.closed:
-            _ours.discard(self.connection.fileno())
+            _ours.difference_update((self.connection.fileno(), self._bell))
             self.connection.close()
+            os.close(self._bell)
 
 
 class Nursery:
@@ -87,11 +129,13 @@ class Nursery:
             MachineError: the system does not let it.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         try:
-            socket.send_fds(self._control, [_FORK], [theirs.fileno()])
+            socket.send_fds(self._control, [_FORK], [theirs.fileno(), bell])
             pid = int(self._control.recv(64))
         except (*_BUSY, ValueError) as error:
             ours.close()
+            os.close(bell)
             raise MachineError(
                 "the process that starts data workers is gone",
                 why="something killed it: the system, where memory ran out",
@@ -100,13 +144,14 @@ class Nursery:
             theirs.close()
         if pid < 0:
             ours.close()
+            os.close(bell)
             raise MachineError(
                 "a worker process cannot be started",
                 why=os.strerror(-pid),
                 fix="raise `ulimit -u`, or free memory",
             )
-        _ours.add(ours.fileno())
-        return Worker(pid, Connection(ours.detach()))
+        _ours.update((ours.fileno(), bell))
+        return Worker(pid, Connection(ours.detach()), bell)
 
     def end(self, worker: Worker) -> str:
         """Kill a worker, if it still lives; how it ended."""
@@ -135,11 +180,11 @@ def _serve(control: socket.socket, work: Work) -> None:
     """The nursery's life."""
     children: set[int] = set()
     while True:
-        request, fds, _, _ = socket.recv_fds(control, 64, 1)
+        request, fds, _, _ = socket.recv_fds(control, 64, 2)
         if request in (b"", _END):  # the trainer is gone, or has had enough
             break
         if request.startswith(_FORK):
-            answer = _forked(control, work, fds[0])
+            answer = _forked(control, work, fds)
             if answer > 0:
                 children.add(answer)
         else:
@@ -151,18 +196,19 @@ def _serve(control: socket.socket, work: Work) -> None:
         _ended(pid)
 
 
-def _forked(control: socket.socket, work: Work, fd: int) -> int:
+def _forked(control: socket.socket, work: Work, fds: list[int]) -> int:
     """Its number; below zero the system's why not."""
     try:
         pid = os.fork()
     except OSError as error:
-        os.close(fd)
-        return -(error.errno or 1)
+        pid = -(error.errno or 1)
     if pid == 0:
         control.close()
         _die_with_parent()
-        _in_child(lambda: work(Connection(fd)))
-    os.close(fd)
+        fd, bell = fds
+        _in_child(lambda: work(Inbox(Connection(fd), bell)))
+    for fd in fds:
+        os.close(fd)
     return pid
 
 
@@ -209,4 +255,8 @@ def picklable(error: Exception) -> Exception:
 def sent(connection: Connection, message: Any) -> None:
     """Sent so that tensors go with their values. `Connection.send` has a pickler of its own, which
     torch teaches to put them into files in /dev/shm."""
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(_pickled(message))
+
+
+def _pickled(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
