@@ -93,7 +93,7 @@ def folder(tmp_path_factory) -> Path:
 def window(folder: Path, name: str, steps: int = 4, patience_s: float = 60.0):
     """Of a function of the script, and what it showed."""
     with function_patient(f"script:{name}", folder, steps=steps, patience_s=patience_s) as patient:
-        patient.steps = min(patient.steps, steps)
+        patient.least_s = 0.0
         found = patient.window()
         return found, patient.windows[-1]
 

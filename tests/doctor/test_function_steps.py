@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpumix.doctor.function import steps as module
 from gpumix.doctor.function.steps import Enough, Steps
+
+ENDS = ("ends", "leaves")
 
 
 class Events:
     """What happened when, by the number of steps that were done."""
 
-    def __init__(self, warm_up: int, steps: int, profiled: int = 0) -> None:
+    def __init__(self, warm_up: int, steps: int, profiled: int = 0, **more: Any) -> None:
         self.seen: list[tuple[str, int]] = []
         self.steps = Steps(
             warm_up,
             steps,
             profiled,
+            **more,
             begins=lambda: self._note("begins"),
             ends=lambda: self._note("ends"),
             leaves=lambda: self._note("leaves"),
@@ -54,6 +62,26 @@ def test_a_function_is_ended_once_enough_was_seen(hooked):
             sgd.step()
     assert events.seen == [("begins", 2), ("ends", 5), ("leaves", 5)]
     assert events.steps.counted == 3 and events.steps.seconds > 0
+
+
+def test_of_short_steps_there_are_more(hooked, monkeypatch):
+    seconds = count()  # a second later each time that somebody looks
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    events, sgd = hooked(Events(1, 2, least_s=20)), optimizer()
+    with pytest.raises(Enough):
+        while True:
+            sgd.step()
+    assert 2 < events.steps.counted < 400 and events.steps.seconds >= 20
+    assert events.seen == [("begins", 1), *((what, events.steps.done) for what in ENDS)]
+
+
+def test_the_warm_up_lasts_until_steps_have_settled(hooked):
+    asked = iter([False, False, True])
+    events, sgd = hooked(Events(2, 3, settled=lambda: next(asked))), optimizer()
+    with pytest.raises(Enough):
+        while True:
+            sgd.step()
+    assert events.seen == [("begins", 4), ("ends", 7), ("leaves", 7)]
 
 
 def test_what_catches_all_errors_does_not_catch_that(hooked):

@@ -52,6 +52,7 @@ def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gp
             WARM_UP,
             STEPS,
             0,
+            settled=watch.settled,
             begins=lambda: (roots.found(), watch.begin()),
             ends=lambda: found.append(watch.end(steps)),
             leaves=lambda: None,
@@ -96,6 +97,30 @@ def test_steps_losses_and_what_is_trained():
     (optimizer,) = seen.optimizers
     assert (optimizer.name, optimizer.fused, optimizer.fusible) == ("SGD", False, True)
     assert optimizer.place.endswith(line_of("# made" + " here")) and optimizer.seconds > 0
+
+
+def test_what_workers_read_ahead_is_no_measure_of_how_fast_they_read():
+    """Eight batches are ready when the first step ends, more than are counted."""
+    workers, ahead = 2, 4
+
+    def train() -> None:
+        again = True
+
+        def rest(_: torch.Tensor) -> None:
+            nonlocal again
+            if again:
+                time.sleep(3 * ahead * FETCHING_S)
+            again = False
+
+        loader = DataLoader(
+            data(Slow), batch_size=8, num_workers=workers, prefetch_factor=ahead, sampler=[0] * 800
+        )
+        fit(loader, nn.Linear(4, 1), rest)
+
+    seen = seen_of(train)
+    # Some batch may be ready, and each worker in the middle of one.
+    assert seen.seconds > (STEPS - 1 - workers) * FETCHING_S / workers
+    assert seen.input_share > 0.5
 
 
 def test_what_the_loop_waits_for():

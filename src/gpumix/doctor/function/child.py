@@ -76,14 +76,23 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
 
     def ends() -> None:
         found.append(watch.end(steps))
-        if order.profiled and steps.done >= order.warm_up + order.steps:
+        if order.profiled and steps.counted >= order.steps:
             kernels.begin()
 
     def leaves() -> None:
         send(("seen", kernels.added_to(found[0])))
 
     profiled = order.profiled if gpu else 0
-    steps = Steps(order.warm_up, order.steps, profiled, begins=begins, ends=ends, leaves=leaves)
+    steps = Steps(
+        order.warm_up,
+        order.steps,
+        profiled,
+        least_s=order.least_s,
+        settled=watch.settled,
+        begins=begins,
+        ends=ends,
+        leaves=leaves,
+    )
     for hook in (watch.stepped, steps.step):
         patches.callback(register_optimizer_step_post_hook(hook).remove)
     patches.callback(roots.found)

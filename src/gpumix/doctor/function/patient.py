@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from gpumix.spec.errors import GpumixError, InputError, TrainingError
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 4
 LEAST_S = 1.0  # of a window's steps: less is lost in what else a machine does
-MOST_STEPS = 400
 PATIENCE_S = 300.0  # until the first steps are done, and from then to the end of a window
 GRACE_S = 3.0  # for a function to end once it was told to
 TOLD_LINES = 3  # of what it printed, where it died
@@ -41,7 +39,7 @@ class FunctionPatient:
     Attributes:
         folder: where its module is looked for.
         scratch: for what it prints.
-        steps: of a window.
+        steps: of a window; more of them, if they take less than `least_s`.
         threads: of torch, where nobody says otherwise.
         patience_s: see `PATIENCE_S`.
         windows: what the last ones showed; `machine`, and `cpu_s` of all its processes beside.
@@ -54,6 +52,7 @@ class FunctionPatient:
     scratch: Path
     steps: int
     threads: int
+    least_s: float = LEAST_S
     patience_s: float = PATIENCE_S
     debug: bool = False
     changes: Changes = field(default_factory=dict)
@@ -72,9 +71,7 @@ class FunctionPatient:
         seen = self._run(PROFILED_STEPS)
         if seen.kernels_s is not None:
             self.kernels_share = seen.kernels_s / seen.step_s
-        wanted = max(self.steps, min(MOST_STEPS, ceil(LEAST_S / seen.step_s)))
-        # One that ended by itself has no more steps.
-        self.steps = wanted if seen.steps >= self.steps else seen.steps
+        self.steps = min(self.steps, seen.steps)  # one that ended by itself has no more
 
     def window(self) -> Window:
         """Raises:
@@ -126,6 +123,7 @@ class FunctionPatient:
             changes=self.changes,
             warm_up=WARM_UP_STEPS,
             steps=self.steps,
+            least_s=self.least_s,
             profiled=profiled,
             threads=self.threads,
             debug=self.debug,

@@ -14,7 +14,8 @@ class Order:
     Attributes:
         reference: the function, as module:function; its module is looked for in `folder`.
         changes: what to do otherwise; see `changing`.
-        warm_up, steps: steps that do not count, and those that do.
+        warm_up, steps: steps that do not count, and those that do; more of them if they take less
+            than `least_s`.
         profiled: steps more whose kernels are added up.
         threads: of torch, as a process of the user's own would have.
         debug: show the traceback of an error.
@@ -25,6 +26,7 @@ class Order:
     changes: Mapping[str, Any]
     warm_up: int
     steps: int
+    least_s: float
     profiled: int
     threads: int
     debug: bool = False

@@ -9,10 +9,11 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -40,12 +41,37 @@ SETTERS = {
 }
 
 
+class _Ahead:
+    """Batches that workers have ready, step after step."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = ref(iterator)
+        most = iterator._num_workers * (iterator._prefetch_factor or 0)
+        self._counts: deque[int] = deque(maxlen=most + 1)
+
+    def settled(self) -> bool:
+        """Whether the next steps do not live on what was read before: none is ready, or no fewer
+        than when the oldest of these were asked for."""
+        if (iterator := self._iterator()) is None:
+            return True
+        queues = {iterator._data_queue, iterator._worker_result_queue}
+        # What comes out of order waits beside the queues.
+        beside = sum(len(told) > 1 for told in list(iterator._task_info.values()))
+        try:
+            self._counts.append(beside + sum(queue.qsize() for queue in queues))
+        except NotImplementedError:  # on macOS
+            return True
+        full = len(self._counts) == self._counts.maxlen
+        return self._counts[-1] == 0 or (full and self._counts[-1] >= self._counts[0])
+
+
 @dataclass
 class _Loader:
     """Those that one line makes, as the last of them is."""
 
     place: str
     made: Mapping[str, Any] = field(default_factory=dict)
+    ahead: _Ahead | None = None
     waited_s: float = 0.0
     cpu_s: float = 0.0
     begun: int = 0
@@ -161,6 +187,12 @@ class Watch:
             sites.clear()
         self._retries = _retries()
 
+    def settled(self) -> bool:
+        """Whether steps take as long as they will, as far as their data goes. Asked once a step:
+        each loader counts them."""
+        found = [one.ahead.settled() for one in self._loaders.values() if one.ahead is not None]
+        return all(found)
+
     def end(self, steps: Steps) -> Seen:
         """What was seen since; lines first, for losses are values that are read here."""
         watched = (self.copies, self.syncs, self.writes, self.recomputed)
@@ -211,6 +243,7 @@ class Watch:
             if _in_main_thread():
                 known.waited_s += time.perf_counter() - begun_s
             iterator._gpumix_loader = known
+            known.ahead = _Ahead(iterator) if loader.num_workers else None
             return iterator
 
         return begin
