@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ def measured(wall_s: float, cpu_s: float | None = None, **given) -> Measured:
         (measured(0.0002), BOUNDS, "threads", 1),  # cheap
         (measured(0.02), BOUNDS, "processes", 1),  # keeps up alone, but holds the interpreter
         (measured(0.1), BOUNDS, "processes", 3),  # 0.1 / (0.9 * 0.04)
+        (measured(0.1, tail_s=0.3), BOUNDS, "processes", 5),  # 0.1 / (0.6 * 0.04): much in a few
         (measured(0.1), replace(BOUNDS, cores=2), "processes", 2),  # as many as there are cores
         (measured(0.14, 0.001), replace(BOUNDS, cores=1), "processes", 4),  # waiting needs none
         (measured(0.1), replace(BOUNDS, threads=True), "processes", 3),
@@ -128,6 +130,26 @@ def test_more_workers_where_samples_take_longer_later():
     world.run(PAUSE + 6 * WINDOW)
     assert world.tuner.setting.workers >= 0.3 / STEP_S > before
     assert world.tuner.limit is Limit.DEVICE
+
+
+def test_much_waiting_is_no_noise():
+    world = World(0.1, 0.01)
+    world.run(FIRST + WINDOW)
+    before = world.tuner.setting.workers
+    world.wall_s = 0.3
+    world.run(WINDOW + 2)  # the first look at it
+    assert world.tuner.setting.workers > before
+
+
+def test_where_a_few_samples_take_most_of_the_time_all_say_what_one_takes():
+    """Those without a slow one come first."""
+    tuner = Tuner(BOUNDS, splits=True)
+    quick, slow = Cost(SAMPLES, 0.03, 0.001), Cost(SAMPLES, 0.63, 0.001)
+    tuner.first([quick], SAMPLES, 2**20)
+    for number in range(FIRST):
+        tuner.step(Step(0.0, STEP_S, True), [quick] * 2 if number < 4 else [slow, quick], 2**20)
+    mean_s = (11 * 0.03 + 2 * 0.63) / 13
+    assert tuner.setting.workers == ceil(mean_s / (0.6 * STEP_S)) == 6
 
 
 @pytest.mark.parametrize(("beside", "kind"), [(1.0, "threads"), (1.9, "processes")])

@@ -34,6 +34,9 @@ FREE = 0.8  # of the cores in use, below which workers do not wait for them
 FORGETS = 0.1  # of what was measured before, each step
 TRIED = 4  # chunks that two threads are tried with
 AT_FIRST = "as fast as the cores can, at first"
+UNEVEN = 2.0  # times what a batch takes, that the slowest chunk took
+UNEVEN_BUSY = 0.6  # of the time, that workers have something to do then
+MUCH = 3.0  # times a starved share; that is no noise
 TAIL = 1.2  # times the slowest chunk, in batches ahead
 
 
@@ -102,7 +105,9 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     most = MOST_WORKERS if found.step_s else FIRST_WAITING
     useful = floor(bounds.cores * min(found.waiting, most) + 0.25)
     useful = max(1, min(MOST_WORKERS, useful))
-    workers = min(useful, max(1, ceil(found.wall_s / (BUSY * max(wanted_s, 1e-9)))))
+    # Where a few samples take most of the time, quick batches come first and say too little of it.
+    busy = UNEVEN_BUSY if found.tail_s > UNEVEN * found.wall_s else BUSY
+    workers = min(useful, max(1, ceil(found.wall_s / (busy * max(wanted_s, 1e-9)))))
     workers = workers if bounds.workers is None else max(1, bounds.workers)
     kind = bounds.kind or _kind(found, bounds, workers)
     if kind == "threads" and not bounds.threads and bounds.kind is None:
@@ -160,6 +165,7 @@ class Tuner:
     _window: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _starved: int = 0
     _solo: tuple[float, float] | None = None  # seconds of a sample when one worker was alone
+    _samples: int = 0  # that this was learnt from
     _gain: float | None = None
     _tried: list[Cost] | None = None  # chunks of two threads, while these are tried
     _rows: int = 0
@@ -183,7 +189,7 @@ class Tuner:
 
     def first(self, costs: Sequence[Cost], rows: int, batch_bytes: int) -> Setting:
         """After the first batch, which one worker fetched alone; the device's time is not known."""
-        self._solo = _per_sample(costs)
+        self._solo, self._samples = _per_sample(costs), sum(one.samples for one in costs)
         self._tail_s = max((c.wall_s for c in costs), default=0.0)
         self._rows = rows
         found = self._measured(batch_bytes, 0.0)
@@ -232,13 +238,18 @@ class Tuner:
         if self._solo is None:
             self._solo = wall_s, cpu_s
             return
+        # Few samples may take most of the time, so all that were read say how long one takes; once
+        # the setting is one for the device what was long ago is forgotten.
+        samples = sum(one.samples for one in costs)
+        self._samples += samples
+        new = max(FORGETS if self._jumped else 0.0, samples / max(1, self._samples))
         before_wall_s, before_cpu_s = self._solo
         waiting_s = max(0.0, before_wall_s - before_cpu_s)
         # Where workers wait for cores, the clock says more than one alone would take.
         used = self.setting.workers * cpu_s / max(wall_s, 1e-9)
         if used < FREE * self.bounds.cores:
-            waiting_s += FORGETS * (max(0.0, wall_s - cpu_s) - waiting_s)
-        now_cpu_s = before_cpu_s + FORGETS * (cpu_s - before_cpu_s)
+            waiting_s += new * (max(0.0, wall_s - cpu_s) - waiting_s)
+        now_cpu_s = before_cpu_s + new * (cpu_s - before_cpu_s)
         self._solo = now_cpu_s + waiting_s, now_cpu_s
 
     def _measured(self, batch_bytes: int, step_s: float) -> Measured:
@@ -268,7 +279,7 @@ class Tuner:
             return
         if short:
             self._correct(choose(found, self.bounds, self.splits), "samples take another time")
-        elif self._starved >= 2:
+        elif self._starved >= 2 or share > MUCH * STARVED_SHARE:
             self._correct(self._more(found), f"the device waited {share:.0%} of the time")
 
     def _may(self) -> bool:
