@@ -14,7 +14,7 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from harness import run_ranks
-from models import causal_model, packed_lm
+from models import LENGTH, causal_model, packed_lm
 from reference import SEED
 from staging import own_samples
 
@@ -62,7 +62,7 @@ def _profile() -> str:
     profile = gpumix.profile(
         llama,
         lambda n: packed_lm(n, generator),
-        sequence_length=1,
+        sequence_length=LENGTH,
         global_batch=6,
         cluster=Cluster(
             classes=(CLASS,),

@@ -17,7 +17,8 @@ from gpumix.spec.errors import InputError
 
 def join_launched(*, on_gpus: bool) -> None:
     """Make the default process group, if this process is one of several that were started and is in
-    none yet; it is left when the program ends.
+    none yet. One of NCCL is left when the program ends, for it warns otherwise; one of gloo is not:
+    a rank that leaves it at exit may end others that are about to.
 
     Args:
         on_gpus: each computes on the GPU of its number on this host, which becomes the current one.
@@ -39,7 +40,8 @@ def join_launched(*, on_gpus: bool) -> None:
     if on_gpus:
         _take_gpu(place)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    atexit.register(_leave)
+    if on_gpus:
+        atexit.register(_leave)
 
 
 def _take_gpu(place: TorchrunPlace) -> None:
