@@ -145,9 +145,9 @@ def _single_classes(
     every = list(single_classes(profile, request))
     if len(every) == 1:
         return []
-    found = []
+    found, plain = [], not _has_more(profile, request)
     for name, alone in every:
-        step_s = None if _has_more(profile, request) else least_step_s(profile, alone, paces)
+        step_s = least_step_s(profile, alone, paces) if plain else None
         if step_s is None:
             found.append(_alternative(SINGLE + name, partial(fastest, profile, alone), chosen))
         else:
