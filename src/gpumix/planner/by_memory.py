@@ -42,7 +42,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
     refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0, "tensor": 1})
-    most = min(len(profile.model.cuts) + 1, request.space.most_stages or len(devices))
+    most = min(profile.model.most_stages, request.space.most_stages or len(devices))
     if len(devices) > most:
         raise InputError(
             f"{len(devices)} devices of a stage each need as many units and stages, there are "

@@ -103,7 +103,7 @@ class _Search:
         refuse_number(
             request.space,
             most_groups=self._most_groups,
-            units=len(profile.model.cuts) + 1,
+            units=profile.model.most_stages,
             rounds=max(map(rounds_of, self._schedules)),
             degree=self._manners.smallest_team(),
         )
@@ -209,7 +209,7 @@ class _Search:
 
     @property
     def _most_stages(self) -> int:
-        most = len(self._profile.model.cuts) + 1
+        most = self._profile.model.most_stages
         return min(most, self._space.most_stages or most)
 
     @cached_property

@@ -192,6 +192,11 @@ class ModelProfile(Value):
         behind = accumulate((last[name] for name in self.calls), max)
         return tuple(n for n, end in enumerate(behind, 1) if end < n < len(self.calls))
 
+    @property
+    def most_stages(self) -> int:
+        """Into how many stages it can be cut."""
+        return len(self.cuts) + 1
+
     def kind(self, name: str) -> UnitKind:
         """The kind called `name`; raises KeyError if there is none."""
         return {k.name: k for k in self.kinds}[name]
