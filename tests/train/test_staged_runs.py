@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import pytest
-from jobs import BATCH, OWN_PROFILES, metrics, toy, train, write_job
+from jobs import BATCH, CLUSTER, OWN_PROFILES, metrics, toy, train, write_job
 from traces import slices, told
 
 from gpumix.simulate.events import simulate
@@ -139,6 +139,25 @@ def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
     assert evaluations(tmp_path / "team") == pytest.approx(
         evaluations(tmp_path / "alone"), rel=1e-5
     )
+
+
+def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
+    model = toy() | {"tensor_plan": TENSOR_PLAN}
+    alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor": 2})
+    pipeline = Pipeline.of_file(alike, [], debug=True)
+    made = pipeline.plan(pipeline.profile()).model_dump_json()
+    for own, other in (("pair-0", "big"), ("pair-1", "small")):
+        made = made.replace(f'"{own}"', f'"{other}-0"')
+        made = made.replace('"device_class":"pair"', f'"device_class":"{other}"', 1)
+    plan = Plan.model_validate_json(made)
+    assert [w.device_class for w in plan.workers] == ["big", "small"]
+    unlike = [CLUSTER[0], CLUSTER[1] | {"count": 1}]
+    job = write_job(tmp_path / "unlike", model=model, cluster=unlike)
+    alone = train(job, f"output={tmp_path / 'alone'}")
+    capsys.readouterr()
+    assert train(job, plan=plan).losses == pytest.approx(alone.losses, rel=1e-5)
+    told = capsys.readouterr().err
+    assert "nothing is known of how fast the plan is and whether it fits: a team of several" in told
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):

@@ -287,6 +287,7 @@ def check_match(profile: Profile, plan: Plan) -> None:
             )
     check_units(plan, profile.model)
     _check_classes(profile, plan)
+    _check_teams(plan)
 
 
 def _check_classes(profile: Profile, plan: Plan) -> None:
@@ -312,4 +313,16 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
             raise InputError(
                 f"the profile does not say what class '{name}' takes {unknown}",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+            )
+
+
+def _check_teams(plan: Plan) -> None:
+    """A team is counted as its first worker, over links inside one host: see `cost.teams`."""
+    for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
+        if len({(worker.host, worker.device_class) for worker in team}) > 1:
+            raise InputError(
+                "a team of several hosts or device classes was not measured",
+                where=f"the team of {', '.join(worker.device for worker in team)}",
+                fix="make teams of devices of one class on one host, or train this plan as it is, "
+                "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",
             )

@@ -6,6 +6,8 @@ as far as a profile is at hand; nothing is measured for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpumix.cost.memory import usable_bytes
 from gpumix.cost.of_model import FIX, check_units
 from gpumix.cost.predict import predict
@@ -44,9 +46,12 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
         )
 
 
-def foretold_again(plan: Plan, profile: Profile) -> Plan:
+def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
     """The plan with what is expected of it as it is now; reasons are those of the plan that was
     made, so an edited one has none.
+
+    Args:
+        tell: takes a line for people, where what the plan says of itself no longer holds.
 
     Raises:
         InputError: the profile is of another model, or the plan's units are not the model's.
@@ -62,10 +67,12 @@ def foretold_again(plan: Plan, profile: Profile) -> Plan:
         return plan
     try:
         expected = predict(profile, plan)
-    except InputError:  # it uses what was not measured: it may run, but nothing is known of it
+    except InputError as unknown:  # it uses what was not measured: it may run all the same
+        tell(f"nothing is known of how fast the plan is and whether it fits: {unknown.what}")
         return plan.model_copy(update={"prediction": None, "reasons": None})
     if expected == plan.prediction.model_copy(update={"bound_s": None}):
         return plan
+    tell("what the plan foretells of itself does not hold: it is predicted again")
     return plan.model_copy(update={"prediction": expected, "reasons": None})
 
 

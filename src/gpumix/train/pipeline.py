@@ -92,9 +92,9 @@ class Pipeline:
         self._check_output(resume)
         profile = None
         if plan is not None:
-            given = plan
-            plan, profile = self._checked(given, made_from)
-            self._tell_about(plan, given)
+            plan, profile = self._checked(plan, made_from)
+            for line in overruled(plan, self.job):
+                self.show(line)
         with self._output_for_one():
             return self._train(plan, profile, resume)
 
@@ -220,16 +220,9 @@ class Pipeline:
             if profile is None:
                 profile = MeasurementCache(self.job, self.cluster, self.folder).load()
             if profile is not None:
-                plan = foretold_again(plan, profile)
+                plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
         return plan, profile
-
-    def _tell_about(self, plan: Plan, given: Plan) -> None:
-        """What a reader of the plan that was given, or of the job, would not expect."""
-        if plan.prediction != given.prediction:
-            self.show("what the plan foretells of itself does not hold: it is predicted again")
-        for line in overruled(plan, self.job):
-            self.show(line)
 
 
 def too_busy(overruns: int) -> str:
