@@ -52,6 +52,12 @@ def test_architectures(name, layout):
     assert_parity(name, LAYOUTS[layout], zero_stage=1)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_team_whose_stage_has_nothing_to_divide(stage):
+    """BERT's embeddings are a unit."""
+    assert_parity("bert", LAYOUTS["a team, then two"], cuts=[1], zero_stage=stage)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_a_team_sums(layout, stage):

@@ -265,7 +265,10 @@ def divide(
     styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
     windows = _windows(styles, slots, team, names, inside)
-    if not any(number in inside and s.windows(m, team) for number, (m, s) in styles.items()):
+    # A stage may have nothing that can be divided: BERT's embeddings are a unit.
+    others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
+    divided = any(number in inside and s.windows(m, team) for number, (m, s) in styles.items())
+    if not divided and not any(style_of(name, plan) for name in others):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
             why=f"its patterns are {', '.join(plan) or 'none'}",
