@@ -51,6 +51,7 @@ def test_a_plan_as_it_was_made_is_predicted_again_alike(made):
         ({"units": ["layers.2", "other"]}, "which has no unit 'other'"),
         ({"root": []}, r"'tied\.weight', which its 'root' does not name"),
         ({"root": ["tied.weight", "x"]}, "'root' names 'x', which the model has not"),
+        ({"before": ["tied.weight"]}, "'before' is for plans of one stage"),
     ],
 )
 def test_stages_that_are_not_the_models_are_refused(made, changes, told):
@@ -81,3 +82,23 @@ def test_the_unit_that_is_wrong_is_named(units, told):
     plan = make_plan(PROFILE, 4, space=Space(most_stages=1))
     with pytest.raises(InputError, match=told):
         predict(PROFILE, edited(plan, 0, units=[f"layers.{n}" for n in units]))
+
+
+def test_ends_name_what_only_they_use():
+    one = make_plan(PROFILE, 4, space=Space(most_stages=1, leave_out=False))
+    with pytest.raises(InputError, match=r"'after' names 'tied\.weight', which is not used"):
+        predict(PROFILE, edited(one, 0, after=["tied.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kept_graphs": 9}, "'kept_graphs' is 9, device '.*' has 8 pairs of unit call and"),
+        ({"mode": {"recompute": True, "order": "sequential"}}, "is sequential, in several stages"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(made, changes, told):
+    (worker,) = made.model_dump(mode="json")["stages"][0]["workers"]
+    wanted = {"samples": 4, "micro_batch": 1, "mode": {"recompute": True}} | changes
+    with pytest.raises(InputError, match=told):
+        predict(PROFILE, edited(made, 0, workers=[worker | wanted]))

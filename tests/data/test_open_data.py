@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data_helpers import write_tokenizer
 
 from gpumix.data.rows import Source
@@ -41,6 +42,16 @@ def make_passes(n):
 
 def make_set(n):
     return set(range(n))
+
+def make_masked():
+    mask = torch.tensor([1, 1, 0, 0])
+    return [{{"input_ids": torch.arange(4), "attention_mask": mask}} for _ in range(9)]
+
+def make_labelled():
+    return [{{"input_ids": torch.arange(4), "labels": torch.full((4,), -100)}} for _ in range(9)]
+
+def make_nameless():
+    return [{{"tokens": torch.arange(4)}} for _ in range(9)]
 
 def make_source(n):
     from gpumix.data.samples import SampleSource
@@ -105,6 +116,41 @@ def test_a_factory_is_found_in_the_folder_and_called(tmp_path, module):
     train, held_out = opened(tmp_path, factory=f"{module}:make", arguments={"n": 10}, held_out=0.3)
     assert (len(train), len(held_out)) == (7, 3)
     assert train.rows(np.array([6]))["input_ids"].tolist() == [[6, 6, 6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("make_masked", [0, 1, -100, -100]),
+        ("make_labelled", [-100] * 4),
+    ],
+)
+def test_tokens_are_their_own_labels_where_there_are_none(tmp_path, module, name, labels):
+    for source in opened(tmp_path, factory=f"{module}:{name}", held_out=0.2):
+        assert source.rows(np.array([0]))["labels"].tolist() == [labels]
+        assert source.specimen(np.array([0]))["labels"].tolist() == [labels]
+        assert source.rows(np.array([], dtype=int))["labels"].shape == (0, 4)
+
+
+def test_a_stream_of_tokens_has_labels(tmp_path, module):
+    train, _ = opened(tmp_path, factory=f"{module}:make_generator", arguments={"n": 9}, held_out=0)
+    batch = train.rows(np.arange(2))
+    assert torch.equal(batch["labels"], batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "says"),
+    [
+        ("make_nameless", "causal-lm", "the samples have no 'input_ids', they have tokens"),
+        ("make_masked", "masked-lm", "no 'labels', they have attention_mask, input_ids"),
+    ],
+)
+def test_what_a_language_model_lacks_is_told(tmp_path, module, name, task, says):
+    wanted = job(factory=f"{module}:{name}")
+    wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"task": task})})
+    with pytest.raises(InputError, match=says) as caught:
+        open_data(wanted, tmp_path, tmp_path / "cache")
+    assert caught.value.where == f"{module}:{name}"
 
 
 def test_a_factory_may_make_a_source(tmp_path, module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 
+import numpy as np
 import pytest
 from brute import small_profiles
 from hypothesis import assume, given
@@ -16,7 +17,9 @@ from draws import examples
 from gpumix.planner import cephalo as module
 from gpumix.planner.base import PlanRequest, ranked_devices
 from gpumix.planner.cephalo import cephalo, solve
+from gpumix.planner.misfit import Short, too_large
 from gpumix.planner.setting import setting_of
+from gpumix.planner.weigh import even_settings
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode
 from gpumix.spec.space import EVERYTHING, Space
@@ -135,6 +138,18 @@ def test_every_device_needs_a_sample():
 def test_other_techniques_than_theirs_are_refused(space):
     with pytest.raises(InputError, match="ZeRO-3 with recompute"):
         cephalo(fleet(4), PlanRequest(global_batch=64, space=space))
+
+
+def test_a_host_that_is_short_is_not_taken_for_its_devices():
+    """At the size that comes nearest."""
+    over, over_host = np.array([9, -5, -7]), np.array([0, 3, 8])
+    assert Short.least(over, over_host) == Short(3, on_host=True)
+    assert Short.least(over, np.zeros(3, dtype=int)) == Short()
+    profile = fleet(4)
+    setting = next(even_settings(profile, profile.cluster.devices, Space()))[0]
+    error = too_large("a plan", [(setting, {"t4": Short(3, on_host=True)})])
+    assert "the host of device class 't4' is short of 3 bytes" in error.what
+    assert "that its host has for it" in error.why
 
 
 def test_the_class_that_is_short_is_named():

@@ -46,6 +46,29 @@ def test_a_plan_that_is_not_the_models_is_refused_before_ranks_start(job, made, 
     assert not (job.parent / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("device_class", "small", "'big-0' has device_class 'small', here it is 'big'"),
+        ("host", "elsewhere", "'big-0' has host 'elsewhere', here it is 'localhost'"),
+    ],
+)
+def test_devices_are_those_of_the_cluster(job, made, key, value, told):
+    tree = made[0].model_dump(mode="json")
+    for stage in tree["stages"]:
+        for worker in stage["workers"]:
+            if worker["device"] == "big-0":
+                worker[key] = value
+    with pytest.raises(InputError, match=told):
+        train(job, plan=Plan.model_validate(tree))
+
+
+def test_a_plan_that_would_train_another_model_is_refused(job, made):
+    rounded = made[0].model_copy(update={"communication_dtype": "bf16"})
+    with pytest.raises(InputError, match="communication_dtype is bf16, what its devices compute"):
+        train(job, plan=rounded)
+
+
 def test_a_plan_as_it_was_made_keeps_what_it_says(job, made):
     pipeline = Pipeline.of_file(job, [], debug=True)
     assert pipeline._checked(made[0], made[1]) == made
@@ -61,6 +84,12 @@ def test_an_edited_plan_is_predicted_again(job, made):
     assert found.prediction is not None
     assert found.prediction != plan.prediction
     assert found.reasons is None
+
+
+def test_what_a_job_does_not_say_is_not_said_to_have_no_effect(tmp_path, made, capsys):
+    other = made[0].model_copy(update={"strategy": "by hand"})
+    train(write_job(tmp_path, steps=1, model=toy(blocks=4), techniques=None), plan=other)
+    assert "has no effect" not in capsys.readouterr().err
 
 
 def test_what_the_job_says_of_plans_and_a_given_one_does_not_follow_is_told(tmp_path, made, capsys):

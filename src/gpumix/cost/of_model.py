@@ -6,6 +6,7 @@ lacks something would leave the others waiting.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -28,9 +29,58 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
         check_names(plan, model.calls)
         wrong = _doubled(planned, model.calls) or _reordered(planned, model.calls)
         raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
-    if len(plan.stages) > 1 and model.needs:
-        for number in range(len(plan.stages)):
+    check_ends(plan, model.root.before.names, model.root.after.names)
+    for number in range(len(plan.stages)):
+        _check_use(plan, number)
+        if len(plan.stages) > 1 and model.needs:
             _check_needs(plan, number, model)
+
+
+def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> None:
+    """Refuse a plan that takes other parameters for those that only one end of the model uses.
+
+    Args:
+        before, after: those that may be.
+
+    Raises:
+        InputError: it names another.
+    """
+    for number, stage in enumerate(plan.stages, 1):
+        for key, named, allowed in (
+            ("before", stage.before, before),
+            ("after", stage.after, after),
+        ):
+            wrong = [name for name in named if name not in allowed or named.count(name) > 1]
+            if named and len(plan.stages) > 1:
+                what, fix = "is for plans of one stage", f"set '{key}' to []"
+            elif wrong:
+                what = f"names {_listed(wrong)}, which is not used at that end of the model only"
+                fix = f"set '{key}' to [], or to {json.dumps(list(allowed))}"
+            else:
+                continue
+            raise InputError(f"'{key}' {what}", where=f"stage {number}", fix=fix)
+
+
+def _check_use(plan: Plan, number: int) -> None:
+    """Refuse values that would have no effect in a stage."""
+    stage = plan.stages[number]
+    where = f"stage {number + 1}"
+    for worker in stage.workers:
+        pairs = len(stage.units) * len(worker.micro_batches)
+        if worker.kept_graphs > pairs:
+            raise InputError(
+                f"'kept_graphs' is {worker.kept_graphs}, device '{worker.device}' has {pairs} "
+                "pairs of unit call and micro-batch",
+                where=where,
+                fix="set it to at most so many",
+            )
+        if len(plan.stages) > 1 and worker.mode.order != "layered":
+            raise InputError(
+                f"the order of device '{worker.device}' is {worker.mode.order}, in several stages "
+                "the schedule orders micro-batches",
+                where=where,
+                fix="set `mode.order` to layered",
+            )
 
 
 def check_names(plan: Plan, units: Collection[str]) -> None:
@@ -93,7 +143,7 @@ def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
         raise InputError(
             f"the stage computes with {_listed(sorted(lacking))}, which its 'root' does not name",
             where=where,
-            fix=f"set 'root' to {list(needs.root)}, or to null: all of the root's parameters",
+            fix=f"set 'root' to {json.dumps(needs.root)}, or to null: all of the root's parameters",
         )
     known = {parameter.name for parameter in model.root.parameters}
     if known and (unknown := set(stage.root or ()) - known):
@@ -101,7 +151,7 @@ def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
             f"'root' names {_listed(sorted(unknown))}, which the model has not outside of its "
             "units",
             where=where,
-            fix=f"set 'root' to {list(needs.root)}",
+            fix=f"set 'root' to {json.dumps(needs.root)}",
         )
     taken = {(one.call, one.output) for one in stage.takes}
     for one in needs.outputs:
@@ -111,5 +161,6 @@ def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
                 f"the stage needs output {one.output} of call {one.call} (unit '{unit}'), which "
                 "its 'takes' does not name",
                 where=where,
-                fix=f"add {one.model_dump()} to its 'takes', or make a plan: gpumix plan JOB.yaml",
+                fix=f"add {one.model_dump_json()} to its 'takes', or make a plan: gpumix plan "
+                "JOB.yaml",
             )

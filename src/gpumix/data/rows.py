@@ -153,6 +153,26 @@ class DerivedSource(Source):
         return self._whole.specimen(indices)
 
 
+class OwnTokensAsLabels(DerivedSource):
+    """Another source, for a model that predicts next tokens: where its samples have no `labels`
+    these are the `input_ids`, as far as the `attention_mask` shows them."""
+
+    def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return _labelled(self._whole.specimen(indices))
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return _labelled(self._whole.rows(indices))
+
+
+def _labelled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if tokens is None or "labels" in batch:
+        return batch
+    # A caller may mask labels in place.
+    labels = tokens.clone() if mask is None else tokens.masked_fill(mask == 0, IGNORED)
+    return {**batch, "labels": labels}
+
+
 class KnownTokens(DerivedSource):
     """Another source, for a language model: its `input_ids`, and the `labels` that count, must be
     tokens of the model's vocabulary. Others fail somewhere inside the model, on a GPU without a

@@ -331,7 +331,9 @@ def _length(dataset: Any, name: str) -> int:
             where=name,
             why="samples are read by index, in one order for all ranks: it needs __len__ and "
             "__getitem__",
-            fix="write the stream to disk and index it, for example with datasets.save_to_disk",
+            fix="return the dataset itself"
+            if dataset is None
+            else "write the stream to disk and index it, for example with datasets.save_to_disk",
         )
     count = _counted(dataset, name)
     if not count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ from gpumix.data.packed import PackedText
 from gpumix.data.packing import PackedDocuments
 from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
 from gpumix.data.reading import Reading
-from gpumix.data.rows import KnownTokens, PackedSource, Source, split_held_out
+from gpumix.data.rows import (
+    KnownTokens,
+    OwnTokensAsLabels,
+    PackedSource,
+    Source,
+    split_held_out,
+)
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
 from gpumix.data.streams import StreamSource, is_stream
@@ -55,6 +61,8 @@ def open_data(
         )
 
     def known(source: Source) -> Source:
+        if opened.lacks_labels:
+            source = OwnTokensAsLabels(source)
         # Those of a job's own tokenizer are compared with the model before.
         own = job.data.factory is None and opened.is_text
         if vocabulary is None or own:
@@ -73,6 +81,7 @@ class _Opened:
 
     Attributes:
         is_text: its labels are its tokens.
+        lacks_labels: they are to be its tokens.
         aligned: its labels belong to its tokens, as far as is known: what a model of the user's
             own takes is its own affair, and a decoder has tokens of its own.
     """
@@ -84,6 +93,7 @@ class _Opened:
         self._length = job.sequence_length
         self._reading = Reading(job.data.bad_samples, job.timeout)
         self.is_text = False
+        self.lacks_labels = False
         self.aligned = job.model.config is not None and job.model.task != "seq2seq-lm"
 
     def whole(self) -> Source:
@@ -210,7 +220,10 @@ class _Opened:
             source = StreamSource(made, reference, self._job.global_batch, reading=self._reading)
         else:
             source = SampleSource(made, reference, reading=self._reading)
-        tokens = source.rows(np.empty(0, dtype=np.int64)).get("input_ids")
+        sample = source.rows(np.empty(0, dtype=np.int64))
+        if self._job.model.config is not None:
+            self._check_keys(sample.keys(), reference)
+        tokens = sample.get("input_ids")
         if tokens is not None and tokens.shape[-1:] != (self._length,):
             raise InputError(
                 f"'input_ids' of a sample has the shape {list(tokens.shape[1:])}, the job's "
@@ -221,3 +234,21 @@ class _Opened:
                 "documents (packs)",
             )
         return source
+
+    def _check_keys(self, keys: Collection[str], reference: str) -> None:
+        """What a language model needs of each sample."""
+        task, has = self._job.model.task, ", ".join(sorted(keys))
+        if not {"input_ids", "inputs_embeds"} & set(keys):
+            raise InputError(
+                f"the samples have no 'input_ids', they have {has}",
+                where=reference,
+                fix="let the factory give dictionaries of 'input_ids' and, if they are not the "
+                "tokens, 'labels'",
+            )
+        self.lacks_labels = "labels" not in keys and task == "causal-lm" and "input_ids" in keys
+        if "labels" not in keys and not self.lacks_labels:
+            raise InputError(
+                f"the samples have no 'labels', they have {has}",
+                where=reference,
+                fix=f"let the factory give what a {task} is to learn in 'labels'",
+            )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.cost.of_model import check_names
+from gpumix.cost.of_model import check_ends, check_names
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -219,6 +219,8 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
     check_names(plan, [unit.name for unit in anatomy.units])
+    root = [slot.name for slot in anatomy.root.slots]
+    check_ends(plan, root, root)
     degrees = tuple(stage.tensor for stage in plan.stages)
     if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
         raise InputError(

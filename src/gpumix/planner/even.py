@@ -16,7 +16,7 @@ from gpumix.cost.buckets import Buckets
 from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Activations, Owned, free_bytes, owned_by_rank
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
-from gpumix.planner.misfit import too_large
+from gpumix.planner.misfit import Short, too_large
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import Load, even_settings, host_excess, step_seconds
 from gpumix.spec.cluster import Device
@@ -69,7 +69,7 @@ class _Even:
     mode: Mode
     micro_batch: int | None
     step_s: float
-    excess: dict[str, int]
+    excess: dict[str, Short]
 
     @classmethod
     def of(cls, setting: Setting, mode: Mode, kinds: Sequence[_Kind]) -> _Even:
@@ -77,11 +77,12 @@ class _Even:
         most = min(setting.largest_micro_batch(name, most) for name in setting.classes)
         sizes = np.arange(1, most + 1)
         fits = np.ones(most, dtype=bool)
-        worst: dict[str, int] = {}
+        worst: dict[str, Short] = {}
         for kind in kinds:
-            over = _excess(setting, mode, kind, sizes)
-            fits &= over <= 0
-            worst[kind.name] = max(worst.get(kind.name, 0), int(over.min()))
+            over, over_host = _excess(setting, mode, kind, sizes)
+            fits &= np.maximum(over, over_host) <= 0
+            short = Short.least(over, over_host)
+            worst[kind.name] = max(worst.get(kind.name, Short()), short)
         if not fits.any():
             return cls(setting, mode, None, float("inf"), worst)
         size, share = int(sizes[fits].max()), 1.0 / len(setting.devices)
@@ -105,11 +106,14 @@ def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) 
     return list(dict.fromkeys(every))
 
 
-def _excess(setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray) -> IntArray:
-    """Bytes by which a device exceeds its memory, for each micro-batch size."""
+def _excess(
+    setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Bytes by which a device exceeds its memory, and what its host has for it, for each
+    micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
     over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
     over_host = host_excess(setting, kind.name, micro, mode).astype(np.int64)
-    return np.asarray(np.maximum(over, over_host))
+    return over, over_host

@@ -7,10 +7,11 @@ equal shares, and the way out is the policy that has no such rule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from gpumix.cost.curves import MicroBatches
+from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import free_bytes, usable_bytes
 from gpumix.planner.no_stages import ONE_STAGE
 from gpumix.planner.setting import Setting
@@ -20,8 +21,23 @@ from gpumix.spec.plan import Mode, Plan, WorkerPrediction
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes, show_exact_bytes
 
-# What a way of planning lacks: the bytes by which each class exceeds its memory.
-Lack = tuple[Setting, Mapping[str, int]]
+
+class Short(NamedTuple):
+    """The bytes that a device lacks: of its own memory, or of what its host has for it."""
+
+    bytes: int = 0
+    on_host: bool = False
+
+    @classmethod
+    def least(cls, over: IntArray, over_host: IntArray) -> Short:
+        """At the best of several sizes, by how much each exceeds both."""
+        best = int(np.maximum(over, over_host).argmin())
+        short = max(0, int(over[best]), int(over_host[best]))
+        return cls(short, short > 0 and bool(over_host[best] > over[best]))
+
+
+# What a way of planning lacks, by class.
+Lack = tuple[Setting, Mapping[str, Short]]
 
 
 def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
@@ -34,7 +50,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
             fix="use `strategy: optimal`, which lets each class have its own",
         )
     setting, excess = min(tried, key=lambda t: (max(t[1].values()), t[0].zero_stage))
-    short = {name: over for name, over in excess.items() if over > 0}
+    short = {name: over for name, over in excess.items() if over.bytes > 0}
     if not short:
         return NoFeasiblePlanError(
             f"{what} does not fit: no division by its rules fits all devices",
@@ -42,18 +58,24 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
         )
     name = max(short, key=lambda n: (short[n], n))
     each = _each(setting.profile, short)
+    who = f"{'the host of ' if short[name].on_host else ''}device class '{name}'"
     return NoFeasiblePlanError(
-        f"{what} does not fit: device class '{name}' is short of {show_exact_bytes(short[name])}",
+        f"{what} does not fit: {who} is short of {show_exact_bytes(short[name].bytes)}",
         why=f"{each}, at the best micro-batch and with 1/{len(setting.devices)} of the state",
-        fix="use `strategy: optimal`, which gives devices with less memory less of it",
+        fix="use `strategy: optimal`, which gives devices with less memory less of it"
+        + (", and keeps nothing on a host that has no room" if short[name].on_host else ""),
     )
 
 
-def _each(profile: Profile, short: Mapping[str, int]) -> str:
+def _each(profile: Profile, short: Mapping[str, Short]) -> str:
     return "; ".join(
-        f"{name} is short of {show_exact_bytes(over)} of the "
-        f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
-        for name, over in sorted(short.items())
+        f"{name} is short of {show_exact_bytes(lacking.bytes)} of the "
+        + (
+            f"{show_bytes(profile.of_class(name).host_bytes or 0)} that its host has for it"
+            if lacking.on_host
+            else f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
+        )
+        for name, lacking in sorted(short.items())
     )
 
 
@@ -66,15 +88,16 @@ class Misses:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._nearest: dict[str, int] = {}
+        self._nearest: dict[str, Short] = {}
 
     def note(self, plan: Plan, workers: Iterable[WorkerPrediction]) -> None:
         """A plan, and what is expected of its workers."""
-        short: dict[str, int] = {}
+        short: dict[str, Short] = {}
         for worker, expected in zip(plan.workers, workers):
             over = expected.peak_bytes - expected.memory_limit_bytes
             if over > 0:
-                short[worker.device_class] = max(over, short.get(worker.device_class, 0))
+                name = worker.device_class
+                short[name] = max(Short(over), short.get(name, Short()))
         if not self._nearest or max(short.values()) < max(self._nearest.values()):
             self._nearest = short
 
@@ -96,12 +119,11 @@ def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
         yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
 
 
-def lack(setting: Setting, name: str, mode: Mode, samples: int) -> int:
-    """Bytes that a device of class `name` lacks to hold so many samples and an equal share."""
+def lack(setting: Setting, name: str, mode: Mode, samples: int) -> Short:
+    """What a device of class `name` lacks to hold so many samples and an equal share."""
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
     held = peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
-    over = np.maximum(
-        held - free_bytes(setting.profile, name), host_excess(setting, name, micro, mode)
-    )
-    return max(0, int(np.ceil(over.min())))
+    over = np.ceil(held - free_bytes(setting.profile, name)).astype(np.int64)
+    over_host = np.ceil(host_excess(setting, name, micro, mode)).astype(np.int64)
+    return Short.least(over, over_host)

@@ -148,9 +148,11 @@ class _Search:
         """Why there can be no plan by a schedule."""
         rounds, space = rounds_of(schedule), self._space
         if schedule == "zero-bubble" and min(space.zero_stages) > 1:
+            allowed = sorted(set(space.zero_stages))
             return Refusal(
-                "it keeps gradients whole until a step's end, and ZeRO stages "
-                f"{' and '.join(map(str, sorted(set(space.zero_stages))))} divide them before",
+                f"it keeps gradients whole until a step's end, ZeRO "
+                f"{'stage' if len(allowed) == 1 else 'stages'} {' and '.join(map(str, allowed))} "
+                f"{'divides' if len(allowed) == 1 else 'divide'} them before",
                 "allow `techniques: {zero_stages: [0, 1]}`",
             )
         if lacking := self._manners.lacking(self._classes, schedule):

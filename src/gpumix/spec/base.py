@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -62,14 +63,7 @@ class Document(Value):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = _place(text, first["loc"])
-            said = first["msg"].removeprefix("Value error, ")
-            raise InputError(
-                f"this is not a valid {cls.KIND}: {said}",
-                where=f"{path}{': ' + place if place else ''}",
-                fix=fix,
-            ) from error
+            raise _invalid(cls, text, error, path, fix) from error
 
     def save(self, path: Path) -> None:
         """Write the document to `path` in one atomic step.
@@ -130,6 +124,28 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
             where=str(path),
             fix=fix,
         )
+
+
+def _invalid(
+    cls: type[Document], text: str, error: ValidationError, path: Path, fix: str
+) -> InputError:
+    """The first thing that is wrong in a document, and what may have been meant."""
+    from gpumix.spec.read_errors import problems_of  # which knows documents
+
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        said = first["msg"].removeprefix("Invalid JSON: ")
+        return InputError(
+            f"this is not a valid {cls.KIND}: it is no JSON: {said}", where=str(path), fix=fix
+        )
+    problem = problems_of(cls, _fields(text), error)[0]
+    place = _place(text, problem.keys)
+    said = re.sub(r"^'[^']*': ", "", problem.what)  # which is told as the place
+    return InputError(
+        f"this is not a valid {cls.KIND}: {said}",
+        where=f"{path}{': ' + place if place else ''}",
+        fix=f"{problem.fix or 'mend it'}; or {fix}",
+    )
 
 
 def _fields(text: str) -> dict[str, object]:

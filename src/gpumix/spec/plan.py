@@ -399,7 +399,7 @@ class Plan(Document):
             if late:
                 raise ValueError(
                     f"stage {number + 1} takes what call {late[0]} returns, which is not in an "
-                    "earlier stage"
+                    f"earlier stage: {f'those have calls 0 to {calls - 1}' if calls else 'none is'}"
                 )
             calls += len(stage.units)
         for number in range(len(self.stages) - 1):

@@ -99,8 +99,9 @@ def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
         return tuple(_with_paths(item, tree, (*keys, i)) for i, item in enumerate(value))
     if isinstance(value, Value):
         names = type(value).model_fields
-        fields = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
-        return value.model_copy(update=fields)
+        found = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
+        changed = {n: item for n, item in found.items() if item != getattr(value, n)}
+        return value.model_copy(update=changed)  # what nobody said stays unsaid
     return value
 
 

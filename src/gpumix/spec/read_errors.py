@@ -78,6 +78,11 @@ def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None,
         return None, _problems(model, value, error.errors(), keys)
 
 
+def problems_of(model: type[BaseModel], value: object, error: ValidationError) -> list[Problem]:
+    """What is wrong with a `value` that is no `model`."""
+    return _problems(model, value, error.errors(), ())
+
+
 def input_error(problems: Iterable[Problem], tree: Tree) -> InputError:
     """All `problems` as one error, in the order of the file, then of the `--set` arguments."""
     told = sorted((_told(p, tree) for p in problems), key=lambda t: _order(t[0]))
@@ -173,7 +178,10 @@ def _wrong(
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
         return Problem(keys, f"'{shown}': {said}" if shown else said, between=bool(shown))
-    wanted = " or ".join(dict.fromkeys(_wanted(e) for e in errors))
+    # One value stands for a list of it: what is no list is no short one.
+    short = [e for e in errors if e["type"] == "too_short" and e["input"] != []]
+    told = [e for e in errors if e not in short] or errors
+    wanted = " or ".join(dict.fromkeys(_wanted(e) for e in told))
     if Path in _parts(_annotation(model, below)):
         wanted = wanted.replace("text", "a path")
     what = f"'{shown}' must be {wanted}, it is {show_value(error['input'])}"

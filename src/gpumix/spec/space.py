@@ -90,7 +90,8 @@ class Space(Value):
     def _possible(self) -> Self:
         if self.most_stages is not None and self.most_stages < self.least_stages:
             raise ValueError(
-                f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}"
+                f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}: the "
+                "least is to be no more than the most"
             )
         if self.sequence == (True,) and max(self.tensor) == 1:
             raise ValueError("`sequence: true` has no effect without a tensor degree above 1")

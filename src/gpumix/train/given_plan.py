@@ -12,7 +12,7 @@ from gpumix.cost.memory import usable_bytes
 from gpumix.cost.of_model import FIX, check_units
 from gpumix.cost.predict import predict
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.dtypes import compute_dtypes
+from gpumix.spec.dtypes import communication_dtype, compute_dtypes
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
@@ -25,8 +25,9 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
     """Refuse a plan that is for other work than the job's.
 
     Raises:
-        InputError: batch, length or precision differ, or the engine does not run it.
+        InputError: batch, length, precision or devices differ, or the engine does not run it.
     """
+    _check_devices(plan, cluster)
     dtypes = compute_dtypes(job.precision, cluster)
     for what, planned, wanted in (
         ("global_batch", plan.global_batch, job.global_batch),
@@ -38,12 +39,37 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
                 f"the plan is for {what} {planned}, the job has {wanted}",
                 fix="make a plan for this job: gpumix plan JOB.yaml",
             )
+    sent = communication_dtype(w.compute_dtype for w in plan.workers)
+    if plan.communication_dtype != sent:
+        raise InputError(
+            f"the plan's communication_dtype is {plan.communication_dtype}, what its devices "
+            f"compute in makes it {sent}",
+            why="with another dtype another model is trained",
+            fix=f'set "communication_dtype" to "{sent}"',
+        )
     degrees = tuple(stage.tensor for stage in plan.stages)
     if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",
         )
+
+
+def _check_devices(plan: Plan, cluster: Cluster) -> None:
+    """A device's class and host are as the cluster says."""
+    for worker in plan.workers:
+        device = cluster.device(worker.device)
+        for key, planned, there in (
+            ("device_class", worker.device_class, device.device_class),
+            ("host", worker.host, device.host),
+        ):
+            if planned != there:
+                raise InputError(
+                    f"the plan's device '{worker.device}' has {key} '{planned}', here it is "
+                    f"'{there}'",
+                    fix=f'set its "{key}" to "{there}", or make a plan for this cluster: gpumix '
+                    "plan JOB.yaml",
+                )
 
 
 def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:

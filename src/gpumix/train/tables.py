@@ -125,7 +125,8 @@ def plan_table(plan: Plan) -> RenderableType:
         cells = [name, str(len(workers)), str(samples), _micro(workers[0])]
         cells = [place, str(len(stage.units)), *cells] if in_stages else cells
         where = " on the host" if workers[0].state_on == "host" else ""
-        cells += [f"{share:.1%}{where}", memory, busy]
+        stored = f"{share:.1%}" if plan.zero_stage else "whole"
+        cells += [f"{stored}{where}", memory, busy]
         cells += [_backward(workers[0], plan)] if told else []
         if worth:
             cells += _worth(worth[name]) if name not in seen else ["", ""]
@@ -237,10 +238,11 @@ def _how(plan: Plan) -> str:
     among = "the devices of each stage" if len(plan.stages) > 1 else among
     collectives = plan.collectives
     padding = f" to {collectives.padding:g} times" if collectives.padding > 1 else ""
-    return (
-        f"ZeRO stage {plan.zero_stage}, state divided among {among}; collectives: "
-        f"{collectives.gather} gather, {collectives.reduce} reduction{padding}{_schedule(plan)}"
-    )
+    what = ("no state divided", "optimizer's state", "optimizer's state and gradients", "state")
+    divided = f"{what[plan.zero_stage]} divided among {among}" if plan.zero_stage else what[0]
+    alone = len(plan.workers) == 1
+    told = f"; collectives: {collectives.gather} gather, {collectives.reduce} reduction{padding}"
+    return f"ZeRO stage {plan.zero_stage}, {divided}{'' if alone else told}{_schedule(plan)}"
 
 
 def _schedule(plan: Plan) -> str:
