@@ -9,6 +9,7 @@ import pytest
 from gpumix.doctor.suspects import NAMES, Evidence, suspects
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
+from gpumix.train.interlude import Interlude
 
 HEALTHY: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2"}},
@@ -23,8 +24,8 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
     evidence = {
         "input_share": 0.01,
         "step_s": 0.1,
-        "save_s": 0.0,
-        "evaluation_s": 0.0,
+        "save": Interlude(),
+        "evaluation": Interlude(),
         "padding_share": None,
         "compilers": False,
         "tf32": (),
@@ -91,13 +92,19 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
         ),
         (
             {"checkpoint": {"every_steps": 2}},
-            {"save_s": 0.1},
+            {"save": Interlude(0.1)},
             "checkpoints",
             {"checkpoint.every_steps": 50},  # then it is 2 % of the steps
         ),
         (
+            {"checkpoint": {"every_steps": 1}},
+            {"save": Interlude(0.001, 0.001, 0.4)},
+            "checkpoints",
+            {"checkpoint.every_steps": 4},  # then one is written before the next begins
+        ),
+        (
             {"evaluation": {"every_steps": 1}},
-            {"evaluation_s": 0.2},
+            {"evaluation": Interlude(0.2)},
             "evaluation",
             {"evaluation.every_steps": 100},
         ),
@@ -124,7 +131,8 @@ def test_small_batches_come_last_and_are_left_to_the_user():
         ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
         ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),
-        ({"checkpoint": {"every_steps": 100}}, {"save_s": 0.1}),
+        ({"checkpoint": {"every_steps": 100}}, {"save": Interlude(0.1)}),
+        ({"checkpoint": {"every_steps": 10}}, {"save": Interlude(0.001, 0.001, 0.9)}),
         (data(packing="none"), {"padding_share": 0.01}),
     ],
 )

@@ -26,10 +26,11 @@ def failure(job, kind: type[GpumixError] = TrainingError, **options) -> GpumixEr
 
 
 def harmed(tmp_path, fault: str, **changes):
-    """A job whose rank 1 comes to harm in its third step."""
+    """A job whose rank 1 comes to harm in its third step, when the second one's state is saved."""
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     return write_job(
         tmp_path,
-        model=toy(fault=fault, rank=1, at=3),
+        model=toy(fault=fault, rank=1, at=3, after=str(saved)),
         checkpoint={"every_steps": 2},
         **changes,
     )

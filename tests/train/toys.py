@@ -12,6 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,19 +43,24 @@ class Toy(nn.Module):
     Args:
         fault: a name in `FAULTS`, "nan-gradient", or none.
         rank, at: where it happens, and in which training forward pass, counted from 1.
+        after: a path that is there before it happens.
     """
 
-    def __init__(self, width: int, blocks: int, fault: str, rank: int, at: int) -> None:
+    def __init__(
+        self, width: int, blocks: int, fault: str = "", rank: int = 0, at: int = 0, after: str = ""
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY)
-        self.fault, self.rank, self.at = fault, rank, at
+        self.fault, self.rank, self.at, self.after = fault, rank, at, after
         self.passes = 0
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
         strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
+        while strike and self.after and not Path(self.after).exists():
+            time.sleep(0.01)  # its rank is ended if that never comes
         x = self.embedding(input_ids)
         if strike and self.fault == "nan-gradient":
             x = _NanGradient.apply(x)
@@ -72,7 +78,7 @@ class Selective(Toy):
     goes that way, and others through all."""
 
     def __init__(self, blocks: int, calls: Sequence[int], by_size: bool) -> None:
-        super().__init__(16, blocks, "", 0, 0)
+        super().__init__(16, blocks)
         self.calls, self.by_size = tuple(calls), by_size
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,9 +102,14 @@ class _NanGradient(torch.autograd.Function):
 
 
 def model(
-    width: int = 16, blocks: int = 2, fault: str = "", rank: int = 0, at: int = 3
+    width: int = 16,
+    blocks: int = 2,
+    fault: str = "",
+    rank: int = 0,
+    at: int = 3,
+    after: str = "",
 ) -> nn.Module:
-    return Toy(width, blocks, fault, rank, at)
+    return Toy(width, blocks, fault, rank, at, after)
 
 
 def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:

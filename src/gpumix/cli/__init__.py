@@ -15,6 +15,7 @@ from gpumix.cli import (
     devices,
     doctor,
     export,
+    inspect,
     plan,
     profile,
     simulate,
@@ -46,7 +47,19 @@ def _main(
     """Train transformers on whatever mixture of GPUs you have."""
 
 
-for verb in (devices, profile, plan, compare, whatif, simulate, train, doctor, demo, export):
+for verb in (
+    devices,
+    profile,
+    plan,
+    compare,
+    whatif,
+    simulate,
+    train,
+    doctor,
+    demo,
+    export,
+    inspect,
+):
     verb.register(app)
 
 

@@ -28,7 +28,7 @@ def export(
     from gpumix.train.export import export as write
     from gpumix.train.tables import stderr
 
-    write(run, to, dtype=dtype)
+    write(run, to, dtype=dtype, tell=stderr().print)
     if as_json:
         print_json({"folder": str(to)})
     else:

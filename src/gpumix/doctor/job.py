@@ -80,13 +80,15 @@ class JobPatient:
         self.seen = told()
         self.trials.append(trial)
         seconds = trial.mean_s
-        for every, each_s in (
-            (self.job.evaluation.every_steps, trial.evaluation_s),
-            (self.job.checkpoint.every_steps, trial.save_s),
+        took_s = self.steps * trial.mean_s
+        for every, took in (
+            (self.job.evaluation.every_steps, trial.evaluation),
+            (self.job.checkpoint.every_steps, trial.save),
         ):
-            seconds += each_s / every if every else 0.0
-        beside_s = trial.evaluation_s + trial.save_s
-        return Window(seconds * self._part_of_batch, self.steps * trial.mean_s + beside_s)
+            if every:
+                seconds += took.each_s(every * trial.mean_s) / every
+                took_s += took.still_s + took.beside_s
+        return Window(seconds * self._part_of_batch, took_s)
 
     @property
     def _part_of_batch(self) -> float:
@@ -113,8 +115,8 @@ class JobPatient:
             plan=plan,
             input_share=max(trial.input_shares),
             step_s=trial.mean_s,
-            save_s=trial.save_s,
-            evaluation_s=trial.evaluation_s,
+            save=trial.save,
+            evaluation=trial.evaluation,
             padding_share=trial.padding_share,
             compilers=any(c.accelerator == "cuda" for c in classes),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),

@@ -16,6 +16,7 @@ from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import LARGEST_BATCH
+from gpumix.train.interlude import Interlude
 
 FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to be suspected
 BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
@@ -29,7 +30,7 @@ class Evidence:
 
     Attributes:
         input_share: of a step, in which the device that waits longest for its data does so.
-        save_s, evaluation_s: that one checkpoint, and one evaluation take; 0: there are none.
+        save, evaluation: that one checkpoint, and one evaluation take; nothing: there are none.
         step_s: of a step without these.
         padding_share: of the tokens of a batch; None: not known.
         compilers: whether there are devices that compiled code is made for.
@@ -43,8 +44,8 @@ class Evidence:
     plan: Plan
     input_share: float
     step_s: float
-    save_s: float
-    evaluation_s: float
+    save: Interlude
+    evaluation: Interlude
     padding_share: float | None
     compilers: bool
     tf32: tuple[str, ...]
@@ -173,17 +174,18 @@ def _padding(seen: Evidence) -> Iterator[Suspect]:
 
 def _beside(seen: Evidence) -> Iterator[Suspect]:
     """What is done beside steps, too often."""
-    for name, key, each_s, what in (
-        ("checkpoints", "checkpoint.every_steps", seen.save_s, "checkpoints are saved too often"),
-        ("evaluation", "evaluation.every_steps", seen.evaluation_s, "it is evaluated too often"),
+    for name, section, took, what in (
+        ("checkpoints", "checkpoint", seen.save, "checkpoints are saved too often"),
+        ("evaluation", "evaluation", seen.evaluation, "it is evaluated too often"),
     ):
-        section = key.partition(".")[0]
         every = getattr(seen.job, section).every_steps
+        each_s = took.each_s(every * seen.step_s)
         if not every or each_s <= BESIDE * every * seen.step_s:
             continue
         share = each_s / (each_s + every * seen.step_s)
-        enough = max(every, round(each_s / (BESIDE * seen.step_s)))
-        yield Suspect(name, what, f"that is {share:.0%} of the run", {key: enough})
+        wanted_s = max((took.still_s + took.settle_s) / BESIDE, took.beside_s)
+        changes = {f"{section}.every_steps": max(every, round(wanted_s / seen.step_s))}
+        yield Suspect(name, what, f"that is {share:.0%} of the run", changes)
 
 
 def _batch(seen: Evidence) -> Iterator[Suspect]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,10 @@ from gpumix.hardware.efficiency import Installed
 MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+MEMORY_USED = (
+    Path("/sys/fs/cgroup/memory.current"),
+    Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 COMPILERS = ("g++", "c++", "clang++")
 
@@ -103,6 +108,21 @@ def world_size() -> int:
 def installed() -> Installed:
     """The packages with kernels that are here; none is imported."""
     return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})
+
+
+def available_host_bytes() -> int:
+    """What may be taken of this host's memory now, or of that of a container, before it swaps or
+    ends a process."""
+    free = [host_memory_bytes()]
+    with suppress(OSError, StopIteration):
+        told = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kib = next(line for line in told if line.startswith("MemAvailable:")).split()[1]
+        free.append(int(kib) * 1024)
+    for limit, used in zip(MEMORY_LIMITS, MEMORY_USED):
+        with suppress(OSError, ValueError):
+            most = int(limit.read_text(encoding="ascii"))
+            free.append(most - int(used.read_text(encoding="ascii")))
+    return max(0, min(free))
 
 
 def host_memory_bytes() -> int:

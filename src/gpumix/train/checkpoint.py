@@ -7,7 +7,9 @@ What the files are is said in `checkpoint_file`, how a checkpoint comes and goes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,12 @@ from torch.optim import Optimizer
 
 import gpumix
 from gpumix.engine.engine import Engine
-from gpumix.engine.state import OptimizerState
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train import checkpoint_content as content
 from gpumix.train import checkpoint_folder
 from gpumix.train.checkpoint_file import (
     INDEX,
+    Damaged,
     Manifest,
     SavedFile,
     SavedOptimizer,
@@ -36,34 +38,59 @@ from gpumix.train.checkpoint_file import (
 )
 from gpumix.train.checkpoint_shards import Index, read, write
 from gpumix.train.checkpoint_together import Together
+from gpumix.train.host_copy import HostCopy, Tensors, room_for, size_of
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a checkpoint holds beside the model and the optimizer."""
+    """What a checkpoint holds beside model and optimizer, and which newer ones are damaged."""
 
     path: Path
     step: int
     cursor: dict[str, Any]
     extra: dict[str, Any]
+    passed_over: tuple[Damaged, ...] = ()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written, and how long that took beside training."""
+
+    path: Path
+    step: int
+    seconds: float
 
 
 class Checkpointer:
-    """The checkpoints in one folder. All methods are collective.
+    """The checkpoints in one folder. Methods are collective but where they say otherwise.
+
+    A checkpoint is written beside training: what is saved is copied into the host's memory first,
+    beside training too, and may not change until `settle` has returned.
 
     Args:
         folder: where they are; hosts must share it.
         keep: how many complete ones are kept.
         group: all ranks, in the engine's order, with CPU tensors and its own timeout; used for
             nothing else (`dist.new_group(backend="gloo")`). None for a single process.
+        ranks_here: how many of them share this rank's host, and its memory.
     """
 
-    def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        group: dist.ProcessGroup | None = None,
+        ranks_here: int = 1,
+    ) -> None:
         if keep < 1:
             raise InputError(f"cannot keep {keep} checkpoints", fix="keep at least 1")
         self.folder = folder
         self.keep = keep
         self._ranks = Together(group)
+        self._ranks_here = ranks_here
+        self._copy: HostCopy | None = None
+        self._saving: _Saving | None = None
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -76,52 +103,124 @@ class Checkpointer:
         cursor: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint; afterwards the oldest ones beyond `keep` are gone.
+        """Write a checkpoint and wait for it: `begin`, then `finish`."""
+        self.begin(step, engine, optimizer, cursor=cursor, extra=extra)
+        return self.finish().path
+
+    def begin(
+        self,
+        step: int,
+        engine: Engine,
+        optimizer: Optimizer,
+        *,
+        cursor: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to write a checkpoint; once it is written the oldest ones beyond `keep` are gone.
+        The one before must be finished.
 
         Args:
             step: names the checkpoint; one of the same step is replaced.
             cursor: the place in the data. It and `extra` are what JSON can hold.
+        """
+        assert self._saving is None, "two checkpoints at once"
+        engine.agree_on_buffers()
+        try:
+            to_save: _ToSave | Exception = _ToSave.of(step, engine, optimizer, cursor, extra or {})
+        except Exception as error:  # the other ranks must hear of it
+            to_save = error
+        stream = _copying_stream(engine.device)
+        self._saving = _Saving(lambda settled: self._save(step, to_save, stream, settled))
 
-        Returns:
-            The checkpoint's folder.
+    def settle(self) -> None:
+        """Wait until what is saved may change. Not collective."""
+        if self._saving is not None:
+            self._saving.settled.wait()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint was begun and not finished. Not collective."""
+        return self._saving is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether one was begun, and `finish` has nothing to wait for. Not collective."""
+        return self._saving is not None and self._saving.ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether `finish` will raise, as far as it is known. Not collective."""
+        return self._saving is not None and self._saving.failed
+
+    def finish(self) -> Saved:
+        """Wait for the checkpoint that was begun last.
 
         Raises:
             MachineError: a rank could not write, the same error on all; earlier checkpoints stay.
             CommunicationError: a rank is gone.
         """
+        assert self._saving is not None, "no checkpoint was begun"
+        saving, self._saving = self._saving, None
+        return saving.result()
+
+    def _save(
+        self,
+        step: int,
+        to_save: _ToSave | Exception,
+        stream: torch.cuda.Stream | None,
+        settled: Callable[[], None],
+    ) -> Saved:
+        """In a thread of its own."""
+        begun = time.perf_counter()
         ranks = self._ranks
-        engine.agree_on_buffers()
-        state: OptimizerState = {}
+        tensors: dict[str, Any] = {}
 
-        def collect() -> dict[str, StateKind]:
-            state.update(engine.optimizer_state(optimizer))
-            return content.kinds_of(state)
+        def take() -> dict[str, StateKind]:
+            if isinstance(to_save, Exception):
+                raise to_save
+            tensors.update(self._copied(to_save.tensors, stream, settled))
+            return to_save.kinds
 
-        found = ranks.each(collect, "collect the optimizer's state", self.folder)
-        saved = SavedOptimizer(name=type(optimizer).__name__, states=content.merged_kinds(found))
-        manifest = ranks.first(
-            lambda: _manifest(step, engine, saved, cursor, extra or {}),
-            "describe a checkpoint",
-            self.folder,
-        )
+        def describe() -> Manifest:
+            assert isinstance(to_save, _ToSave)
+            optimizer = to_save.manifest.optimizer.model_copy(update={"states": kinds})
+            return to_save.manifest.model_copy(update={"optimizer": optimizer})
+
+        kinds = content.merged_kinds(ranks.each(take, "take what is to be saved", self.folder))
+        manifest = ranks.first(describe, "describe a checkpoint", self.folder)
         part = ranks.first(
             lambda: checkpoint_folder.begin(self.folder, step),
             "make a folder for a checkpoint",
             self.folder,
         )
         try:
-            return self._write(part, manifest, engine, state)
+            path = self._write(part, manifest, tensors)
         except GpumixError:
             if ranks.rank == 0:
                 checkpoint_folder.abandon(part)
             raise
+        return Saved(path, step, seconds=time.perf_counter() - begun)
 
-    def _write(self, part: Path, manifest: Manifest, engine: Engine, state: OptimizerState) -> Path:
+    def _copied(
+        self,
+        tensors: Tensors,
+        stream: torch.cuda.Stream | None,
+        settled: Callable[[], None],
+    ) -> Tensors:
+        """A copy of what is saved; itself, if there is no memory for one. It then may not change
+        until it is written."""
+        if self._copy is None or not self._copy.fits(tensors):
+            self._copy = None
+            if room_for(size_of(tensors), self._ranks_here):
+                self._copy = HostCopy(tensors, pinned=stream is not None)
+        if self._copy is None:
+            return tensors
+        self._copy.fill(tensors, stream)
+        settled()
+        return self._copy.boxed
+
+    def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
         ranks = self._ranks
-        tensors: dict[str, Mapping[str, Any]] = {
-            content.MODEL: content.model_to_save(engine),
-            content.OPTIMIZER: content.optimizer_to_save(engine, state),
-        }
         index = write(part, tensors, ranks)
         own = f"__{ranks.rank}_*"
         files = ranks.each(
@@ -147,7 +246,7 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The checkpoint that was saved last."""
+        """The checkpoint that was saved last, whole or not."""
         return self._ranks.first(
             lambda: checkpoint_folder.latest(self.folder), "look for checkpoints", self.folder
         )
@@ -159,31 +258,38 @@ class Checkpointer:
 
         Args:
             optimizer: None takes the model alone, for evaluation.
-            source: a checkpoint or a run's folder; default: the newest in this folder.
+            source: a checkpoint, or a run's folder; default: this folder. Of a folder the newest
+                is taken that is whole.
 
         Raises:
-            InputError: there is none, it is damaged, or of another model or optimizer; nothing was
-                changed.
+            InputError: there is none that is whole, or it is of another model or optimizer; nothing
+                was changed.
             MachineError: a rank could not read; the engine is half loaded.
         """
         ranks = self._ranks
         at = source or self.folder
-        path, manifest, index = ranks.first(lambda: opened(at), "open a checkpoint", at)
-        files = sorted(manifest.files.items())
+        paths = ranks.first(lambda: checkpoint_folder.choices(at), "look for checkpoints", at)
 
-        def check() -> None:
-            verify(path, files[ranks.rank :: ranks.world])
-            content.check_fits(engine, path, manifest, index)
-            if optimizer is not None:
-                _check_optimizer(path, manifest, optimizer)
+        def take(path: Path) -> tuple[Path, Manifest, Index]:
+            manifest, index = ranks.first(lambda: opened(path), "open a checkpoint", path)
+            files = sorted(manifest.files.items())
 
-        ranks.each(check, "check a checkpoint", path)
+            def check() -> None:
+                verify(path, files[ranks.rank :: ranks.world])
+                content.check_fits(engine, path, manifest, index)
+                if optimizer is not None:
+                    _check_optimizer(path, manifest, optimizer)
+
+            ranks.each(check, "check a checkpoint", path)
+            return path, manifest, index
+
+        (path, manifest, index), passed = checkpoint_folder.first_whole(paths, take)
         self._read(path, manifest, index, engine, optimizer)
         engine.steps = manifest.engine_steps
         engine.losses_counted.fill_(manifest.losses_counted)
         if engine.scaler.active and manifest.scaler is not None:
             engine.scaler.load_state_dict(manifest.scaler)
-        return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra))
+        return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra), passed)
 
     def _read(
         self,
@@ -202,14 +308,13 @@ class Checkpointer:
             engine.load_optimizer_state(optimizer, room.state())
 
 
-def opened(path: Path) -> tuple[Path, Manifest, Index]:
-    """The checkpoint at `path` (see `checkpoint_folder.find`), what it is and where its tensors
-    are; the tensors' files are not checked yet.
+def opened(path: Path) -> tuple[Manifest, Index]:
+    """What the checkpoint at `path` is and where its tensors are; their files are not checked yet.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        Damaged: it is not what was saved.
+        InputError: it is of another schema.
     """
-    path = checkpoint_folder.find(path)
     manifest = read_manifest(path)
     verify(path, [(INDEX, manifest.files[INDEX])] if INDEX in manifest.files else [])
     try:
@@ -218,28 +323,93 @@ def opened(path: Path) -> tuple[Path, Manifest, Index]:
         raise damaged(path / INDEX, error.strerror or str(error)) from error
     except ValidationError as error:
         raise damaged(path / INDEX, error.errors()[0]["msg"]) from error
-    return path, manifest, index
+    return manifest, index
 
 
-def _manifest(
-    step: int,
-    engine: Engine,
-    optimizer: SavedOptimizer,
-    cursor: Mapping[str, Any],
-    extra: Mapping[str, Any],
-) -> Manifest:
-    return Manifest(
-        step=step,
-        model=engine.plan.model,
-        gpumix=gpumix.__version__,
-        torch=torch.__version__,
-        engine_steps=engine.steps,
-        losses_counted=engine.losses_counted.item(),
-        scaler=engine.scaler.state_dict() if engine.scaler.active else None,
-        optimizer=optimizer,
-        cursor=_as_json(cursor, "cursor"),
-        extra=_as_json(extra, "extra"),
-    )
+@dataclass(frozen=True)
+class _ToSave:
+    """What a checkpoint is made of, as this rank has it when it is begun."""
+
+    tensors: Tensors
+    kinds: dict[str, StateKind]
+    manifest: Manifest
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        engine: Engine,
+        optimizer: Optimizer,
+        cursor: Mapping[str, Any],
+        extra: Mapping[str, Any],
+    ) -> _ToSave:
+        state = engine.optimizer_state(optimizer)
+        tensors = {
+            content.MODEL: content.model_to_save(engine),
+            content.OPTIMIZER: content.optimizer_to_save(engine, state),
+        }
+        manifest = Manifest(
+            step=step,
+            model=engine.plan.model,
+            gpumix=gpumix.__version__,
+            torch=torch.__version__,
+            engine_steps=engine.steps,
+            losses_counted=engine.losses_counted.item(),
+            scaler=engine.scaler.state_dict() if engine.scaler.active else None,
+            optimizer=SavedOptimizer(name=type(optimizer).__name__, states={}),
+            cursor=_as_json(cursor, "cursor"),
+            extra=_as_json(extra, "extra"),
+        )
+        return cls(tensors, content.kinds_of(state), manifest)
+
+
+class _Saving:
+    """A checkpoint that is written in a thread of its own.
+
+    Args:
+        save: takes what it calls as soon as what it saves may change.
+    """
+
+    def __init__(self, save: Callable[[Callable[[], None]], Saved]) -> None:
+        self.settled = threading.Event()
+        self._save = save
+        self._saved: Saved | None = None
+        self._error: BaseException | None = None
+        # Whoever leaves by an error does not wait for it: it may never end.
+        self._thread = threading.Thread(target=self._run, name="gpumix-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._saved = self._save(self.settled.set)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.settled.set()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def result(self) -> Saved:
+        self._thread.join()
+        if self._saved is None:
+            assert self._error is not None
+            raise self._error
+        return self._saved
+
+
+def _copying_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """On which a GPU copies what it has computed so far; None for other devices."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def _as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:

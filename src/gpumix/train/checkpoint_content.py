@@ -37,11 +37,12 @@ _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
 
 
 def model_to_save(engine: Engine) -> dict[str, Boxed]:
-    """This rank's part of the model; rank 0 has the buffers."""
+    """This rank's part of the model; rank 0 has the buffers, copied: the next forward pass may
+    change them."""
     tensors = {piece.name: _boxed(piece, piece.local) for piece in _stored(engine)}
     if engine.comm.rank == 0:
         buffers = persistent_buffers(engine.model)
-        tensors |= {name: Boxed.whole(buffer) for name, buffer in buffers.items()}
+        tensors |= {name: Boxed.whole(buffer.clone()) for name, buffer in buffers.items()}
     return tensors
 
 

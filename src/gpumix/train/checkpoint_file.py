@@ -12,22 +12,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
+import gpumix
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError
 
 SCHEMA = 1
+# Other errors of the system, of a network's disk say, may pass: they do not damage a checkpoint.
+_GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
+
+STEP = re.compile(r"step-\d{8,}")
 
 # No separators: a checkpoint names files of its own folder only.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
 StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
+
+
+def folder_of(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+class Damaged(InputError):
+    """A checkpoint that is not what was saved: torn, cut short or altered."""
 
 
 class SavedFile(Value):
@@ -76,16 +91,19 @@ def read_manifest(path: Path) -> Manifest:
     """What the checkpoint at `path` says of itself.
 
     Raises:
-        InputError: unreadable, altered, or of another schema.
+        Damaged: unreadable or altered.
+        InputError: of another schema.
     """
     file = path / MANIFEST
     try:
         sealed: Any = json.loads(file.read_text(encoding="utf-8"))
         kind, schema, content = sealed["kind"], sealed["schema_version"], sealed["checkpoint"]
         digest, version = sealed["digest"], content["gpumix"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*_GONE, ValueError, KeyError, TypeError) as error:
         raise damaged(file, f"it cannot be read: {error!r}") from error
     if (kind, schema) != ("checkpoint", SCHEMA):
+        if version == gpumix.__version__:
+            raise damaged(file, f"it is a {kind} of schema {schema}")
         raise InputError(
             f"this is a {kind} of schema {schema}, a checkpoint of schema {SCHEMA} is wanted",
             where=str(file),
@@ -98,6 +116,8 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(file, str(error.errors()[0]["msg"])) from error
     if manifest.digest() != digest:
         raise damaged(file, "its content is not what was saved")
+    if STEP.fullmatch(path.name) and path.name != folder_of(manifest.step):
+        raise damaged(file, f"it is of step {manifest.step}")
     return manifest
 
 
@@ -105,12 +125,12 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
     """Check that files of the checkpoint at `path` are as they were saved.
 
     Raises:
-        InputError: one is missing, cut short or altered.
+        Damaged: one is missing, cut short or altered.
     """
     for name, saved in files:
         try:
             found = described(path / name)
-        except OSError as error:
+        except _GONE as error:
             raise damaged(path / name, error.strerror or str(error)) from error
         if found.bytes != saved.bytes:
             raise damaged(path / name, f"it has {found.bytes} bytes, {saved.bytes} were saved")
@@ -125,11 +145,11 @@ def described(file: Path) -> SavedFile:
     return SavedFile(bytes=file.stat().st_size, sha256=digest)
 
 
-def damaged(file: Path, why: str) -> InputError:
+def damaged(file: Path, why: str) -> Damaged:
     """The error for a file of a checkpoint that cannot be used."""
-    return InputError(
+    return Damaged(
         "this checkpoint is damaged",
         where=str(file),
         why=why,
-        fix=f"rm -r {file.parent}; --resume then takes the one before it, if there is one",
+        fix="give another one; the folder of its run stands for the newest that is whole",
     )

@@ -10,40 +10,73 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import run_files
-from gpumix.train.checkpoint_file import MANIFEST, Manifest, SavedFile, read_manifest
+from gpumix.train.checkpoint_file import (
+    MANIFEST,
+    STEP,
+    Damaged,
+    Manifest,
+    SavedFile,
+    folder_of,
+    read_manifest,
+)
 
-_STEP = re.compile(r"step-\d{8,}")
+T = TypeVar("T")
+
 _PARTS = "step-*.part"
 _FORMER = ".former.part"
 _GONE = ".gone.part"
 
 
-def find(path: Path) -> Path:
-    """The checkpoint at `path`: itself, or the newest in it or in its `checkpoints`.
+def choices(path: Path) -> list[Path]:
+    """The checkpoints that `path` stands for, the newest first: itself, or those in it or in its
+    `checkpoints`.
 
     Raises:
         InputError: there is none.
     """
     if (path / MANIFEST).exists():
-        return path
+        return [path]
     folders = (path, path / run_files.CHECKPOINTS)
     for folder in folders:
-        newest = latest(folder)
-        if newest is not None:
-            return newest
+        saved = [one for _, one in reversed(_in_order(folder))]
+        if saved:
+            return saved
     parts = [part.name for folder in folders for part in folder.glob(_PARTS)]
     raise InputError(
         "there is no checkpoint here",
         where=str(path),
         why=f"{parts[0]} was never finished" if parts else "",
         fix="give the folder of a run or of one of its checkpoints",
+    )
+
+
+def first_whole(paths: Sequence[Path], take: Callable[[Path], T]) -> tuple[T, tuple[Damaged, ...]]:
+    """What `take` makes of the first checkpoint that is whole, and what is wrong with those before
+    it in `paths`.
+
+    Raises:
+        Damaged: all are.
+    """
+    found: list[Damaged] = []
+    for path in paths:
+        try:
+            return take(path), tuple(found)
+        except Damaged as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    raise Damaged(
+        f"all {len(found)} checkpoints here are damaged",
+        where=str(paths[0].parent),
+        why="; ".join(f"{error.where}: {error.why}" for error in found),
+        fix="give one of another run, or begin anew: without --resume, with another `output`",
     )
 
 
@@ -54,9 +87,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def _in_order(folder: Path) -> list[tuple[float, Path]]:
-    """(sequence, path) of the complete checkpoints in `folder`, oldest first. One that cannot be
-    read counts as newest, so that nobody passes over it without a word."""
-    paths = [p for p in folder.glob("step-*") if _STEP.fullmatch(p.name)]
+    """(sequence, path) of the complete checkpoints in `folder`, oldest first. Those that cannot be
+    read count as newest, so that nobody passes over them without a word."""
+    paths = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name)]
     paths += [former for former, _ in _formers(folder)]
     return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
 
@@ -82,7 +115,7 @@ def begin(folder: Path, step: int) -> Path:
         former.rename(final)
     for leftover in folder.glob(_PARTS):
         shutil.rmtree(leftover)
-    part = folder / f"step-{step:08d}.part"
+    part = folder / f"{folder_of(step)}.part"
     part.mkdir()
     return part
 

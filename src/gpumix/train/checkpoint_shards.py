@@ -7,6 +7,7 @@ of our own: its pickled metadata, which can run code, is never read. Tensors are
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,6 +110,14 @@ class StoredTensor(Value):
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.torch_dtype.itemsize
 
 
 class Index(Value):

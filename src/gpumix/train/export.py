@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
 from gpumix.train.checkpoint_file import Manifest, verify
+from gpumix.train.checkpoint_folder import choices, first_whole
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor, read
 from gpumix.train.checkpoint_together import Together
 
@@ -42,16 +43,18 @@ def export(
     model_config: Mapping[str, Any] | None = None,
     dtype: str = "fp32",
     file_bytes: int = FILE_BYTES,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the model of a checkpoint to the folder `to`.
 
     Args:
-        source: a checkpoint, or a run's folder, of which the newest is taken.
+        source: a checkpoint, or a run's folder, of which the newest is taken that is whole.
         to: is made; a former export there is replaced.
         model_config: of `transformers`; default: the one that the run stored. Without any (a model
             from a factory) there is no `config.json`.
         dtype: of all floating tensors: fp32 or bf16.
         file_bytes: a file of weights holds at most so much, or one tensor.
+        tell: takes lines for people: which newer checkpoints are damaged.
 
     Raises:
         InputError: no checkpoint, a damaged one, another dtype, or `to` holds something else.
@@ -59,10 +62,11 @@ def export(
     """
     if dtype not in _DTYPES:
         raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
-    path, manifest, index = opened(source)
     to = to.absolute()
     _check_replaceable(to)
-    verify(path, manifest.files.items())
+    (path, manifest, index), passed = first_whole(choices(source), _checked)
+    for error in passed:
+        tell(str(error))
     stored: Any = manifest.extra.get("model_config")
     config = model_config if model_config is not None else stored
     part = to.with_name(f".{to.name}.gpumix.part")
@@ -84,6 +88,12 @@ def export(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return to
+
+
+def _checked(path: Path) -> tuple[Path, Manifest, Index]:
+    manifest, index = opened(path)
+    verify(path, manifest.files.items())
+    return path, manifest, index
 
 
 def _check_replaceable(to: Path) -> None:

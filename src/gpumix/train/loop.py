@@ -23,10 +23,11 @@ from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
 from gpumix.train import run_files
-from gpumix.train.checkpoint import Checkpointer
+from gpumix.train.checkpoint import Checkpointer, Saved
 from gpumix.train.context import Context
 from gpumix.train.display import Display, input_bound, unread
 from gpumix.train.documents import check_documents
+from gpumix.train.interlude import Interlude
 from gpumix.train.metrics import (
     ClassRecord,
     RankRecord,
@@ -44,7 +45,9 @@ from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
 from gpumix.train.watch import Account, Watch, stamps_of
 
-STOP = 1.0  # an engine notice: this rank was asked to stop
+# Notices of the engine's, the larger one first.
+STOP = 1.0  # this rank was asked to stop
+UNSAVED = 2.0  # a checkpoint could not be written
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
@@ -75,7 +78,7 @@ class Trial:
         busy_shares: of each rank: the part of its time in which it waited for no other.
         input_shares: of each rank: the part of its time in which it waited for its data.
         padding_share: of the tokens that all ranks computed; None where samples are alike.
-        save_s, evaluation_s: of one checkpoint, of one evaluation; 0 if the job has none, or they
+        save, evaluation: of one checkpoint, of one evaluation; nothing if the job has none, or they
             were not asked for.
         limits: of each rank: what holds its data back.
         retries: of each rank: how often its allocator had to give memory back to get some.
@@ -91,8 +94,8 @@ class Trial:
     busy_shares: list[float]
     input_shares: list[float]
     padding_share: float | None
-    save_s: float
-    evaluation_s: float
+    save: Interlude
+    evaluation: Interlude
     overruns: int
     limits: list[str]
     retries: list[int]
@@ -151,7 +154,9 @@ class Trainer:
             job.output / run_files.CHECKPOINTS,
             keep=job.checkpoint.keep,
             group=ranks.checkpoint_group(),
+            ranks_here=sum(w.host == context.device.host for w in plan.workers),
         )
+        self._stalled_s = 0.0  # by the checkpoint that was begun last
         self.step = 0
         self._resumed_from: Path | None = None
         if resume:
@@ -198,10 +203,13 @@ class Trainer:
                     self._sent_before += self.engine.comm.sent.total() - sent
                 if self.step == self.job.steps:
                     break
-                if any(self.engine.notices_by_rank()):
+                notices = self.engine.notices_by_rank()
+                if self.checkpointer.written or UNSAVED in notices:
+                    self._finish_save()
+                if STOP in notices:
                     self._stop()
                 if self._due(self.job.checkpoint.every_steps):
-                    self.save()
+                    self._begin_save()
             return self._summary(self.save())
 
     def try_out(self, steps: int, *, beside: bool = False) -> Trial:
@@ -211,7 +219,7 @@ class Trainer:
             beside: then evaluate and save once, if the job does that: so something is; and look,
                 in one step more, for what makes the host wait.
         """
-        evaluation_s = save_s = 0.0
+        evaluation = save = Interlude()
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
@@ -225,9 +233,13 @@ class Trainer:
             waited_s = self.engine.comm.clock.total_s() - waited_s
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
-                evaluation_s = _seconds(self._evaluate)
-            if beside and self.job.checkpoint.every_steps:
-                save_s = _seconds(self.save)
+                evaluation = Interlude(still_s=_seconds(self._evaluate))
+            # The first checkpoint takes longer than others.
+            for _ in range(2 if beside and self.job.checkpoint.every_steps else 0):
+                begin_s = _seconds(self._begin_save)
+                self.train_step(stop)
+                settle_s = self._stalled_s - begin_s
+                save = Interlude(begin_s, settle_s, self._finish_save().seconds)
             with syncs_of(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.accelerator == "cuda" for one in classes):
@@ -253,8 +265,8 @@ class Trainer:
             busy_shares=[float(text) for text in busy],
             input_shares=[float(text) for text in starved],
             padding_share=1.0 - all_tokens / all_padded if all_padded else None,
-            save_s=save_s,
-            evaluation_s=evaluation_s,
+            save=save,
+            evaluation=evaluation,
             overruns=sum(map(int, overruns)),
             limits=limits,
             retries=[int(text) for text in retries],
@@ -281,10 +293,13 @@ class Trainer:
         self.context.runtime.idle()
         rate = learning_rate(self.job, self.step)
         set_learning_rates(self.optimizer, self.job, self.step)
-        self.engine.notice = STOP if stop is not None and stop.requested else 0.0
+        asked = stop is not None and stop.requested
+        self.engine.notice = UNSAVED if self.checkpointer.failed else STOP if asked else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
+        if early:
+            self._settle_save()
         watch.computes()
         loss = self.engine.step(batch, self.optimizer if early else None).item()
         if clip_norm is None:
@@ -294,6 +309,7 @@ class Trainer:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 self._not_finite(what, value, cursor)
+        self._settle_save()
         record.computes("optimizer", ROOT)
         if not early:
             self.optimizer.step()
@@ -450,24 +466,53 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------
 
     def save(self, cursor: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint; the data goes on at `cursor`, by default behind the last batch."""
+        """Write a checkpoint, and wait for it; the data goes on at `cursor`, by default behind the
+        last batch."""
+        self._begin_save(cursor)
+        return self._finish_save().path
+
+    def _begin_save(self, cursor: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint beside the next steps."""
+        if self.checkpointer.under_way:
+            self._finish_save()
+        begun = time.perf_counter()
         extra = {"job": self.job.model_dump(mode="json"), "plan": self.plan.model_dump(mode="json")}
         config: Any = getattr(self.engine.model, "config", None)
         if hasattr(config, "to_dict"):  # of transformers, also if a factory made the model
             extra["model_config"] = config.to_dict()
-        return self.checkpointer.save(
+        self.checkpointer.begin(
             self.step,
             self.engine,
             self.optimizer,
             cursor=cursor or self.loader.state_dict(),
             extra=extra,
         )
+        self._stalled_s = time.perf_counter() - begun
+
+    def _settle_save(self) -> None:
+        """What a checkpoint copies changes next."""
+        if self.checkpointer.under_way:
+            begun = time.perf_counter()
+            self.checkpointer.settle()
+            self._stalled_s += time.perf_counter() - begun
+
+    def _finish_save(self) -> Saved:
+        begun = time.perf_counter()
+        saved = self.checkpointer.finish()
+        self._stalled_s += time.perf_counter() - begun
+        if self._display is not None:
+            self._log.checkpoint(
+                saved.step, saved.path, seconds=saved.seconds, stalled_s=self._stalled_s
+            )
+        return saved
 
     def _resume(self) -> None:
         state = self.checkpointer.load(self.engine, self.optimizer)
         self.loader.load_state_dict(state.cursor)
         self.step, self._resumed_from = state.step, state.path
         if self.context.first:
+            for damage in state.passed_over:
+                stderr().print(f"passed over: {damage.where} is damaged: {damage.why}")
             stderr().print(f"going on from {state.path}")
             if self.job.trace_step is not None and self.job.trace_step <= self.step:
                 stderr().print(f"step {self.job.trace_step} is done, and is not traced")

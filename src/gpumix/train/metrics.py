@@ -245,6 +245,11 @@ class RunLog:
     def evaluation(self, step: int, loss: float) -> None:
         self._write("evaluation", {"step": step, "loss": loss})
 
+    def checkpoint(self, step: int, path: Path, *, seconds: float, stalled_s: float) -> None:
+        """That of a step was written; training stood still for it for so long."""
+        fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
+        self._write("checkpoint", {"step": step, **fields})
+
     def progress(self, state: str) -> None:
         """Replace `progress.json`, for whoever watches the run."""
         value = {

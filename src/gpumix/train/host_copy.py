@@ -1,0 +1,101 @@
+"""A copy of what a rank saves, in the host's memory: it trains on while the copy is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from gpumix.hardware.environment import available_host_bytes
+from gpumix.hardware.memory import host_memory
+from gpumix.train.checkpoint_shards import Boxed
+
+# Tensors by nested names, as they are saved.
+Tensors = Mapping[str, Any]
+ALIGNMENT = 64  # bytes: of any dtype, and of what the processor reads at once
+# Of the memory that is free on the host now, all ranks of this host together take no more.
+HOST_PART = 0.5
+
+
+class HostCopy:
+    """Room for a copy of `tensors`, in one piece of memory; `boxed` are the same names in it.
+
+    Args:
+        pinned: for tensors of a GPU, whose copies are faster then.
+    """
+
+    def __init__(self, tensors: Tensors, *, pinned: bool) -> None:
+        self._form = _form(tensors)
+        self._places: list[torch.Tensor] = []
+        starts, size = _starts(tensors)
+        with host_memory():
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        remaining = iter(starts)
+        self.boxed: dict[str, Any] = self._boxed(tensors, remaining)
+
+    def _boxed(self, tensors: Tensors, starts: Iterator[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in tensors.items():
+            if not isinstance(value, Boxed):
+                found[name] = self._boxed(value, starts)
+                continue
+            views = {o: self._place(view, next(starts)) for o, view in value.views.items()}
+            found[name] = Boxed(value.shape, views)
+        return found
+
+    def _place(self, like: torch.Tensor, start: int) -> torch.Tensor:
+        piece = self._memory[start : start + like.nbytes]
+        place = piece.view(like.dtype).view(like.shape)
+        self._places.append(place)
+        return place
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether these have the names, shapes and dtypes that there is room for."""
+        return _form(tensors) == self._form
+
+    def fill(self, tensors: Tensors, stream: torch.cuda.Stream | None = None) -> None:
+        """Copy them; on a GPU on this stream, for the end of which the calling thread waits."""
+        values = list(_views(tensors))
+        if not values:
+            return
+        with torch.cuda.stream(stream) if stream is not None else nullcontext(), torch.no_grad():
+            torch._foreach_copy_(self._places, values, non_blocking=stream is not None)
+            if stream is not None:
+                stream.synchronize()
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes that a copy takes."""
+    return _starts(tensors)[1]
+
+
+def room_for(size: int, ranks: int) -> bool:
+    """Whether the host has memory for copies of `size` bytes of each of so many ranks."""
+    return size * ranks <= HOST_PART * available_host_bytes()
+
+
+def _starts(tensors: Tensors) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for view in _views(tensors):
+        starts.append(end)
+        end += -(-view.nbytes // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def _views(tensors: Tensors) -> Iterator[torch.Tensor]:
+    for value in tensors.values():
+        yield from value.views.values() if isinstance(value, Boxed) else _views(value)
+
+
+def _form(tensors: Tensors) -> tuple[Any, ...]:
+    return tuple(
+        (
+            name,
+            _form(value)
+            if not isinstance(value, Boxed)
+            else (value.shape, *((o, v.shape, v.dtype) for o, v in value.views.items())),
+        )
+        for name, value in tensors.items()
+    )

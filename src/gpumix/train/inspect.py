@@ -1,0 +1,110 @@
+"""What a checkpoint holds, and whether it still is what was saved. Nothing is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.train.checkpoint import opened
+from gpumix.train.checkpoint_content import MODEL, OPTIMIZER
+from gpumix.train.checkpoint_file import Damaged, Manifest, verify
+from gpumix.train.checkpoint_folder import choices
+from gpumix.train.checkpoint_shards import Index, StoredTensor
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of a checkpoint. `damage` says what is wrong with it; then little else may be known.
+
+    Attributes:
+        parameters: elements of the model's parameters and buffers.
+        optimizer: its class; `states`: what it keeps, and as what.
+        position: samples that were seen, over all epochs; `epoch` counts from 0.
+        plan: the devices that saved it and what each stored; None if nobody said.
+    """
+
+    path: str
+    damage: str | None
+    step: int | None = None
+    of_steps: int | None = None
+    bytes: int = 0
+    files: dict[str, int] | None = None
+    model: str = ""
+    parameters: int = 0
+    tensors: int = 0
+    model_bytes: int = 0
+    optimizer: str = ""
+    states: dict[str, str] | None = None
+    optimizer_bytes: int = 0
+    position: int | None = None
+    epoch: int | None = None
+    gpumix: str = ""
+    torch: str = ""
+    plan: Plan | None = None
+
+
+def inspect(source: Path) -> list[Contents]:
+    """What is in a checkpoint, or in all of a run, the newest first. Reads every file.
+
+    Raises:
+        InputError: there is no checkpoint, or it is of another schema.
+    """
+    return [_contents(path) for path in choices(source)]
+
+
+def _contents(path: Path) -> Contents:
+    try:
+        manifest, index = opened(path)
+    except Damaged as error:
+        return Contents(path=str(path), damage=f"{error.where}: {error.why}")
+    try:
+        verify(path, sorted(manifest.files.items()))
+        damage = None
+    except Damaged as error:
+        damage = f"{error.where}: {error.why}"
+    files = {name: saved.bytes for name, saved in sorted(manifest.files.items())}
+    position, samples = (_number(manifest.cursor.get(key)) for key in ("position", "n"))
+    return Contents(
+        path=str(path),
+        damage=damage,
+        step=manifest.step,
+        of_steps=_job(manifest).get("steps"),
+        bytes=sum(files.values()),
+        files=files,
+        model=manifest.model,
+        parameters=sum(tensor.elements for tensor in _under(index, MODEL)),
+        tensors=len(index.tensors),
+        model_bytes=sum(tensor.bytes for tensor in _under(index, MODEL)),
+        optimizer=manifest.optimizer.name,
+        states=dict(manifest.optimizer.states),
+        optimizer_bytes=sum(tensor.bytes for tensor in _under(index, OPTIMIZER)),
+        position=position,
+        epoch=position // samples if position is not None and samples else None,
+        gpumix=manifest.gpumix,
+        torch=manifest.torch,
+        plan=_plan(manifest),
+    )
+
+
+def _under(index: Index, prefix: str) -> list[StoredTensor]:
+    return [tensor for name, tensor in index.tensors.items() if name.startswith(f"{prefix}.")]
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _job(manifest: Manifest) -> dict[str, Any]:
+    job = manifest.extra.get("job")
+    return job if isinstance(job, dict) else {}
+
+
+def _plan(manifest: Manifest) -> Plan | None:
+    """Of a loop of one's own there may be none, of a hostile file anything."""
+    try:
+        return Plan.model_validate(manifest.extra["plan"])
+    except (KeyError, ValueError, InputError):
+        return None

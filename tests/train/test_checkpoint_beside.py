@@ -1,0 +1,123 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+from jobs import metrics, train, write_job
+
+from checkpoints import (
+    assert_same,
+    blank,
+    checkpointer,
+    model_values,
+    optimizer_values,
+    trained,
+    whole,
+)
+from checkpoints import train as go_on
+from gpumix.spec.errors import MachineError
+from gpumix.train import checkpoint, host_copy
+from gpumix.train.checkpoint_shards import Boxed
+from gpumix.train.host_copy import HostCopy
+from harness import run_ranks
+from reference import Share
+
+ALONE = [Share(6, 2, 1)]
+UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
+
+
+def _save_beside(folder, room):
+    """Begin to save, and train on before it is written; what was to be saved."""
+    with pytest.MonkeyPatch.context() as patches:
+        if not room:
+            patches.setattr(checkpoint, "room_for", lambda size, ranks: False)
+        engine, optimizer = trained(UNEVEN)
+        saver = checkpointer(folder)
+        for step in (2, 3):  # the second into the memory of the first
+            values = model_values(engine), optimizer_values(engine, optimizer)
+            saver.begin(step, engine, optimizer, cursor={"position": step})
+            assert saver.under_way
+            saver.settle()
+            go_on(engine, optimizer, UNEVEN, range(step, step + 1))
+            assert saver.finish().step == step
+            assert not (saver.under_way or saver.written or saver.failed)
+    return values
+
+
+def _load(folder):
+    engine, optimizer = blank(UNEVEN)
+    state = checkpointer(folder).load(engine, optimizer)
+    assert state.cursor == {"position": 3}
+    return model_values(engine), optimizer_values(engine, optimizer)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["copied", "no memory for a copy"])
+def test_what_is_saved_is_as_it_was_when_it_was_begun(tmp_path, room):
+    saved = run_ranks(_save_beside, 4, tmp_path, room)
+    loaded = run_ranks(_load, 4, tmp_path)
+    assert_same(loaded[0][0], saved[0][0])
+    assert_same(*(whole([states for _, states in of_ranks]) for of_ranks in (loaded, saved)))
+
+
+def test_training_goes_on_before_it_is_written(tmp_path, monkeypatch):
+    engine, optimizer = trained(ALONE)
+    saver, may_write = checkpointer(tmp_path), threading.Event()
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *a: may_write.wait(20) and write(*a))
+    saver.begin(2, engine, optimizer, cursor={})
+    saver.settle()
+    go_on(engine, optimizer, ALONE, range(2, 4))
+    assert not saver.written and not any(tmp_path.glob("step-????????"))
+    may_write.set()
+    assert saver.finish().path.is_dir()
+
+
+def test_a_disk_that_is_full_is_told_at_the_end(tmp_path, monkeypatch):
+    engine, optimizer = trained(ALONE)
+    saver = checkpointer(tmp_path)
+    saver.save(1, engine, optimizer, cursor={})
+    with monkeypatch.context() as patches:
+
+        def write(*arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patches.setattr(checkpoint.checkpoint_folder, "write_durably", write)
+        saver.begin(2, engine, optimizer, cursor={})
+        saver.settle()
+        go_on(engine, optimizer, ALONE, range(2, 3))
+        with pytest.raises(MachineError, match="could not finish a checkpoint"):
+            saver.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    saver.save(3, engine, optimizer, cursor={})
+
+
+def test_a_copy_is_of_the_same_names_shapes_and_values():
+    tensors = {
+        "model": {"a": Boxed.whole(torch.arange(5.0)), "b": Boxed.whole(torch.tensor(3))},
+        "optimizer": {"a": {"step": Boxed.whole(torch.tensor(2.0, dtype=torch.float64))}},
+    }
+    copy = HostCopy(tensors, pinned=False)
+    copy.fill(tensors)
+    assert copy.fits(tensors)
+    assert not copy.fits({"model": tensors["model"]})
+    for of_copy, one in (
+        (copy.boxed["model"]["a"], tensors["model"]["a"]),
+        (copy.boxed["model"]["b"], tensors["model"]["b"]),
+        (copy.boxed["optimizer"]["a"]["step"], tensors["optimizer"]["a"]["step"]),
+    ):
+        ((offset, view),) = of_copy.views.items()
+        assert torch.equal(view, one.views[offset]) and view.dtype == one.views[offset].dtype
+        assert view.data_ptr() % host_copy.ALIGNMENT == 0
+        assert of_copy.shape == one.shape
+
+
+def test_a_run_tells_what_its_checkpoints_took(tmp_path):
+    train(write_job(tmp_path, steps=6, checkpoint={"every_steps": 2}))
+    records = metrics(tmp_path / "run", "checkpoint")
+    assert [record["step"] for record in records] == [2, 4, 6]
+    assert all(record["stalled_s"] > 0 and record["seconds"] > 0 for record in records)
