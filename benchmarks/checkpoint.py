@@ -86,8 +86,8 @@ def saving(
                 while trainer.checkpointer.under_way:
                     trainer.train_step()
                     # All ranks go on alike.
-                    told = context.ranks.gather("written", str(trainer.checkpointer.written))
-                    if "False" not in told:
+                    ended = trainer.checkpointer.written or trainer.checkpointer.failed
+                    if "False" not in context.ranks.gather("ended", str(ended)):
                         saved = trainer._finish_save()
                 alone += [trainer.train_step().step_s for _ in range(EVERY)]
                 found.append({"stalled_s": trainer._stalled_s, "seconds": saved.seconds})

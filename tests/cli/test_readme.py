@@ -51,7 +51,7 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path):
         done = gpumix(*given, *(w for s in sets for w in ("--set", s)), folder=tmp_path)
         assert done.code == 0, f"{words}: {done.err}"
         ran.append(part)
-    assert ran == ["devices", "plan", "train", "resume", "simulate", "export"]
+    assert ran == ["devices", "plan", "train", "resume", "simulate", "export", "inspect"]
     assert checkpoints(tmp_path / "runs" / "first")[-1] == "step-00000005"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
     assert model.config.hidden_size == 32

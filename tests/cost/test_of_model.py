@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
 
+from gpumix.cost.of_model import check_use
 from gpumix.cost.predict import predict
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import InputError
@@ -101,4 +102,4 @@ def test_what_would_have_no_effect_is_refused(made, changes, told):
     (worker,) = made.model_dump(mode="json")["stages"][0]["workers"]
     wanted = {"samples": 4, "micro_batch": 1, "mode": {"recompute": True}} | changes
     with pytest.raises(InputError, match=told):
-        predict(PROFILE, edited(made, 0, workers=[worker | wanted]))
+        check_use(edited(made, 0, workers=[worker | wanted]))

@@ -268,7 +268,7 @@ def test_what_is_kept_and_where_stands_in_the_table():
     backward = " ".join(row[8].strip() for row in cells)
     assert "recompute, 1 of" in backward and "graphs kept" in backward
     assert "recompute, head in chunks" in backward
-    assert "% on the host" in " ".join(row[5].strip() for row in cells)
+    assert "whole on the host" in " ".join(row[5].strip() for row in cells)
 
 
 def test_tables_have_room_in_a_terminal_of_a_hundred_columns():

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.train import work
+from gpumix.train.checkpoint_file import Damaged
 from gpumix.train.context import Task
 from gpumix.train.launch import launch
 from gpumix.train.pipeline import Pipeline
@@ -191,7 +192,7 @@ def test_a_checkpoint_that_was_cut_short_is_refused(job):
     train(job, "steps=1", plan=plan)
     [file, *_] = sorted((job.parent / "run" / "checkpoints").glob("*/__0_*"))
     file.write_bytes(file.read_bytes()[:-100])
-    error = refused(InputError, job, plan=plan, resume=True)
+    error = refused(Damaged, job, plan=plan, resume=True)
     assert file.name in str(error)
 
 

@@ -31,7 +31,6 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
         raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
     check_ends(plan, model.root.before.names, model.root.after.names)
     for number in range(len(plan.stages)):
-        _check_use(plan, number)
         if len(plan.stages) > 1 and model.needs:
             _check_needs(plan, number, model)
 
@@ -61,11 +60,15 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
             raise InputError(f"'{key}' {what}", where=f"stage {number}", fix=fix)
 
 
-def _check_use(plan: Plan, number: int) -> None:
-    """Refuse values that would have no effect in a stage."""
-    stage = plan.stages[number]
-    where = f"stage {number + 1}"
-    for worker in stage.workers:
+def check_use(plan: Plan) -> None:
+    """Refuse values that a person wrote and that would have no effect.
+
+    Raises:
+        InputError: there is such a value.
+    """
+    of_stages = [(n, stage, w) for n, stage in enumerate(plan.stages, 1) for w in stage.workers]
+    for number, stage, worker in of_stages:
+        where = f"stage {number}"
         pairs = len(stage.units) * len(worker.micro_batches)
         if worker.kept_graphs > pairs:
             raise InputError(

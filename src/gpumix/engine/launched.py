@@ -7,6 +7,9 @@ would be told.
 from __future__ import annotations
 
 import atexit
+import sys
+import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -14,11 +17,13 @@ import torch.distributed as dist
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place, world_size
 from gpumix.spec.errors import InputError
 
+LEAVE_S = 5.0  # that a rank waits for the others at its end: one that failed never comes
+
 
 def join_launched(*, on_gpus: bool) -> None:
     """Make the default process group, if this process is one of several that were started and is in
-    none yet. One of NCCL is left when the program ends, for it warns otherwise; one of gloo is not:
-    a rank that leaves it at exit may end others that are about to.
+    none yet. It is left when the program ends, once all ranks are there: a rank of gloo that does
+    not leave may be ended by its threads, and one that leaves early may end others.
 
     Args:
         on_gpus: each computes on the GPU of its number on this host, which becomes the current one.
@@ -40,8 +45,7 @@ def join_launched(*, on_gpus: bool) -> None:
     if on_gpus:
         _take_gpu(place)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    if on_gpus:
-        atexit.register(_leave)
+    atexit.register(_leave)
 
 
 def _take_gpu(place: TorchrunPlace) -> None:
@@ -55,5 +59,14 @@ def _take_gpu(place: TorchrunPlace) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized() or hasattr(sys, "last_type"):  # it ends by an error
+        return
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + LEAVE_S
+    # The store is the launcher's; where it is gone, so are the others.
+    with suppress(RuntimeError):
+        there = store.add("gpumix/leaving", 1)
+        while there < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            there = store.add("gpumix/leaving", 0)
+    dist.destroy_process_group()

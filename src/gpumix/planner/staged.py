@@ -150,7 +150,7 @@ class _Search:
         if schedule == "zero-bubble" and min(space.zero_stages) > 1:
             allowed = sorted(set(space.zero_stages))
             return Refusal(
-                f"it keeps gradients whole until a step's end, ZeRO "
+                f"it keeps gradients whole until a step's end, and ZeRO "
                 f"{'stage' if len(allowed) == 1 else 'stages'} {' and '.join(map(str, allowed))} "
                 f"{'divides' if len(allowed) == 1 else 'divide'} them before",
                 "allow `techniques: {zero_stages: [0, 1]}`",

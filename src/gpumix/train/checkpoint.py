@@ -144,8 +144,8 @@ class Checkpointer:
 
     @property
     def written(self) -> bool:
-        """Whether one was begun, and `finish` has nothing to wait for. Not collective."""
-        return self._saving is not None and self._saving.ended
+        """Whether one was begun that is whole by now. Not collective."""
+        return self._saving is not None and self._saving.ended and not self._saving.failed
 
     @property
     def failed(self) -> bool:

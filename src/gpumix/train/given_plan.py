@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpumix.cost.memory import usable_bytes
-from gpumix.cost.of_model import FIX, check_units
+from gpumix.cost.of_model import FIX, check_units, check_use
 from gpumix.cost.predict import predict
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import communication_dtype, compute_dtypes
@@ -28,6 +28,7 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
         InputError: batch, length, precision or devices differ, or the engine does not run it.
     """
     _check_devices(plan, cluster)
+    check_use(plan)
     dtypes = compute_dtypes(job.precision, cluster)
     for what, planned, wanted in (
         ("global_batch", plan.global_batch, job.global_batch),

@@ -204,6 +204,7 @@ class Trainer:
                 if self.step == self.job.steps:
                     break
                 notices = self.engine.notices_by_rank()
+                # An error is raised when all ranks know of it, in the same step.
                 if self.checkpointer.written or UNSAVED in notices:
                     self._finish_save()
                 if STOP in notices:
