@@ -31,8 +31,8 @@ from statistics import median
 from typing import Any
 
 from checkpoints import assert_same, blank, checkpointer, model_values, trained
-from common import print_figures
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from common import emulated_cluster, print_figures
+from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.spec.plan import Plan
@@ -44,6 +44,7 @@ from gpumix.train.runner import LocalRunner
 from reference import Share
 
 EVERY = 4  # steps
+MEMORY_BYTES = 2**30  # of each device
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 FOUR = {"fast": (2, 60e9), "slow": (2, 30e9)}
 OTHERS = {"two": {"other": (1, 60e9), "old": (1, 30e9)}, "alone": {"single": (1, 60e9)}}
@@ -106,7 +107,7 @@ def loading(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], sou
 
 def _costs(folder: Path, saves: int) -> dict[str, Any]:
     job = _job(folder / "run")
-    four = _cluster(FOUR)
+    four = emulated_cluster(FOUR, memory_bytes=MEMORY_BYTES)
     plan = _planned(job, four, folder)
     devices = four.in_rank_order()
     by_rank = launch(saving, devices, Task(job, four, folder), plan, devices, saves)
@@ -128,7 +129,10 @@ def _costs(folder: Path, saves: int) -> dict[str, Any]:
         "step_s": round(step_s, 3),
         "bytes": sum(sizes),
     }
-    for name, cluster in {"same": four, **{n: _cluster(c) for n, c in OTHERS.items()}}.items():
+    for name, cluster in {
+        "same": four,
+        **{n: emulated_cluster(c, memory_bytes=MEMORY_BYTES) for n, c in OTHERS.items()},
+    }.items():
         devices = cluster.in_rank_order()
         task = Task(job, cluster, folder)
         own = plan if name == "same" else _planned(job, cluster, folder)
@@ -167,20 +171,6 @@ def _job(output: Path) -> Job:
         steps=1000,
         checkpoint=CheckpointSpec(keep=1),
         output=output,
-    )
-
-
-def _cluster(classes: dict[str, tuple[int, float]]) -> Cluster:
-    return Cluster(
-        classes=tuple(
-            DeviceClass(name=name, accelerator="cpu", memory_bytes=2**30, emulate_flops_per_s=rate)
-            for name, (_, rate) in classes.items()
-        ),
-        devices=tuple(
-            Device(id=f"{name}-{n}", device_class=name)
-            for name, (count, _) in classes.items()
-            for n in range(count)
-        ),
     )
 
 

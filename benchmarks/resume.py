@@ -20,7 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from common import emulated_cluster
+from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.train.context import Task, joined
@@ -32,6 +33,7 @@ from gpumix.train.runner import LocalRunner
 STEPS = 20
 HALF = 10
 BATCH = 16
+MEMORY_BYTES = 2**29  # of each device
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 
 GPT = {
@@ -47,8 +49,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        four = _cluster({"fast": (1, 40e9), "medium": (1, 20e9), "slow": (2, 10e9)})
-        two = _cluster({"other": (1, 30e9), "old": (1, 15e9)})
+        four = emulated_cluster(
+            {"fast": (1, 40e9), "medium": (1, 20e9), "slow": (2, 10e9)}, memory_bytes=MEMORY_BYTES
+        )
+        two = emulated_cluster({"other": (1, 30e9), "old": (1, 15e9)}, memory_bytes=MEMORY_BYTES)
         job = _job(folder / "whole")
         pipeline = Pipeline(job.model_copy(update={"cluster": four}), folder, LocalRunner())
         like = pipeline.plan(pipeline.profile())
@@ -98,20 +102,6 @@ def _run(
         "losses": by_rank[0]["losses"],
         "samples": [list(chain(*parts)) for parts in zip(*(r["samples"] for r in by_rank))],
     }
-
-
-def _cluster(classes: dict[str, tuple[int, float]]) -> Cluster:
-    return Cluster(
-        classes=tuple(
-            DeviceClass(name=name, accelerator="cpu", memory_bytes=2**29, emulate_flops_per_s=rate)
-            for name, (_, rate) in classes.items()
-        ),
-        devices=tuple(
-            Device(id=f"{name}-{n}", device_class=name)
-            for name, (count, _) in classes.items()
-            for n in range(count)
-        ),
-    )
 
 
 def _job(output: Path) -> Job:
