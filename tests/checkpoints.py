@@ -19,6 +19,8 @@ from gpumix.train.checkpoint import Checkpointer
 from reference import Share, engine_for, own_rows
 
 VOCABULARY, LENGTH = 64, 8
+ALONE = [Share(6, 2, 1)]
+UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
 Array = np.ndarray
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints import (
+    ALONE,
+    UNEVEN,
     adamw,
     assert_same,
     blank,
@@ -25,8 +27,6 @@ from checkpoints import (
 from harness import run_ranks
 from reference import Share, engine_for, own_rows, random_shares
 
-ALONE = [Share(6, 2, 1)]
-UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
 OTHERS = {
     1: ALONE,
     2: [Share(1, 1, 0), Share(5, 2, 1)],

@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import assert_same, blank, checkpointer, model_values, odd, trained
+from checkpoints import ALONE, UNEVEN, assert_same, blank, checkpointer, model_values, odd, trained
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import checkpoint_file
 from gpumix.train.checkpoint_file import SavedFile, described, read_manifest
 from harness import run_ranks
 from models import ARCHITECTURES
-from reference import Share, engine_for
-
-ALONE = [Share(6, 2, 1)]
-UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
+from reference import engine_for
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,14 @@ import signal
 import pytest
 from torch.distributed.checkpoint import filesystem
 
-from checkpoints import adamw, blank, checkpointer, odd, trained
+from checkpoints import ALONE, UNEVEN, adamw, blank, checkpointer, odd, trained
 from gpumix.engine.comm import CommunicationError
 from gpumix.spec.errors import GpumixError, MachineError
 from gpumix.train import checkpoint_folder
 from gpumix.train.checkpoint_file import SavedFile
 from gpumix.train.checkpoint_folder import check_visible
 from harness import run_ranks
-from reference import Share, engine_for
-
-ALONE = [Share(6, 2, 1)]
-UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
+from reference import engine_for
 
 
 def names(folder):

@@ -30,8 +30,8 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
         wrong = _doubled(planned, model.calls) or _reordered(planned, model.calls)
         raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
     check_ends(plan, model.root.before.names, model.root.after.names)
-    for number in range(len(plan.stages)):
-        if len(plan.stages) > 1 and model.needs:
+    if len(plan.stages) > 1 and model.needs:
+        for number in range(len(plan.stages)):
             _check_needs(plan, number, model)
 
 

@@ -154,17 +154,18 @@ class DerivedSource(Source):
 
 
 class OwnTokensAsLabels(DerivedSource):
-    """Another source, for a model that predicts next tokens: where its samples have no `labels`
-    these are the `input_ids`, as far as the `attention_mask` shows them."""
+    """Another source, `with_labels`: for a model that predicts next tokens."""
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
-        return _labelled(self._whole.specimen(indices))
+        return with_labels(self._whole.specimen(indices))
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        return _labelled(self._whole.rows(indices))
+        return with_labels(self._whole.rows(indices))
 
 
-def _labelled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch whose `labels`, where it has none, are its `input_ids`, as far as the
+    `attention_mask` shows them."""
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if tokens is None or "labels" in batch:
         return batch

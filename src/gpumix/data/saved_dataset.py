@@ -18,8 +18,8 @@ from gpumix.data.documents import Documents
 from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packed import PackedText, Recipe, SourceFile, TokenWriter, packed
-from gpumix.data.ragged import IGNORED, LABELS, MASK, PER_TOKEN, TOKENS, Ragged, declared_lengths
-from gpumix.data.rows import PackedSource, Source, digest
+from gpumix.data.ragged import LABELS, MASK, PER_TOKEN, TOKENS, Ragged, declared_lengths
+from gpumix.data.rows import PackedSource, Source, digest, with_labels
 from gpumix.data.text import Piece, write_documents
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError, MachineError
@@ -132,15 +132,12 @@ class SavedRows(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         wanted = [int(i) for i in indices]
         columns = self._rows[wanted or [0]]  # a row tells the shape where none is wanted
-        batch = {
-            name: torch.from_numpy(np.array(column, dtype=np.int64))[: len(wanted)]
-            for name, column in columns.items()
-        }
-        if LABELS not in batch:
-            batch[LABELS] = batch[TOKENS].clone()
-            if MASK in batch:
-                batch[LABELS][batch[MASK] == 0] = IGNORED
-        return batch
+        return with_labels(
+            {
+                name: torch.from_numpy(np.array(column, dtype=np.int64))[: len(wanted)]
+                for name, column in columns.items()
+            }
+        )
 
 
 def _load(folder: Path) -> Any:

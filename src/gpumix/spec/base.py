@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -130,19 +129,18 @@ def _invalid(
     cls: type[Document], text: str, error: ValidationError, path: Path, fix: str
 ) -> InputError:
     """The first thing that is wrong in a document, and what may have been meant."""
-    from gpumix.spec.read_errors import problems_of  # which knows documents
+    from gpumix.spec.read_errors import problems  # which knows documents
 
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        said = first["msg"].removeprefix("Invalid JSON: ")
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        said = errors[0]["msg"].removeprefix("Invalid JSON: ")
         return InputError(
             f"this is not a valid {cls.KIND}: it is no JSON: {said}", where=str(path), fix=fix
         )
-    problem = problems_of(cls, _fields(text), error)[0]
+    problem = problems(cls, _fields(text), errors)[0]
     place = _place(text, problem.keys)
-    said = re.sub(r"^'[^']*': ", "", problem.what)  # which is told as the place
     return InputError(
-        f"this is not a valid {cls.KIND}: {said}",
+        f"this is not a valid {cls.KIND}: {problem.what}",
         where=f"{path}{': ' + place if place else ''}",
         fix=f"{problem.fix or 'mend it'}; or {fix}",
     )

@@ -75,12 +75,7 @@ def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None,
     try:
         return model.model_validate_json(json.dumps(value), strict=True), []
     except ValidationError as error:
-        return None, _problems(model, value, error.errors(), keys)
-
-
-def problems_of(model: type[BaseModel], value: object, error: ValidationError) -> list[Problem]:
-    """What is wrong with a `value` that is no `model`."""
-    return _problems(model, value, error.errors(), ())
+        return None, problems(model, value, error.errors(), keys)
 
 
 def input_error(problems: Iterable[Problem], tree: Tree) -> InputError:
@@ -116,17 +111,19 @@ def _order(place: Place) -> tuple[bool, int, int]:
 
 def _told(problem: Problem, tree: Tree) -> tuple[Place, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
-    place = tree.place(problem.keys)
+    place, what = tree.place(problem.keys), problem.what
     if problem.between:
+        what = f"'{show_keys(problem.keys)}': {what}"
         # What was set from outside does not fit what is in the file.
         place = next(tree.overrides(problem.keys), place)
-    return place, problem.what + first, problem.fix
+    return place, what + first, problem.fix
 
 
-def _problems(
-    model: type[BaseModel], value: object, errors: Sequence[ErrorDetails], top: Keys
+def problems(
+    model: type[BaseModel], value: object, errors: Sequence[ErrorDetails], top: Keys = ()
 ) -> list[Problem]:
-    """One problem per place. A missing key that an unknown one was meant for is not told."""
+    """What is wrong with a `value` that is no `model`: one problem per place. A missing key that an
+    unknown one was meant for is not told."""
     at: dict[Keys, list[ErrorDetails]] = {}
     for error in errors:
         at.setdefault(_real_keys(value, error), []).append(error)
@@ -177,7 +174,7 @@ def _wrong(
         return Problem(keys, f"'{shown}' is missing")
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
-        return Problem(keys, f"'{shown}': {said}" if shown else said, between=bool(shown))
+        return Problem(keys, said, between=bool(shown))
     # One value stands for a list of it: what is no list is no short one.
     short = [e for e in errors if e["type"] == "too_short" and e["input"] != []]
     told = [e for e in errors if e not in short] or errors

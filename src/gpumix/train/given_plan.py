@@ -58,8 +58,9 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
     """A device's class and host are as the cluster says."""
+    devices = {device.id: device for device in cluster.devices}
     for worker in plan.workers:
-        device = cluster.device(worker.device)
+        device = devices[worker.device]
         for key, planned, there in (
             ("device_class", worker.device_class, device.device_class),
             ("host", worker.host, device.host),

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from gpumix.cost.slots import aligned
 from gpumix.hardware.environment import available_host_bytes
 from gpumix.hardware.memory import host_memory
 from gpumix.train.checkpoint_shards import Boxed
 
 # Tensors by nested names, as they are saved.
 Tensors = Mapping[str, Any]
-ALIGNMENT = 64  # bytes: of any dtype, and of what the processor reads at once
 # Of the memory that is free on the host now, all ranks of this host together take no more.
 HOST_PART = 0.5
 
@@ -29,25 +29,24 @@ class HostCopy:
     def __init__(self, tensors: Tensors, *, pinned: bool) -> None:
         self._form = _form(tensors)
         self._places: list[torch.Tensor] = []
-        starts, size = _starts(tensors)
         with host_memory():
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        remaining = iter(starts)
-        self.boxed: dict[str, Any] = self._boxed(tensors, remaining)
+            memory = torch.empty(size_of(tensors), dtype=torch.uint8, pin_memory=pinned)
+        pieces = memory.split([aligned(view.nbytes) for view in _views(tensors)])
+        self.boxed = self._in(iter(pieces), tensors)
 
-    def _boxed(self, tensors: Tensors, starts: Iterator[int]) -> dict[str, Any]:
+    def _in(self, pieces: Iterator[torch.Tensor], tensors: Tensors) -> dict[str, Any]:
+        """The names of `tensors`, with a piece of memory for each box."""
         found: dict[str, Any] = {}
         for name, value in tensors.items():
-            if not isinstance(value, Boxed):
-                found[name] = self._boxed(value, starts)
-                continue
-            views = {o: self._place(view, next(starts)) for o, view in value.views.items()}
-            found[name] = Boxed(value.shape, views)
+            if isinstance(value, Boxed):
+                views = {o: self._place(next(pieces), view) for o, view in value.views.items()}
+                found[name] = Boxed(value.shape, views)
+            else:
+                found[name] = self._in(pieces, value)
         return found
 
-    def _place(self, like: torch.Tensor, start: int) -> torch.Tensor:
-        piece = self._memory[start : start + like.nbytes]
-        place = piece.view(like.dtype).view(like.shape)
+    def _place(self, piece: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        place = piece[: like.nbytes].view(like.dtype).view(like.shape)
         self._places.append(place)
         return place
 
@@ -68,20 +67,12 @@ class HostCopy:
 
 def size_of(tensors: Tensors) -> int:
     """Bytes that a copy takes."""
-    return _starts(tensors)[1]
+    return sum(aligned(view.nbytes) for view in _views(tensors))
 
 
 def room_for(size: int, ranks: int) -> bool:
     """Whether the host has memory for copies of `size` bytes of each of so many ranks."""
     return size * ranks <= HOST_PART * available_host_bytes()
-
-
-def _starts(tensors: Tensors) -> tuple[list[int], int]:
-    starts, end = [], 0
-    for view in _views(tensors):
-        starts.append(end)
-        end += -(-view.nbytes // ALIGNMENT) * ALIGNMENT
-    return starts, end
 
 
 def _views(tensors: Tensors) -> Iterator[torch.Tensor]:
