@@ -62,6 +62,7 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "profile": {"cache": os.environ.get(SHARED_PROFILES, "profiles"), "budget": 20},
         "techniques": {"most_stages": 1, "leave_out": False},  # what is faster is measured
         "timeout": 30,
+        "restarts": 0,
     }
     job = {key: value for key, value in (job | changes).items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)

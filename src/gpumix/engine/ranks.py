@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
+from gpumix.engine.heartbeat import BEAT_S, ENDED
 from gpumix.spec.errors import (
     GpumixError,
     InputError,
@@ -31,7 +32,6 @@ from gpumix.spec.errors import (
 )
 from gpumix.spec.plan import Plan
 
-BEAT_S = 0.5
 # A rank that has not moved its heartbeat for so long is dead or stopped.
 SILENCE_S = 3.0
 # Within this time all that wait for the same thing have noticed that it failed.
@@ -262,8 +262,7 @@ class Ranks:
 
     def _beat(self, rank: int) -> str:
         assert self._store is not None
-        key = f"beat/{rank}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        return beat_of(self._store, rank)
 
 
 class _Heart:
@@ -288,6 +287,14 @@ class _Heart:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+        with suppress(RuntimeError):
+            self._store.set(self._key, ENDED)
+
+
+def beat_of(store: dist.Store, rank: int) -> str:
+    """A rank's last heartbeat; empty before the first, `ENDED` once it has left."""
+    key = f"beat/{rank}"
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:

@@ -71,6 +71,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "gpumix"
 
 
+def shared_memory_folder() -> Path | None:
+    """A file system in this host's memory, which all its processes see; None if there is none."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
 @dataclass(frozen=True)
 class TorchrunPlace:
     """What torchrun tells a process that it starts."""

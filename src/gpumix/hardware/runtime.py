@@ -118,6 +118,13 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
     return _in_use[0]
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Whether a GPU itself failed: an error of its memory, or one that fell off the bus. Nothing
+    works on it any more in this process."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
 def device_in_use() -> DeviceRuntime | None:
     """The device that this process has opened and not closed."""
     return _in_use[0] if _in_use else None

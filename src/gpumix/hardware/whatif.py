@@ -7,7 +7,7 @@ cards at hand tell how far the catalogue is off for this model, estimates are se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import exp, log
 from typing import Any, TypeVar
 
@@ -61,9 +61,14 @@ def removed(profile: Profile, text: str) -> Profile:
     if count is not None and count > len(members):
         raise InputError(f"there are only {len(members)} devices of class '{name}'")
     gone = {d.id for d in members[-(count or len(members)) :]}
-    devices = tuple(d for d in profile.cluster.devices if d.id not in gone)
-    if not devices:
+    if len(gone) == len(profile.cluster.devices):
         raise InputError(f"without '{text.strip()}' no device is left")
+    return without(profile, gone)
+
+
+def without(profile: Profile, gone: Collection[str]) -> Profile:
+    """The profile without these devices, by id; some are left."""
+    devices = tuple(d for d in profile.cluster.devices if d.id not in gone)
     left = {d.device_class for d in devices}
     cluster = profile.cluster.model_copy(
         update={
@@ -74,6 +79,16 @@ def removed(profile: Profile, text: str) -> Profile:
     )
     classes = tuple(c for c in profile.classes if c.device_class in left)
     return profile.model_copy(update={"cluster": cluster, "classes": classes})
+
+
+def with_less_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
+    """The profile with that part of the memory of classes, by name."""
+    classes = tuple(
+        c.model_copy(update={"memory_bytes": int(c.memory_bytes * parts.get(c.name, 1.0))})
+        for c in profile.cluster.classes
+    )
+    cluster = profile.cluster.model_copy(update={"classes": classes})
+    return profile.model_copy(update={"cluster": cluster})
 
 
 def relinked(profile: Profile, text: str) -> Profile:

@@ -6,6 +6,8 @@ as a command or an edit. The command line prints it without a traceback and leav
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -80,6 +82,60 @@ class TrainingError(GpumixError):
     """Training started and had to stop: a dead rank, a non-finite loss, out of memory."""
 
     exit_code = 5
+
+
+class DeviceFailure(TrainingError):
+    """A device, or the rank on it, failed in a way that need not end the run.
+
+    Args:
+        device: its id; empty if it is not known whose fault it was. `device_class` is its class.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        why: str = "",
+        fix: str = "",
+        device: str = "",
+        device_class: str = "",
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.device = device
+        self.device_class = device_class
+
+    def __reduce__(self) -> tuple[object, ...]:
+        told = {"where": self.where, "why": self.why, "fix": self.fix}
+        return (_rebuilt_failure, (type(self), self.what, told, self._of_device()))
+
+    def _of_device(self) -> dict[str, Any]:
+        return {"device": self.device, "device_class": self.device_class}
+
+
+class RankLost(DeviceFailure):
+    """A rank died or stopped answering, or its device did."""
+
+
+class OutOfMemory(DeviceFailure):
+    """A device's memory did not suffice, though the plan said so.
+
+    Args:
+        fragmented: there was enough, in pieces that were too small.
+    """
+
+    def __init__(self, what: str, *, fragmented: bool = False, **others: str) -> None:
+        super().__init__(what, **others)
+        self.fragmented = fragmented
+
+    def _of_device(self) -> dict[str, Any]:
+        return super()._of_device() | {"fragmented": self.fragmented}
+
+
+def _rebuilt_failure(
+    cls: type[DeviceFailure], what: str, told: dict[str, str], of_device: dict[str, Any]
+) -> DeviceFailure:
+    return cls(what, **told, **of_device)
 
 
 class Interrupted(GpumixError):

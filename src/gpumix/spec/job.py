@@ -295,6 +295,12 @@ class CheckpointSpec(Value):
 
     every_steps: int = Field(default=0, ge=0, description="0: only at the end")
     keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
+    memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="how often the state is copied into the memory of the hosts, from where a run "
+        "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
+        "still for it for a hundredth of its time at most; 0: never",
+    )
 
 
 class ProfileSpec(Value):
@@ -375,6 +381,12 @@ class Job(Value):
         default=CheckpointSpec(), description="when the state is saved"
     )
     profile: ProfileSpec = Field(default=ProfileSpec(), description="how the devices are measured")
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="how often in a row, without a step between, a run starts again by itself "
+        "after it lost a rank; under torchrun that is `--max-restarts`",
+    )
     timeout: Seconds = Field(
         default=300.0, description="how long a rank waits for another before it names it"
     )

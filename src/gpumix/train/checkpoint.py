@@ -6,10 +6,9 @@ What the files are is said in `checkpoint_file`, how a checkpoint comes and goes
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,16 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch.optim import Optimizer
 
-import gpumix
 from gpumix.engine.engine import Engine
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train import checkpoint_content as content
 from gpumix.train import checkpoint_folder
+from gpumix.train.background import Background
 from gpumix.train.checkpoint_file import (
     INDEX,
     Damaged,
     Manifest,
     SavedFile,
-    SavedOptimizer,
     StateKind,
     damaged,
     described,
@@ -90,7 +88,8 @@ class Checkpointer:
         self._ranks = Together(group)
         self._ranks_here = ranks_here
         self._copy: HostCopy | None = None
-        self._saving: _Saving | None = None
+        self._saving: Background[Saved] | None = None
+        self._settled = threading.Event()
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -126,16 +125,21 @@ class Checkpointer:
         assert self._saving is None, "two checkpoints at once"
         engine.agree_on_buffers()
         try:
-            to_save: _ToSave | Exception = _ToSave.of(step, engine, optimizer, cursor, extra or {})
+            to_save: content.Content | Exception = content.Content.of(
+                step, engine, optimizer, cursor=cursor, extra=extra or {}
+            )
         except Exception as error:  # the other ranks must hear of it
             to_save = error
-        stream = _copying_stream(engine.device)
-        self._saving = _Saving(lambda settled: self._save(step, to_save, stream, settled))
+        stream = content.copying_stream(engine.device)
+        self._settled.clear()
+        self._saving = Background(
+            lambda: self._save(step, to_save, stream), name="gpumix-checkpoint"
+        )
 
     def settle(self) -> None:
         """Wait until what is saved may change. Not collective."""
         if self._saving is not None:
-            self._saving.settled.wait()
+            self._settled.wait()
 
     @property
     def under_way(self) -> bool:
@@ -164,25 +168,30 @@ class Checkpointer:
         return saving.result()
 
     def _save(
-        self,
-        step: int,
-        to_save: _ToSave | Exception,
-        stream: torch.cuda.Stream | None,
-        settled: Callable[[], None],
+        self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None
     ) -> Saved:
         """In a thread of its own."""
         begun = time.perf_counter()
+        try:
+            path = self._save_together(step, to_save, stream)
+        finally:
+            self._settled.set()
+        return Saved(path, step, seconds=time.perf_counter() - begun)
+
+    def _save_together(
+        self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None
+    ) -> Path:
         ranks = self._ranks
         tensors: dict[str, Any] = {}
 
         def take() -> dict[str, StateKind]:
             if isinstance(to_save, Exception):
                 raise to_save
-            tensors.update(self._copied(to_save.tensors, stream, settled))
+            tensors.update(self._copied(to_save.tensors, stream))
             return to_save.kinds
 
         def describe() -> Manifest:
-            assert isinstance(to_save, _ToSave)
+            assert isinstance(to_save, content.Content)
             optimizer = to_save.manifest.optimizer.model_copy(update={"states": kinds})
             return to_save.manifest.model_copy(update={"optimizer": optimizer})
 
@@ -194,19 +203,13 @@ class Checkpointer:
             self.folder,
         )
         try:
-            path = self._write(part, manifest, tensors)
+            return self._write(part, manifest, tensors)
         except GpumixError:
             if ranks.rank == 0:
                 checkpoint_folder.abandon(part)
             raise
-        return Saved(path, step, seconds=time.perf_counter() - begun)
 
-    def _copied(
-        self,
-        tensors: Tensors,
-        stream: torch.cuda.Stream | None,
-        settled: Callable[[], None],
-    ) -> Tensors:
+    def _copied(self, tensors: Tensors, stream: torch.cuda.Stream | None) -> Tensors:
         """A copy of what is saved; itself, if there is no memory for one. It then may not change
         until it is written."""
         if self._copy is None or not self._copy.fits(tensors):
@@ -216,7 +219,7 @@ class Checkpointer:
         if self._copy is None:
             return tensors
         self._copy.fill(tensors, stream)
-        settled()
+        self._settled.set()
         return self._copy.boxed
 
     def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
@@ -278,34 +281,16 @@ class Checkpointer:
                 verify(path, files[ranks.rank :: ranks.world])
                 content.check_fits(engine, path, manifest, index)
                 if optimizer is not None:
-                    _check_optimizer(path, manifest, optimizer)
+                    content.check_optimizer(path, manifest, optimizer)
 
             ranks.each(check, "check a checkpoint", path)
             return path, manifest, index
 
         (path, manifest, index), passed = checkpoint_folder.first_whole(paths, take)
-        self._read(path, manifest, index, engine, optimizer)
-        engine.steps = manifest.engine_steps
-        engine.losses_counted.fill_(manifest.losses_counted)
-        if engine.scaler.active and manifest.scaler is not None:
-            engine.scaler.load_state_dict(manifest.scaler)
+        content.restore(
+            engine, optimizer, manifest, index, lambda tensors: read(path, index, tensors, ranks)
+        )
         return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra), passed)
-
-    def _read(
-        self,
-        path: Path,
-        manifest: Manifest,
-        index: Index,
-        engine: Engine,
-        optimizer: Optimizer | None,
-    ) -> None:
-        tensors = content.model_to_load(engine)
-        kinds = manifest.optimizer.states if optimizer is not None else {}
-        room = content.OptimizerRoom.made(engine, kinds, index)
-        read(path, index, tensors | room.boxed(), self._ranks)
-        engine.values_changed()
-        if optimizer is not None:
-            engine.load_optimizer_state(optimizer, room.state())
 
 
 def opened(path: Path) -> tuple[Manifest, Index]:
@@ -324,111 +309,3 @@ def opened(path: Path) -> tuple[Manifest, Index]:
     except ValidationError as error:
         raise damaged(path / INDEX, error.errors()[0]["msg"]) from error
     return manifest, index
-
-
-@dataclass(frozen=True)
-class _ToSave:
-    """What a checkpoint is made of, as this rank has it when it is begun."""
-
-    tensors: Tensors
-    kinds: dict[str, StateKind]
-    manifest: Manifest
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        engine: Engine,
-        optimizer: Optimizer,
-        cursor: Mapping[str, Any],
-        extra: Mapping[str, Any],
-    ) -> _ToSave:
-        state = engine.optimizer_state(optimizer)
-        tensors = {
-            content.MODEL: content.model_to_save(engine),
-            content.OPTIMIZER: content.optimizer_to_save(engine, state),
-        }
-        manifest = Manifest(
-            step=step,
-            model=engine.plan.model,
-            gpumix=gpumix.__version__,
-            torch=torch.__version__,
-            engine_steps=engine.steps,
-            losses_counted=engine.losses_counted.item(),
-            scaler=engine.scaler.state_dict() if engine.scaler.active else None,
-            optimizer=SavedOptimizer(name=type(optimizer).__name__, states={}),
-            cursor=_as_json(cursor, "cursor"),
-            extra=_as_json(extra, "extra"),
-        )
-        return cls(tensors, content.kinds_of(state), manifest)
-
-
-class _Saving:
-    """A checkpoint that is written in a thread of its own.
-
-    Args:
-        save: takes what it calls as soon as what it saves may change.
-    """
-
-    def __init__(self, save: Callable[[Callable[[], None]], Saved]) -> None:
-        self.settled = threading.Event()
-        self._save = save
-        self._saved: Saved | None = None
-        self._error: BaseException | None = None
-        # Whoever leaves by an error does not wait for it: it may never end.
-        self._thread = threading.Thread(target=self._run, name="gpumix-checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._saved = self._save(self.settled.set)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.settled.set()
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def result(self) -> Saved:
-        self._thread.join()
-        if self._saved is None:
-            assert self._error is not None
-            raise self._error
-        return self._saved
-
-
-def _copying_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """On which a GPU copies what it has computed so far; None for other devices."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
-def _as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`values` as they will be when they are loaded."""
-    try:
-        return dict(json.loads(json.dumps(values)))
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"'{name}' cannot be kept in a checkpoint",
-            why=str(error),
-            fix="give what JSON can hold",
-        ) from error
-
-
-def _check_optimizer(path: Path, manifest: Manifest, optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if name != manifest.optimizer.name:
-        raise InputError(
-            f"the checkpoint has the state of {manifest.optimizer.name}, the optimizer is {name}",
-            where=str(path),
-            fix="resume with the optimizer of the job that saved it",
-        )

@@ -6,12 +6,16 @@ optimizer.<parameter>.<state>     like the parameter, or of the whole of it: a t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
+import gpumix
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.engine import Engine
 from gpumix.engine.shards import Piece
@@ -23,8 +27,9 @@ from gpumix.engine.state import (
     check_names_and_shapes,
 )
 from gpumix.spec.errors import InputError
-from gpumix.train.checkpoint_file import Manifest, StateKind
+from gpumix.train.checkpoint_file import Manifest, SavedOptimizer, StateKind
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor
+from gpumix.train.host_copy import Tensors
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -34,6 +39,65 @@ _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
 
 
 # -- saving ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of, as this rank has it now; nothing is copied but buffers."""
+
+    tensors: Tensors
+    kinds: dict[str, StateKind]
+    manifest: Manifest
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        engine: Engine,
+        optimizer: Optimizer,
+        *,
+        cursor: Mapping[str, Any],
+        extra: Mapping[str, Any],
+    ) -> Content:
+        """`cursor` and `extra` are what JSON can hold. The manifest knows this rank's optimizer
+        states only, and no files."""
+        state = engine.optimizer_state(optimizer)
+        kinds = kinds_of(state)
+        manifest = Manifest(
+            step=step,
+            model=engine.plan.model,
+            gpumix=gpumix.__version__,
+            torch=torch.__version__,
+            engine_steps=engine.steps,
+            losses_counted=engine.losses_counted.item(),
+            scaler=engine.scaler.state_dict() if engine.scaler.active else None,
+            optimizer=SavedOptimizer(name=type(optimizer).__name__, states=kinds),
+            cursor=as_json(cursor, "cursor"),
+            extra=as_json(extra, "extra"),
+        )
+        tensors = {MODEL: model_to_save(engine), OPTIMIZER: optimizer_to_save(engine, state)}
+        return cls(tensors, kinds, manifest)
+
+
+def as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`values` as they will be when they are loaded."""
+    try:
+        return dict(json.loads(json.dumps(values)))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"'{name}' cannot be kept in a checkpoint",
+            why=str(error),
+            fix="give what JSON can hold",
+        ) from error
+
+
+def copying_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """On which a GPU copies what it has computed so far; None for other devices."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def model_to_save(engine: Engine) -> dict[str, Boxed]:
@@ -142,6 +206,43 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
             f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
             fix=OWN_JOB,
         )
+
+
+def check_optimizer(path: Path, manifest: Manifest, optimizer: Optimizer) -> None:
+    """Check that the checkpoint at `path` is of the optimizer's class.
+
+    Raises:
+        InputError: it is of another.
+    """
+    name = type(optimizer).__name__
+    if name != manifest.optimizer.name:
+        raise InputError(
+            f"the checkpoint has the state of {manifest.optimizer.name}, the optimizer is {name}",
+            where=str(path),
+            fix="resume with the optimizer of the job that saved it",
+        )
+
+
+class Read(Protocol):
+    """Fills boxes with what is stored under their names."""
+
+    def __call__(self, tensors: Mapping[str, Boxed]) -> None: ...
+
+
+def restore(
+    engine: Engine, optimizer: Optimizer | None, manifest: Manifest, index: Index, read: Read
+) -> None:
+    """Put what is saved into the engine and the optimizer; None takes the model alone."""
+    kinds = manifest.optimizer.states if optimizer is not None else {}
+    room = OptimizerRoom.made(engine, kinds, index)
+    read(model_to_load(engine) | room.boxed())
+    engine.values_changed()
+    if optimizer is not None:
+        engine.load_optimizer_state(optimizer, room.state())
+    engine.steps = manifest.engine_steps
+    engine.losses_counted.fill_(manifest.losses_counted)
+    if engine.scaler.active and manifest.scaler is not None:
+        engine.scaler.load_state_dict(manifest.scaler)
 
 
 def model_to_load(engine: Engine) -> dict[str, Boxed]:

@@ -29,7 +29,7 @@ _GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
 
-STEP = re.compile(r"step-\d{8,}")
+STEP = re.compile(r"step-(\d{8,})")
 
 # No separators: a checkpoint names files of its own folder only.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
@@ -39,6 +39,12 @@ StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
 def folder_of(step: int) -> str:
     """The name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of the checkpoint at `path`, by the name of its folder."""
+    found = STEP.match(path.name)
+    return int(found[1]) if found else 0
 
 
 class Damaged(InputError):

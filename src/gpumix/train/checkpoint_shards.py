@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import AfterValidator, Field
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,7 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.futures import Future
 
 from gpumix.engine.comm import reported
 from gpumix.engine.window import Window
@@ -148,6 +155,18 @@ class Index(Value):
             )
         return cls(tensors=stored)
 
+    @classmethod
+    def merged(cls, parts: Iterable[Index]) -> Index:
+        """Of what each of several ranks has."""
+        stored: dict[str, StoredTensor] = {}
+        for part in parts:
+            for name, tensor in part.tensors.items():
+                if name in stored:
+                    boxes = (*stored[name].boxes, *tensor.boxes)
+                    tensor = stored[name].model_copy(update={"boxes": boxes})
+                stored[name] = tensor
+        return cls(tensors=stored)
+
     def metadata(self) -> Metadata:
         """What torch.distributed.checkpoint wants to know for a load."""
         tensors: dict[str, Any] = {}
@@ -196,6 +215,28 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(folder, index),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=ranks.world == 1,
+        )
+
+
+class Bytes(Protocol):
+    """Where boxes come from that are in no file of this host."""
+
+    def fetch(self, wanted: Sequence[StoredBox]) -> None:
+        """These will be asked for. Collective."""
+        ...
+
+    def bytes_of(self, box: StoredBox) -> torch.Tensor: ...
+
+
+def read_from(index: Index, tensors: Mapping[str, Boxed], ranks: Together, source: Bytes) -> None:
+    """As `read`, from memory."""
+    with _agreed("read a checkpoint in memory", Path("memory")), host_memory():
+        dcp.load(
+            dict(tensors),
+            storage_reader=_BytesReader(index, source),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group,
             no_dist=ranks.world == 1,
@@ -274,3 +315,49 @@ class _Reader(dcp.FileSystemReader):
         except Exception as error:  # of unpickling: anything
             why = f"its tensors cannot be read: {first_line(error)}"
             raise damaged(self._folder / INDEX, why) from error
+
+
+class _BytesReader(dcp.StorageReader):
+    """Takes boxes from memory."""
+
+    def __init__(self, index: Index, source: Bytes) -> None:
+        self._index, self._source = index, source
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        return
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index.metadata()
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        return
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        boxes = [self._box(item.storage_index) for item in plan.items]
+        self._source.fetch(boxes)
+        for item, box in zip(plan.items, boxes):
+            dtype = self._index.tensors[item.storage_index.fqn].torch_dtype
+            stored = self._source.bytes_of(box).view(dtype).view(box.size)
+            part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _box(self, index: MetadataIndex) -> StoredBox:
+        boxes = self._index.tensors[index.fqn].boxes
+        return next(b for b in boxes if torch.Size(b.offset) == index.offset)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False

@@ -23,10 +23,10 @@ from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
 from gpumix.engine.ranks import STORE_ERRORS, Ranks
 from gpumix.hardware.environment import cache_folder, hide_gpus
-from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.hardware.memory import is_fragmented, is_out_of_memory
+from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError, TrainingError, first_line
+from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
 from gpumix.train.failures import in_words
@@ -112,7 +112,9 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
                 raise ranks.explain(error) from error
             except Exception as error:
                 if is_out_of_memory(error):
-                    raise _out_of_memory(error, runtime, ranks) from error
+                    raise _out_of_memory(error, seat.device, runtime, ranks) from error
+                if is_device_error(error):
+                    raise _device_lost(error, seat.device, ranks) from error
                 raise in_words(error, ranks.names[ranks.rank]) from error
 
 
@@ -197,12 +199,29 @@ def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
     return train, held_out
 
 
-def _out_of_memory(error: Exception, runtime: DeviceRuntime, ranks: Ranks) -> TrainingError:
-    return TrainingError(
+def _out_of_memory(
+    error: Exception, device: Device, runtime: DeviceRuntime, ranks: Ranks
+) -> OutOfMemory:
+    return OutOfMemory(
         "out of memory",
         where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}, limit "
         f"{show_bytes(runtime.memory_limit_bytes)}",
         why=first_line(error),
         fix="profile again (`gpumix profile JOB.yaml --fresh`), or give the class a smaller "
         "`memory` in the cluster file, so that the plan leaves more room",
+        device=device.id,
+        device_class=device.device_class,
+        fragmented=is_fragmented(error),
+    )
+
+
+def _device_lost(error: Exception, device: Device, ranks: Ranks) -> RankLost:
+    return RankLost(
+        f"device '{device.id}' failed",
+        where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}",
+        why=first_line(error),
+        fix="look at `dmesg | grep -i xid` and `nvidia-smi -q -d ECC` there, then run the same "
+        "command with --resume",
+        device=device.id,
+        device_class=device.device_class,
     )

@@ -11,7 +11,7 @@ import torch
 from gpumix.cost.slots import aligned
 from gpumix.hardware.environment import available_host_bytes
 from gpumix.hardware.memory import host_memory
-from gpumix.train.checkpoint_shards import Boxed
+from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, StoredTensor
 
 # Tensors by nested names, as they are saved.
 Tensors = Mapping[str, Any]
@@ -24,13 +24,17 @@ class HostCopy:
 
     Args:
         pinned: for tensors of a GPU, whose copies are faster then.
+        memory: where the copy goes, `size_of(tensors)` bytes; default: memory of its own.
     """
 
-    def __init__(self, tensors: Tensors, *, pinned: bool) -> None:
+    def __init__(
+        self, tensors: Tensors, *, pinned: bool, memory: torch.Tensor | None = None
+    ) -> None:
         self._form = _form(tensors)
         self._places: list[torch.Tensor] = []
-        with host_memory():
-            memory = torch.empty(size_of(tensors), dtype=torch.uint8, pin_memory=pinned)
+        if memory is None:
+            with host_memory():
+                memory = torch.empty(size_of(tensors), dtype=torch.uint8, pin_memory=pinned)
         pieces = memory.split([aligned(view.nbytes) for view in _views(tensors)])
         self.boxed = self._in(iter(pieces), tensors)
 
@@ -63,6 +67,31 @@ class HostCopy:
             torch._foreach_copy_(self._places, values, non_blocking=stream is not None)
             if stream is not None:
                 stream.synchronize()
+
+
+def index_of(tensors: Tensors, file: str) -> Index:
+    """Where the boxes of `tensors` are in the memory of a `HostCopy`, told as of a file."""
+    stored: dict[str, StoredTensor] = {}
+    begin = 0
+    for name, boxed in _named(tensors):
+        boxes = []
+        for offset, view in boxed.views.items():
+            box = StoredBox(
+                offset=offset, size=view.shape, file=file, start=begin, length=view.nbytes
+            )
+            boxes.append(box)
+            begin += aligned(view.nbytes)
+        dtype = next((str(v.dtype).removeprefix("torch.") for v in boxed.views.values()), "float32")
+        stored[name] = StoredTensor(dtype=dtype, shape=boxed.shape, boxes=tuple(boxes))
+    return Index(tensors=stored)
+
+
+def _named(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Boxed]]:
+    for name, value in tensors.items():
+        if isinstance(value, Boxed):
+            yield f"{prefix}{name}", value
+        else:
+            yield from _named(value, f"{prefix}{name}.")
 
 
 def size_of(tensors: Tensors) -> int:

@@ -6,6 +6,7 @@ tenth of a second. The parent holds the rendezvous store, on loopback; so it sur
 
 from __future__ import annotations
 
+import math
 import mmap
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, util
@@ -27,8 +28,9 @@ from types import FrameType
 from typing import Any
 
 from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
+from gpumix.engine.heartbeat import LOOK_S, Pulse
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import GpumixError, Interrupted, TrainingError
+from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankLost
 from gpumix.train.failures import in_words
 from gpumix.train.stop import SIGNALS
 
@@ -36,8 +38,10 @@ LOOPBACK = "127.0.0.1"
 # torch imports its compiler in every rank, with the first optimizer.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"]
 STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
-# After one rank has failed, how long the others may take to notice and say so.
+# After one rank has failed, how long the others may take to notice and say so; and after one was
+# lost, of which they know nothing.
 GRACE_S = 15.0
+SHORT_GRACE_S = 0.2
 GIVE_BACK_S = 1.0
 
 
@@ -74,6 +78,7 @@ def launch(
     *args: Any,
     debug: bool = False,
     saves_when_stopped: bool = False,
+    silence_s: float = math.inf,
 ) -> list[Any]:
     """Run `work(seat, *args)` in one process per device; the results in rank order.
 
@@ -83,10 +88,11 @@ def launch(
         debug: print the traceback of every error.
         saves_when_stopped: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`);
             only a second one ends them.
+        silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended.
 
     Raises:
         GpumixError: a rank's own error; of several the one that caused the others.
-        TrainingError: a rank died without a word.
+        RankLost: a rank died without a word, fell silent, or somebody else asked it to end.
         KeyboardInterrupt: the ranks were ended.
     """
     warm_up()
@@ -106,7 +112,7 @@ def launch(
                 theirs.close()
                 children.append(_Child(seat, process, mine, note))
             with _stops_taken(children if saves_when_stopped else []):
-                return _watch(children, store)
+                return _watch(children, store, silence_s)
         finally:
             for child in children:
                 child.kill()
@@ -189,7 +195,7 @@ class _Child:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            self.error = _death(self.name(), self.process.exitcode, self._sample())
+            self.error = _death(self, self.process.exitcode, self._sample())
             return
         if kind == "result":
             self.result = value
@@ -206,6 +212,24 @@ class _Child:
         self.asked_to_stop = True
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGTERM)
+
+    def end_silent(self, silence_s: float) -> None:
+        """It says nothing any more: end it, whatever it does."""
+        stopped = _is_stopped(self.process.pid)
+        self.process.kill()
+        self.process.join()
+        self.ended = True
+        self.error = RankLost(
+            f"{self.name()} stopped answering",
+            where=f"host {socket.gethostname()}",
+            why="its process was stopped (SIGSTOP)"
+            if stopped
+            else f"nothing was heard of it for {silence_s:.0f} s",
+            fix="look at its device and its file systems, then run the same command again, with "
+            "--resume if a checkpoint was saved",
+            device=self.seat.device.id,
+            device_class=self.seat.device.device_class,
+        )
 
     @property
     def died_of_stop(self) -> bool:
@@ -224,7 +248,15 @@ def _mapped(note: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def _death(name: str, exit_code: int | None, sample: str) -> TrainingError:
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped; False where the system does not say."""
+    with suppress(OSError, IndexError):
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return told.rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _death(child: _Child, exit_code: int | None, sample: str) -> RankLost:
     how = f"left with exit code {exit_code}"
     why = "something in it ended the process, such as os._exit or a crash of a library"
     if sample:
@@ -235,33 +267,39 @@ def _death(name: str, exit_code: int | None, sample: str) -> TrainingError:
             why = ""
         if -exit_code == signal.SIGKILL:
             why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
-    return TrainingError(
-        f"{name} {how}",
+    return RankLost(
+        f"{child.name()} {how}",
         where=f"host {socket.gethostname()}",
         why=why,
         fix=("look at that sample, then " if sample and sample in why else "")
         + "run the same command again, with --resume if a checkpoint was saved",
+        device=child.seat.device.id,
+        device_class=child.seat.device.device_class,
     )
 
 
-def _watch(children: list[_Child], store: Any) -> list[Any]:
+def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     """Wait for all; once one has failed, for as long as the others need to notice."""
     import torch.distributed as dist
 
-    from gpumix.engine.ranks import report_failure
+    from gpumix.engine.ranks import beat_of, report_failure
 
     run_store = dist.PrefixStore(children[0].seat.run, store)
-    deadline: float | None = None
+    pulse = Pulse(lambda rank: beat_of(run_store, rank), len(children), silence_s)
+    deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([c.pipe for c in waiting], timeout)
+        ready = wait([c.pipe for c in waiting], max(0.0, min(LOOK_S, deadline - time.monotonic())))
+        silent = pulse.silent() if silence_s < math.inf else ()
         for child in waiting:
             if child.pipe in ready:
                 child.collect()
-                if child.error is not None:
-                    report_failure(run_store, child.seat.rank, child.error)
-                    deadline = deadline or time.monotonic() + GRACE_S
-        if not ready and deadline is not None and time.monotonic() >= deadline:
+            elif child.seat.rank in silent:
+                child.end_silent(silence_s)
+            if child.ended and child.error is not None:
+                report_failure(run_store, child.seat.rank, child.error)
+                grace_s = SHORT_GRACE_S if isinstance(child.error, RankLost) else GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
+        if not ready and time.monotonic() >= deadline:
             break
     _raise_cause(children)
     return [child.result for child in children]
@@ -272,10 +310,17 @@ def _raise_cause(children: list[_Child]) -> None:
     if any(child.died_of_stop for child in children):
         raise KeyboardInterrupt
     errors = [c.error for c in children if c.error is not None]
-    deaths = [e for e in errors if "killed by" in e.what]
+    failures = [e for e in errors if isinstance(e, DeviceFailure)]
     own = [e for e in errors if type(e).__name__ != "CommunicationError"]
-    if errors:
-        raise (deaths or own or errors)[0]
+    for error in [*failures, *own, *errors]:
+        if isinstance(error, Interrupted) and not any(child.asked_to_stop for child in children):
+            raise RankLost(
+                "somebody asked a rank to end",
+                where=f"host {socket.gethostname()}",
+                why=error.what,
+                fix="run the same command again with --resume",
+            ) from error
+        raise error
 
 
 def _child(

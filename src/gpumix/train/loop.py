@@ -22,12 +22,14 @@ from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
+from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
-from gpumix.train.checkpoint import Checkpointer, Saved
+from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
 from gpumix.train.display import Display, input_bound, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude
+from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.metrics import (
     ClassRecord,
     RankRecord,
@@ -39,6 +41,7 @@ from gpumix.train.metrics import (
 )
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
+from gpumix.train.recovery import Restart
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
@@ -108,10 +111,13 @@ class Trainer:
     Args:
         context: this rank's device, peers and data.
         plan: the workers in the order of the ranks.
-        resume: go on from the newest checkpoint in the job's output folder.
+        resume: go on from the newest state that there is.
+        restart: why the run had to start again; it goes on from the newest state, if there is any.
     """
 
-    def __init__(self, context: Context, plan: Plan, *, resume: bool = False) -> None:
+    def __init__(
+        self, context: Context, plan: Plan, *, resume: bool = False, restart: Restart | None = None
+    ) -> None:
         self.context = context
         self.plan = plan
         job, ranks = context.job, context.ranks
@@ -150,17 +156,13 @@ class Trainer:
             warning = check_documents(self.engine)
             if warning and context.first:
                 stderr().print(warning)
-        self.checkpointer = Checkpointer(
-            job.output / run_files.CHECKPOINTS,
-            keep=job.checkpoint.keep,
-            group=ranks.checkpoint_group(),
-            ranks_here=sum(w.host == context.device.host for w in plan.workers),
-        )
-        self._stalled_s = 0.0  # by the checkpoint that was begun last
+        self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
         self.step = 0
-        self._resumed_from: Path | None = None
-        if resume:
-            self._resume()
+        self._nothing_left: Path | None = None  # the checkpoint of the last step
+        self._restart = restart
+        if resume or restart is not None:
+            self._take_up(needed=restart is None)
+        self._begun_at = self.step
         self._tokens = self._tokens_at(0, self.loader.cursor.position)
         self._step_tokens: list[int] = []
         self._own_tokens: list[int] = []  # those of this rank, of each step
@@ -187,16 +189,18 @@ class Trainer:
             Interrupted: asked to stop; the state is saved.
             TrainingError: the loss is not finite; the state before that step is saved.
         """
-        if self._resumed_from is not None and self.step >= self.job.steps:
-            return self._summary(self._resumed_from)  # nothing is left to do, or to write
+        if self._nothing_left is not None:
+            return self._summary(self._nothing_left)
         with ExitStack() as stack:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
             self._open(stack)
+            self._open_memory()
             while self.step < self.job.steps:
                 traced = self.step + 1 == self.job.trace_step
                 step = self._traced_step if traced else self.train_step
                 self._tell(step(stop))
+                self._tell_of_restart()
                 if self._due(self.job.evaluation.every_steps):
                     sent = self.engine.comm.sent.total()
                     self._evaluate()
@@ -205,13 +209,16 @@ class Trainer:
                     break
                 notices = self.engine.notices_by_rank()
                 # An error is raised when all ranks know of it, in the same step.
-                if self.checkpointer.written or UNSAVED in notices:
+                if self.keeping.checkpointer.written or UNSAVED in notices:
                     self._finish_save()
                 if STOP in notices:
                     self._stop()
                 if self._due(self.job.checkpoint.every_steps):
                     self._begin_save()
-            return self._summary(self.save())
+                self._remember()
+            path = self.save()
+            self.keeping.forget()
+            return self._summary(path)
 
     def try_out(self, steps: int, *, beside: bool = False) -> Trial:
         """Train `steps` steps after those of the warm-up; nothing is written.
@@ -239,7 +246,7 @@ class Trainer:
             for _ in range(2 if beside and self.job.checkpoint.every_steps else 0):
                 begin_s = _seconds(self._begin_save)
                 self.train_step(stop)
-                settle_s = self._stalled_s - begin_s
+                settle_s = self.keeping.stalled_s - begin_s
                 save = Interlude(begin_s, settle_s, self._finish_save().seconds)
             with syncs_of(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
@@ -295,14 +302,15 @@ class Trainer:
         rate = learning_rate(self.job, self.step)
         set_learning_rates(self.optimizer, self.job, self.step)
         asked = stop is not None and stop.requested
-        self.engine.notice = UNSAVED if self.checkpointer.failed else STOP if asked else 0.0
+        self.engine.notice = UNSAVED if self.keeping.checkpointer.failed else STOP if asked else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
         if early:
-            self._settle_save()
+            self.keeping.settle()
         watch.computes()
         loss = self.engine.step(batch, self.optimizer if early else None).item()
+        self.keeping.settle()  # before the ranks agree on the norm; see `memory_checkpoint`
         if clip_norm is None:
             norm = self.engine.gradient_norm().item()
         else:
@@ -310,7 +318,6 @@ class Trainer:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 self._not_finite(what, value, cursor)
-        self._settle_save()
         record.computes("optimizer", ROOT)
         if not early:
             self.optimizer.step()
@@ -377,6 +384,16 @@ class Trainer:
         if self.context.first and self._display is not None:
             self._log.step(record)
             self._display.step(record)
+
+    def _tell_of_restart(self) -> None:
+        """Once, when training goes on."""
+        restart, self._restart = self._restart, None
+        if restart is not None and self._display is not None:
+            seconds = time.time() - restart.failed_at
+            self._log.restart(
+                self.step, resumed_from=self._begun_at, why=restart.why, seconds=seconds
+            )
+            self._display.say(f"training again after {show_seconds(seconds)}")
 
     def _tell_of_unused(self, names: list[str]) -> None:
         """A head of another task, say, is left out on purpose; a wrong prefix is not."""
@@ -474,58 +491,57 @@ class Trainer:
 
     def _begin_save(self, cursor: dict[str, Any] | None = None) -> None:
         """Write a checkpoint beside the next steps."""
-        if self.checkpointer.under_way:
+        if self.keeping.checkpointer.under_way:
             self._finish_save()
-        begun = time.perf_counter()
-        extra = {"job": self.job.model_dump(mode="json"), "plan": self.plan.model_dump(mode="json")}
-        config: Any = getattr(self.engine.model, "config", None)
-        if hasattr(config, "to_dict"):  # of transformers, also if a factory made the model
-            extra["model_config"] = config.to_dict()
-        self.checkpointer.begin(
-            self.step,
-            self.engine,
-            self.optimizer,
-            cursor=cursor or self.loader.state_dict(),
-            extra=extra,
-        )
-        self._stalled_s = time.perf_counter() - begun
-
-    def _settle_save(self) -> None:
-        """What a checkpoint copies changes next."""
-        if self.checkpointer.under_way:
-            begun = time.perf_counter()
-            self.checkpointer.settle()
-            self._stalled_s += time.perf_counter() - begun
+        self.keeping.begin_save(self.step, cursor)
 
     def _finish_save(self) -> Saved:
-        begun = time.perf_counter()
-        saved = self.checkpointer.finish()
-        self._stalled_s += time.perf_counter() - begun
+        saved = self.keeping.finish_save()
         if self._display is not None:
             self._log.checkpoint(
-                saved.step, saved.path, seconds=saved.seconds, stalled_s=self._stalled_s
+                saved.step, saved.path, seconds=saved.seconds, stalled_s=self.keeping.stalled_s
             )
         return saved
 
-    def _resume(self) -> None:
-        state = self.checkpointer.load(self.engine, self.optimizer)
-        self.loader.load_state_dict(state.cursor)
-        self.step, self._resumed_from = state.step, state.path
-        if self.context.first:
-            for damage in state.passed_over:
-                stderr().print(f"passed over: {damage.where} is damaged: {damage.why}")
-            stderr().print(f"going on from {state.path}")
-            if self.job.trace_step is not None and self.job.trace_step <= self.step:
-                stderr().print(f"step {self.job.trace_step} is done, and is not traced")
-            before = state.extra["job"]["steps"]
-            if before != self.job.steps and self.job.schedule.kind != "constant":
-                stderr().print(
-                    f"the schedule of the learning rate now ends at step {self.job.steps}, it "
-                    f"ended at step {before}: the rate may jump here"
-                )
+    def _open_memory(self) -> None:
+        refused = self.keeping.open_memory(fresh=self.step == 0)
+        if refused and self._display is not None:
+            self._display.say(
+                f"no copies of the state in memory: {refused}; a run that loses a rank goes on "
+                "from its last checkpoint"
+            )
+
+    def _remember(self) -> None:
+        """Have this step's state copied into memory."""
+        done = self.step - self._begun_at
+        if done == MEASURED_STEPS:
+            self.keeping.choose_interval(typical_s(self._step_times[1:]))
+        self.keeping.remember(self.step)
+
+    def _take_up(self, *, needed: bool) -> None:
+        state = self.keeping.take_up(needed=needed)
+        if state is None:
+            return
+        self.step = state.step
+        if state.path is not None and self.step >= self.job.steps:
+            self._nothing_left = state.path  # or to write
+        if not self.context.first:
+            return
+        for damage in state.passed_over:
+            stderr().print(f"passed over: {damage.where} is damaged: {damage.why}")
+        stderr().print(f"going on from {state.where}")
+        if self.job.trace_step is not None and self.job.trace_step <= self.step:
+            stderr().print(f"step {self.job.trace_step} is done, and is not traced")
+        before = state.extra["job"]["steps"]
+        if before != self.job.steps and self.job.schedule.kind != "constant":
+            stderr().print(
+                f"the schedule of the learning rate now ends at step {self.job.steps}, it "
+                f"ended at step {before}: the rate may jump here"
+            )
 
     def _stop(self) -> None:
         path = self.save()
+        self.keeping.forget()
         raise Interrupted(
             f"stopped after step {self.step} of {self.job.steps}",
             where=str(path),
@@ -548,6 +564,7 @@ class Trainer:
                 "one, with a lower --set optimizer.lr=...",
             )
         path = self.save(cursor)
+        self.keeping.forget()
         if math.isnan(value) and what == "loss" and not who:  # all losses are good: 0 of 0 tokens
             some = ", ".join(map(str, self.loader.last_indices[:8].tolist()))
             raise TrainingError(

@@ -250,6 +250,11 @@ class RunLog:
         fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
         self._write("checkpoint", {"step": step, **fields})
 
+    def restart(self, step: int, *, resumed_from: int, why: str, seconds: float) -> None:
+        """The run had to start again; it took so long until the first step after that was done."""
+        fields = {"resumed_from": resumed_from, "why": why, "seconds": seconds}
+        self._write("restart", {"step": step, **fields})
+
     def progress(self, state: str) -> None:
         """Replace `progress.json`, for whoever watches the run."""
         value = {
@@ -281,6 +286,16 @@ class RunLog:
         assert self._file is not None
         self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
         self._file.flush()
+
+
+def mark_failed(folder: Path) -> None:
+    """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
+    if none of them could."""
+    path = folder / run_files.PROGRESS
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["state"] == "training":
+            _replace(path, json.dumps(value | {"state": "failed", "time": time.time()}) + "\n")
 
 
 def _until(path: Path, step: int) -> Iterator[str]:

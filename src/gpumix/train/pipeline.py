@@ -6,23 +6,30 @@ Deciding happens here, in the process that was started; measuring and training i
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpumix.hardware.environment import shared_memory_folder
+from gpumix.hardware.whatif import with_less_memory, without
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import DeviceFailure, InputError, MachineError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
+from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
+from gpumix.train.memory_folder import Home, newest
+from gpumix.train.metrics import mark_failed
+from gpumix.train.recovery import Again, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 
@@ -53,7 +60,7 @@ class Pipeline:
     def of_file(cls, path: Path, overrides: Sequence[str], *, debug: bool) -> Pipeline:
         job = read_job(path, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()
-        runs = runner(debug=debug, imports=imports)
+        runs = runner(debug=debug, imports=imports, silence_s=job.timeout)
         return cls(job, path.absolute().parent, runs, debug=debug)
 
     def show(self, thing: Any) -> None:
@@ -107,14 +114,66 @@ class Pipeline:
             self.show(efficiency_table(profile))
             plan = self.plan(profile)
         self.show(plan_table(plan))
+        recovery = Recovery(self.job.restarts if self._runs.restarts else 0)
+        restart: Restart | None = None
+        while True:
+            try:
+                return self._run(plan, profile, resume, restart)
+            except DeviceFailure as error:
+                failed_at = time.time()
+                again = recovery.after(error, self._newest(), plan)
+                self.show(f"{error}\n{again.told}")
+                plan, profile = self._plan_again(again, plan, profile)
+                restart = Restart(error.what, failed_at)
+
+    def _run(
+        self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None
+    ) -> Summary:
         from gpumix.train import work
 
         used = self._used(plan)
         devices = self._runs.devices(used)
-        summary: Summary = self._runs.run(
-            work.train, used, self._task(), plan, profile, devices, resume, saves=True
-        )
+        try:
+            summary: Summary = self._runs.run(
+                work.train,
+                used,
+                self._task(),
+                plan,
+                profile,
+                devices,
+                resume,
+                restart,
+                saves=True,
+            )
+        except BaseException:
+            if self.speaks:  # a rank that was ended could not say so
+                mark_failed(self.job.output)
+            raise
         return summary
+
+    def _newest(self) -> int:
+        """The step after which there is a state to go on from; 0 without any."""
+        root, output = shared_memory_folder(), self.job.output
+        hosts = sorted({device.host for device in self.cluster.devices})
+        held = [] if root is None else [Home(root, output, host).held() for host in hosts]
+        found, saved = newest(held), latest(output / run_files.CHECKPOINTS)
+        return max(found.step if found else 0, step_of(saved) if saved else 0)
+
+    def _plan_again(
+        self, again: Again, plan: Plan, profile: Profile | None
+    ) -> tuple[Plan, Profile | None]:
+        """The plan for what is left: the same one, if nothing is gone."""
+        gone = again.without & {d.id for d in self.cluster.devices}
+        if not gone and not again.memory:
+            return plan, profile
+        if profile is None:  # the plan was given without it
+            profile = self.profile()
+        if gone:
+            profile = without(profile, gone)
+            self.cluster = self.cluster.only(d.id for d in profile.cluster.devices)
+        plan = self.plan(with_less_memory(profile, again.memory_by_class))
+        self.show(plan_table(plan))
+        return plan, profile
 
     def _used(self, plan: Plan) -> Cluster:
         """The devices that a plan uses. Under torchrun all are, for each has its process."""
@@ -198,7 +257,7 @@ class Pipeline:
                 fix="write elsewhere: --set output=runs/another",
             )
         saved = latest(output / run_files.CHECKPOINTS)
-        if resume and saved is None:
+        if resume and saved is None and not self._newest():
             raise InputError(
                 "there is no checkpoint to go on from",
                 where=str(output),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,10 +20,12 @@ class Runner(Protocol):
 
     `speaks`: whether this process shows things; under torchrun only one does. `decides_alone`: no
     other process has to come to the same decision, from files that may differ from host to host.
+    `restarts`: ranks that failed can be run again from here.
     """
 
     speaks: bool
     decides_alone: bool
+    restarts: bool
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         """The devices: those that are wanted, or those that are found."""
@@ -47,14 +50,17 @@ class Runner(Protocol):
         ...
 
 
-def runner(*, debug: bool = False, imports: tuple[str, ...] = ()) -> Runner:
+def runner(
+    *, debug: bool = False, imports: tuple[str, ...] = (), silence_s: float = math.inf
+) -> Runner:
     """The one for this process.
 
     Args:
         imports: what all ranks will import, so that it may be done once.
+        silence_s: a rank of which nothing is heard for so long is lost.
     """
     place = torchrun_place()
-    return LocalRunner(debug, imports) if place is None else TorchrunRunner(place)
+    return LocalRunner(debug, imports, silence_s) if place is None else TorchrunRunner(place)
 
 
 @dataclass
@@ -63,8 +69,10 @@ class LocalRunner:
 
     debug: bool = False
     imports: tuple[str, ...] = ()
+    silence_s: float = math.inf
     speaks: bool = True
     decides_alone: bool = True
+    restarts: bool = True
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         return wanted or discover()
@@ -87,13 +95,21 @@ class LocalRunner:
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
         devices = self.devices(cluster)
-        return launch(work, devices, *args, debug=self.debug, saves_when_stopped=saves)[0]
+        return launch(
+            work,
+            devices,
+            *args,
+            debug=self.debug,
+            saves_when_stopped=saves,
+            silence_s=self.silence_s,
+        )[0]
 
 
 class TorchrunRunner:
     """This process is one rank of a run that torchrun started."""
 
     decides_alone = False
+    restarts = False  # that is for torchrun
 
     def __init__(self, place: TorchrunPlace) -> None:
         self.speaks = place.rank == 0

@@ -26,6 +26,7 @@ from gpumix.train.little_data import warnings_of
 from gpumix.train.loop import Summary, Trainer, Trial
 from gpumix.train.models import model_of
 from gpumix.train.optimizer import trial_optimizer
+from gpumix.train.recovery import Restart
 from gpumix.train.tables import stderr
 
 
@@ -123,13 +124,15 @@ def train(
     profile: Profile | None,
     devices: tuple[Device, ...],
     resume: bool,
+    restart: Restart | None = None,
 ) -> Summary:
     """Train the job by the plan. Every rank returns the summary.
 
     The run's folder gets the plan, and the profile it was made from, once nothing is in the way.
     """
     with joined(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
+        own = plan.for_devices([d.id for d in devices])
+        trainer = Trainer(context, own, resume=resume, restart=restart)
         if context.first:
             job = task.job
             for line in warnings_of(context.train_data, context.held_out, job.global_batch):

@@ -3,8 +3,9 @@
 from gpumix.hardware.memory.limit import (
     MemoryLimit,
     host_memory,
+    is_fragmented,
     is_out_of_memory,
     limit_memory,
 )
 
-__all__ = ["MemoryLimit", "host_memory", "is_out_of_memory", "limit_memory"]
+__all__ = ["MemoryLimit", "host_memory", "is_fragmented", "is_out_of_memory", "limit_memory"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,13 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's words
 )
+
+
+# What CUDA's allocator says when it runs out.
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class MemoryLimit(ABC):
@@ -94,6 +102,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY_TEXTS)
+
+
+def is_fragmented(error: BaseException) -> bool:
+    """Whether CUDA's allocator held as much as was asked for, but in pieces, by its own account."""
+    asked, idle = (_bytes_in(str(error), text) for text in (_ASKED, _IDLE))
+    return asked is not None and idle is not None and idle >= asked
+
+
+def _bytes_in(text: str, pattern: re.Pattern[str]) -> float | None:
+    found = pattern.search(text)
+    return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 @functools.cache

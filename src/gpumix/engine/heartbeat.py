@@ -1,0 +1,47 @@
+"""The heartbeats of ranks, and who has fallen silent. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+BEAT_S = 0.5
+LOOK_S = 1.0  # between two looks at them
+ENDED = "ended"  # the last one
+
+
+class Pulse:
+    """Which ranks have fallen silent, by their heartbeats.
+
+    Args:
+        beat_of: the last beat of a rank; empty before the first, and `ENDED` after the last.
+        silence_s: how long a heart may stand still.
+    """
+
+    def __init__(
+        self,
+        beat_of: Callable[[int], str],
+        ranks: int,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._beat_of = beat_of
+        self._silence_s = silence_s
+        self._clock = clock
+        self._looked = clock()
+        self._heard = [("", self._looked)] * ranks
+
+    def silent(self) -> set[int]:
+        """Ask all; often enough, for time in which nobody asked does not count: this process may
+        have been stopped together with the ranks."""
+        now = self._clock()
+        missed = max(0.0, now - self._looked - 2 * LOOK_S)
+        self._looked = now
+        found = set()
+        for rank, (before, since) in enumerate(self._heard):
+            beat = self._beat_of(rank)
+            at = now if beat != before else since + missed
+            self._heard[rank] = beat, at
+            if beat not in ("", ENDED) and now - at >= self._silence_s:
+                found.add(rank)
+        return found

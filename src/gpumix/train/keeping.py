@@ -1,0 +1,225 @@
+"""Where a run's state goes, and where it comes from: checkpoints on disk, and copies in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gpumix.data.loader import Loader
+from gpumix.engine.engine import Engine
+from gpumix.hardware.environment import shared_memory_folder
+from gpumix.spec.errors import MachineError, first_line
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+from gpumix.train import memory_folder, memory_reader, run_files
+from gpumix.train.checkpoint import Checkpointer, Saved
+from gpumix.train.checkpoint_file import Damaged, step_of
+from gpumix.train.context import Context
+from gpumix.train.memory_checkpoint import MemoryCheckpointer
+from gpumix.train.memory_folder import Found, Held, Home
+
+# Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
+MEMORY_SHARE = 0.01
+# After this step it is known what copies cost: the first makes room.
+MEASURED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """What a run goes on from; `extra` is what was saved beside the state, `path` its checkpoint on
+    disk: None for copies in memory."""
+
+    step: int
+    extra: dict[str, Any]
+    path: Path | None = None
+    passed_over: tuple[Damaged, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return str(self.path) if self.path is not None else f"copies in memory of step {self.step}"
+
+
+class Keeping:
+    """The state of a run, as one of its ranks keeps it. Methods are collective but where they say
+    otherwise."""
+
+    def __init__(
+        self, context: Context, plan: Plan, engine: Engine, optimizer: Optimizer, loader: Loader
+    ) -> None:
+        self._context = context
+        self._engine, self._optimizer, self._loader = engine, optimizer, loader
+        job, ranks = context.job, context.ranks
+        here = [r for r, worker in enumerate(plan.workers) if worker.host == context.device.host]
+        self._ranks_here = len(here)
+        self._first_here = here[0] == ranks.rank
+        self._group = ranks.checkpoint_group()
+        self.checkpointer = Checkpointer(
+            job.output / run_files.CHECKPOINTS,
+            keep=job.checkpoint.keep,
+            group=self._group,
+            ranks_here=self._ranks_here,
+        )
+        self._extra = _extra(job, plan, engine)
+        self.stalled_s = 0.0
+        """How long training stood still for the checkpoint that was begun last."""
+        root = shared_memory_folder()
+        self._home = None if root is None else Home(root, job.output, context.device.host)
+        self._memory: MemoryCheckpointer | None = None
+        every = job.checkpoint.memory_every_steps
+        self._every_steps = 1 if every == "auto" else every
+        self._copied_s: list[float] = []  # how long training stood still for each copy in memory
+
+    # -- on disk -----------------------------------------------------------------------------------
+
+    def begin_save(self, step: int, cursor: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint beside the next steps; the data goes on at `cursor`, by default behind
+        the last batch. The one before must be finished."""
+        begun = time.perf_counter()
+        self.checkpointer.begin(
+            step,
+            self._engine,
+            self._optimizer,
+            cursor=cursor or self._loader.state_dict(),
+            extra=self._extra,
+        )
+        self.stalled_s = time.perf_counter() - begun
+
+    def finish_save(self) -> Saved:
+        """Wait for the checkpoint that was begun."""
+        begun = time.perf_counter()
+        saved = self.checkpointer.finish()
+        self.stalled_s += time.perf_counter() - begun
+        return saved
+
+    # -- in memory ---------------------------------------------------------------------------------
+
+    def open_memory(self, *, fresh: bool) -> str:
+        """Have copies of the state in the hosts' memory from now on; why not, if some rank cannot.
+
+        Args:
+            fresh: the run begins anew; copies of an earlier one are removed.
+        """
+        if not self._every_steps:
+            return ""
+        refused = self._open_memory(fresh)
+        told = self._context.ranks.gather("room in memory", refused)
+        return next(filter(None, told), "")
+
+    def _open_memory(self, fresh: bool) -> str:
+        ranks, home = self._context.ranks, self._home
+        if fresh:
+            self.forget()
+        generation = memory_folder.latest_generation(self._told()) + 1
+        if home is None:
+            return "this system has no file system in memory"
+        try:
+            self._memory = MemoryCheckpointer(
+                home,
+                generation,
+                rank=ranks.rank,
+                world=ranks.world,
+                ranks_here=self._ranks_here,
+                tidies=self._first_here,
+                extra=self._extra,
+            )
+        except (MachineError, OSError) as error:
+            return first_line(error)
+        return ""
+
+    def _told(self) -> list[list[Held]]:
+        """The copies that each rank finds on its host."""
+        held = self._home.held() if self._home is not None else []
+        told = self._context.ranks.gather("held in memory", memory_folder.to_text(held))
+        return [memory_folder.from_text(text) for text in told]
+
+    def remember(self, step: int) -> None:
+        """Copy the state after `step` beside the next one, if it is its turn."""
+        if self._memory is None or step % self._every_steps:
+            return
+        begun = time.perf_counter()
+        self._memory.begin(step, self._engine, self._optimizer, self._loader.state_dict())
+        self._copied_s.append(time.perf_counter() - begun)
+
+    def choose_interval(self, step_s: float) -> None:
+        """By what the first copies took: so many steps that training stands still for them for a
+        hundredth of its time at most."""
+        if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
+            return
+        share = min(self._copied_s, default=0.0) / max(step_s, 1e-9)
+        told = self._context.ranks.gather("copies' time", str(share))
+        self._every_steps = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
+
+    @property
+    def memory_refused(self) -> str:
+        """Why this rank does not copy into memory any more. Not collective."""
+        return "" if self._memory is None else self._memory.refused
+
+    def forget(self) -> None:
+        """The copies in memory are not needed any more. Not collective."""
+        if self._home is not None and self._first_here:
+            self._home.remove()
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until the state may change: what is saved and copied is. Not collective."""
+        if self.checkpointer.under_way:
+            begun = time.perf_counter()
+            self.checkpointer.settle()
+            self.stalled_s += time.perf_counter() - begun
+        if self._memory is not None:
+            begun = time.perf_counter()
+            self._memory.settle()
+            if self._copied_s:
+                self._copied_s[-1] += time.perf_counter() - begun
+
+    def take_up(self, *, needed: bool) -> TakenUp | None:
+        """Put the newest state that there is into engine, optimizer and loader; None if there is
+        none, and none is needed.
+
+        Raises:
+            InputError: there is none that is whole, or it is of another model, optimizer or data.
+        """
+        in_memory = self._found_in_memory()
+        saved = self.checkpointer.latest()
+        if in_memory is not None and (saved is None or in_memory[0].step >= step_of(saved)):
+            return self._from_memory(*in_memory)
+        if saved is None and not needed:
+            return None
+        state = self.checkpointer.load(self._engine, self._optimizer)
+        self._loader.load_state_dict(state.cursor)
+        return TakenUp(state.step, state.extra, state.path, state.passed_over)
+
+    def _found_in_memory(self) -> tuple[Found, list[Held]] | None:
+        """What can be gone on from, and what of it is on this host."""
+        told = self._told()
+        found = memory_folder.newest(told)
+        return None if found is None else (found, told[self._context.ranks.rank])
+
+    def _from_memory(self, found: Found, held: list[Held]) -> TakenUp:
+        assert self._home is not None
+        manifest = memory_reader.load(
+            self._home,
+            held,
+            found,
+            self._context.ranks,
+            self._group,
+            self._engine,
+            self._optimizer,
+        )
+        self._loader.load_state_dict(dict(manifest.cursor))
+        return TakenUp(manifest.step, dict(manifest.extra))
+
+
+def _extra(job: Job, plan: Plan, engine: Engine) -> dict[str, Any]:
+    """What is saved beside the state."""
+    extra = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    config: Any = getattr(engine.model, "config", None)
+    if hasattr(config, "to_dict"):  # of transformers, also if a factory made the model
+        extra["model_config"] = config.to_dict()
+    return extra

@@ -1,0 +1,153 @@
+"""Copies of a run's state in the memory of its hosts, which outlives a rank that is lost.
+
+After a step each rank copies what it would save, beside the next step, into one of two slots. The
+copy must be whole before the ranks agree on the next step's gradient norm: so when any rank changes
+its state once more, every rank has a whole copy of the step before, and there is always a step that
+all have. Which files there are is said in `memory_folder`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gpumix.engine.engine import Engine
+from gpumix.spec.errors import MachineError, first_line
+from gpumix.spec.units import show_bytes
+from gpumix.train import checkpoint_content as content
+from gpumix.train import memory_folder as folder
+from gpumix.train.background import Background
+from gpumix.train.host_copy import HostCopy, Tensors, index_of, room_for, size_of
+from gpumix.train.memory_folder import Home
+
+
+class MemoryCheckpointer:
+    """This rank's copies of its state in the memory of its host.
+
+    Args:
+        home: where they go; `generation` is the number of this start of the run.
+        ranks_here: how many ranks share this host's memory.
+        tidies: whether this rank removes the copies of earlier starts from it.
+        extra: what belongs to the state beside it and stays as it is in this start.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        generation: int,
+        *,
+        rank: int,
+        world: int,
+        ranks_here: int,
+        tidies: bool,
+        extra: Mapping[str, Any],
+    ) -> None:
+        self._folder = home.make(generation)
+        self._home, self._generation = home, generation
+        self._rank, self._world, self._ranks_here = rank, world, ranks_here
+        self._tidies = tidies
+        self._extra = content.as_json(extra, "extra")
+        self._copies: dict[int, HostCopy] = {}
+        self._begun = 0
+        self._copying: Background[None] | None = None
+        self.refused = ""
+        """Why nothing is copied any more; empty while all goes well."""
+
+    def begin(
+        self, step: int, engine: Engine, optimizer: Optimizer, cursor: Mapping[str, Any]
+    ) -> None:
+        """Begin to copy the state after `step`, which may not change until `settle` returned. All
+        ranks do so after the same steps."""
+        self.settle()
+        engine.agree_on_buffers()
+        if self.refused:
+            return
+        now = content.Content.of(step, engine, optimizer, cursor=cursor, extra={})
+        stream = content.copying_stream(engine.device)
+        slot = self._begun % folder.SLOTS
+        self._begun += 1
+        self._copying = Background(lambda: self._copy(slot, now, stream), name="gpumix-memory")
+
+    def settle(self) -> None:
+        """Wait until the copy that was begun last is whole. Not collective: a rank that could not
+        copy goes on without."""
+        if self._copying is None:
+            return
+        copying, self._copying = self._copying, None
+        try:
+            copying.result()
+        except (OSError, MachineError) as error:
+            self.refused = first_line(error)
+            return
+        if self._begun == folder.SLOTS and self._tidies:
+            self._home.forget_before(self._generation)
+
+    def _copy(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
+        """In a thread of its own."""
+        seal = self._folder / folder.seal_file(self._rank, slot)
+        seal.unlink(missing_ok=True)
+        copy = self._copies.get(slot)
+        if copy is None or not copy.fits(now.tensors):
+            copy = self._room(slot, now.tensors, pinned=stream is not None)
+        copy.fill(now.tensors, stream)
+        told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
+        folder.write_at_once(seal, json.dumps(told))
+
+    def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
+        """Room for a copy in a slot.
+
+        Raises:
+            MachineError: the host has none.
+        """
+        size = size_of(tensors)
+        if not self._copies and not room_for(folder.SLOTS * size, self._ranks_here):
+            raise MachineError(
+                f"the host has no memory for {folder.SLOTS} copies of {show_bytes(size)} for each "
+                f"of {self._ranks_here} ranks"
+            )
+        self._copies.pop(slot, None)
+        file = self._folder / folder.data_file(self._rank, slot)
+        memory = _memory_in(file, size, pinned=pinned)
+        index = index_of(tensors, file.name).model_dump(mode="json")
+        told = json.dumps({"extra": self._extra, "index": index})
+        folder.write_at_once(self._folder / folder.index_file(self._rank, slot), told)
+        self._copies[slot] = HostCopy(tensors, pinned=False, memory=memory)
+        return self._copies[slot]
+
+
+def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
+    """A file of so many bytes as memory; copies of a GPU's tensors are faster into pinned one.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if size:  # now: a page for which there is no room later ends the process
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        file.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    memory = mapped(file)
+    if pinned and size:
+        with suppress(RuntimeError):  # then copies are slower
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+    return memory
+
+
+def mapped(file: Path) -> torch.Tensor:
+    """The bytes of a file, without reading it."""
+    size = file.stat().st_size
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

@@ -1,0 +1,150 @@
+"""Takes up a state that hosts keep in their memory: what is here is mapped, what is on another host
+is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from gpumix.engine.comm import reported
+from gpumix.engine.engine import Engine
+from gpumix.engine.ranks import Ranks
+from gpumix.train import checkpoint_content as content
+from gpumix.train import memory_folder as folder
+from gpumix.train.checkpoint_file import Manifest
+from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, read_from
+from gpumix.train.checkpoint_together import Together
+from gpumix.train.memory_checkpoint import mapped
+from gpumix.train.memory_folder import Found, Held, Home
+
+PIECE_BYTES = 1 << 28  # sent at once
+
+
+def load(
+    home: Home,
+    held: Sequence[Held],
+    found: Found,
+    ranks: Ranks,
+    group: dist.ProcessGroup | None,
+    engine: Engine,
+    optimizer: Optimizer,
+) -> Manifest:
+    """Put a state into the engine and the optimizer. Collective.
+
+    Args:
+        held: the copies on this rank's host; `found` is what all ranks together have.
+        group: all ranks, for CPU tensors.
+
+    Raises:
+        InputError: it is of another model or optimizer; nothing was changed.
+        CommunicationError: a rank is gone.
+    """
+    manifest, index = _described(home, found, ranks)
+    where = home.generation(found.generation)
+    content.check_fits(engine, where, manifest, index)
+    content.check_optimizer(where, manifest, optimizer)
+    copies = _Copies(home, held, found, ranks, group)
+
+    def read(tensors: Mapping[str, Boxed]) -> None:
+        read_from(index, tensors, Together(group), copies)
+
+    content.restore(engine, optimizer, manifest, index, read)
+    return manifest
+
+
+def _described(home: Home, found: Found, ranks: Ranks) -> tuple[Manifest, Index]:
+    """What the copies hold. Collective."""
+    own = {
+        rank: _description(home, found.generation, rank, found.slots[rank])
+        for rank, giver in enumerate(found.givers)
+        if giver == ranks.rank
+    }
+    told: dict[str, Any] = {}
+    for text in ranks.gather("copies in memory", json.dumps(own)):
+        told |= json.loads(text)
+    every = [told[str(rank)] for rank in range(len(found.givers))]
+    manifests = [Manifest.model_validate(one["manifest"]) for one in every]
+    kinds = content.merged_kinds(m.optimizer.states for m in manifests)
+    optimizer = manifests[0].optimizer.model_copy(update={"states": kinds})
+    known = {"optimizer": optimizer, "extra": every[0]["extra"]}
+    index = Index.merged([Index.model_validate(one["index"]) for one in every])
+    return manifests[0].model_copy(update=known), index
+
+
+def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str, Any]:
+    """What one copy on this host holds."""
+    place = home.generation(generation)
+    seal = json.loads((place / folder.seal_file(rank, slot)).read_text(encoding="utf-8"))
+    index = json.loads((place / folder.index_file(rank, slot)).read_text(encoding="utf-8"))
+    return {"manifest": seal["manifest"], **index}
+
+
+@dataclass
+class _Copies:
+    """The bytes of the copies, wherever they are."""
+
+    home: Home
+    held: Sequence[Held]
+    found: Found
+    ranks: Ranks
+    group: dist.ProcessGroup | None
+    _files: dict[str, torch.Tensor] = field(default_factory=dict)
+    _fetched: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Map the copies that are on this host, in whatever slot."""
+        place = self.home.generation(self.found.generation)
+        here = {(one.generation, one.step, one.rank, one.slot) for one in self.held}
+        for rank, slot in enumerate(self.found.slots):
+            if (self.found.generation, self.found.step, rank, slot) in here:
+                name = folder.data_file(rank, slot)
+                self._files[name] = mapped(place / name)
+
+    def bytes_of(self, box: StoredBox) -> torch.Tensor:
+        file = self._files.get(box.file)
+        if file is None:
+            return self._fetched[box.file, box.start]
+        return file[box.start : box.start + box.length]
+
+    def fetch(self, wanted: Sequence[StoredBox]) -> None:
+        """Have what is wanted and not here sent. Collective: each rank asks for what it lacks, then
+        all pairs of ranks have their turn, in one order."""
+        missing: dict[int, dict[tuple[str, int], int]] = {}
+        for box in wanted:
+            if box.file not in self._files:
+                giver = self.found.givers[_rank_of(self.found, box.file)]
+                missing.setdefault(giver, {})[box.file, box.start] = box.length
+        asked = {
+            str(giver): [[file, start, length] for (file, start), length in boxes.items()]
+            for giver, boxes in missing.items()
+        }
+        told = [json.loads(text) for text in self.ranks.gather("fetch", json.dumps(asked))]
+        for giver in range(self.ranks.world):
+            for taker, boxes in enumerate(one.get(str(giver), []) for one in told):
+                if boxes and self.ranks.rank in (giver, taker):
+                    self._pass_on(giver, taker, boxes)
+
+    def _pass_on(self, giver: int, taker: int, boxes: list[list[Any]]) -> None:
+        with reported(f"copies in memory of rank {giver} for rank {taker}"):
+            for file, start, length in boxes:
+                if self.ranks.rank == giver:
+                    for piece in self._files[file][start : start + length].split(PIECE_BYTES):
+                        dist.send(piece, taker, self.group)
+                else:
+                    room = torch.empty(length, dtype=torch.uint8)
+                    for piece in room.split(PIECE_BYTES):
+                        dist.recv(piece, giver, self.group)
+                    self._fetched[file, start] = room
+
+
+def _rank_of(found: Found, file: str) -> int:
+    """The rank that saved a file."""
+    names = [folder.data_file(rank, slot) for rank, slot in enumerate(found.slots)]
+    return names.index(file)

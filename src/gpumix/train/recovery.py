@@ -1,0 +1,115 @@
+"""What happens after a rank was lost: whether the run starts again, and with which devices.
+
+Pure: how ranks are ended and started is not said here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gpumix.spec.errors import DeviceFailure, GpumixError, OutOfMemory, TrainingError
+from gpumix.spec.plan import Plan
+
+# A device whose rank is lost so often in a row, without a step between, is left out.
+BLAMED = 2
+# Of what a plan may fill of a class's memory, what is left to it after it was not enough.
+LESS_MEMORY = 0.92
+BELOW_PEAK = 0.97
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why a run had to start again; `failed_at` is the time of that (`time.time()`)."""
+
+    why: str
+    failed_at: float
+
+
+@dataclass(frozen=True)
+class Again:
+    """How a run starts again: without some devices, with less memory planned for some classes."""
+
+    without: frozenset[str] = frozenset()
+    memory: tuple[tuple[str, float], ...] = ()  # parts of a class's memory, by class
+    told: str = ""
+
+    @property
+    def memory_by_class(self) -> dict[str, float]:
+        return dict(self.memory)
+
+
+@dataclass
+class Recovery:
+    """Decides after each failure of one run.
+
+    Args:
+        most: how often in a row a run starts again without a step between.
+    """
+
+    most: int
+    _tried: int = 0
+    _newest: int = -1
+    _blamed: Counter[str] = field(default_factory=Counter)
+    _again: Again = Again()
+
+    def after(self, error: GpumixError, newest: int, plan: Plan) -> Again:
+        """What to do.
+
+        Args:
+            newest: the step after which a state is kept that the run can go on from.
+            plan: the one that it ran by.
+
+        Raises:
+            GpumixError: it cannot go on: `error`, or one that says that it comes again and again.
+        """
+        if not isinstance(error, DeviceFailure) or not self.most:
+            raise error
+        if newest > self._newest:
+            self._newest, self._tried = newest, 0
+            self._blamed.clear()
+        self._tried += 1
+        if isinstance(error, OutOfMemory):
+            return self._with_less(error, plan)
+        if self._tried > self.most:
+            raise _in_a_row(error, self._tried)
+        self._blamed[error.device] += 1
+        devices = [worker.device for worker in plan.workers]
+        if error.device in devices and len(devices) > 1 and self._blamed[error.device] >= BLAMED:
+            return self._without(error.device)
+        self._again = Again(self._again.without, self._again.memory, "starting again")
+        return self._again
+
+    def _without(self, device: str) -> Again:
+        told = f"device '{device}' is left out: its rank was lost {BLAMED} times in a row"
+        self._again = Again(self._again.without | {device}, self._again.memory, told)
+        return self._again
+
+    def _with_less(self, error: OutOfMemory, plan: Plan) -> Again:
+        """So little that the plan must change. Planning ends this: some time there is too little
+        for any plan."""
+        memory = self._again.memory_by_class
+        if error.fragmented and self._tried == 1:
+            told = "its memory was in pieces, not full: starting again"
+        else:
+            name = error.device_class
+            memory[name] = memory.get(name, 1.0) * min(LESS_MEMORY, _filled(plan, error.device))
+            told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
+        self._again = Again(self._again.without, tuple(memory.items()), told)
+        return self._again
+
+
+def _filled(plan: Plan, device: str) -> float:
+    """A little less than the part of a device's memory that the plan fills, by its prediction."""
+    told = plan.prediction.workers if plan.prediction is not None else ()
+    parts = [w.peak_bytes / w.memory_limit_bytes for w in told if w.device == device]
+    return min(parts, default=1.0) * BELOW_PEAK
+
+
+def _in_a_row(error: GpumixError, times: int) -> GpumixError:
+    return TrainingError(
+        error.what,
+        where=error.where,
+        why="; ".join(filter(None, [error.why, f"that happened {times} times in a row"])),
+        fix=error.fix,
+    )

@@ -1,0 +1,108 @@
+"""A run that loses a rank goes on by itself, from what the hosts keep in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
+
+from gpumix.hardware.environment import shared_memory_folder
+from gpumix.spec.errors import RankLost, TrainingError
+
+STEPS = 12
+
+
+def copies() -> list[Path]:
+    root = shared_memory_folder()
+    assert root is not None
+    return list((root / f"gpumix-{os.getuid()}").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = write_job(folder, steps=STEPS)
+    train(job, plan=plan_for(job))
+    return metrics(folder / "run")
+
+
+def disturbed(tmp_path, fault: str, rank: int = 1, at: int = 4, **changes):
+    """A job of which a rank comes to harm in the fourth step after each start."""
+    model = toy(fault=fault, rank=rank, at=at)
+    return write_job(tmp_path, model=model, steps=STEPS, **{"restarts": 3} | changes)
+
+
+def check_same(run: Path, undisturbed: list[dict]) -> list[dict]:
+    """Each step was done once, as without the harm; the records of starting again."""
+    told = metrics(run)
+    assert [one["step"] for one in told] == list(range(1, STEPS + 1))
+    for mine, other in zip(told, undisturbed, strict=True):
+        assert mine["tokens"] == other["tokens"]
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    return metrics(run, "restart")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank(tmp_path, undisturbed, rank):
+    """No step but the one in which it was killed, and the one before at most, is done again."""
+    job = disturbed(tmp_path, "kill", rank)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert restarts
+    assert all("was killed by signal 9" in one["why"] for one in restarts)
+    assert restarts[0]["resumed_from"] in (2, 3)
+    assert progress(tmp_path / "run")["state"] == "finished"
+    assert checkpoints(tmp_path / "run") == ["step-00000012"]
+
+
+def test_copies_in_memory_are_gone_afterwards(tmp_path):
+    before = copies()
+    job = disturbed(tmp_path, "kill", at=5)
+    train(job, plan=plan_for(job))
+    assert copies() == before
+
+
+@pytest.mark.slow  # it is waited for until the timeout
+def test_a_stopped_rank(tmp_path, undisturbed):
+    job = disturbed(tmp_path, "stop", at=9, timeout=5)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert [one["resumed_from"] in (7, 8) for one in restarts] == [True]
+
+
+def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):
+    saving = {"every_steps": 3, "memory_every_steps": 0}
+    job = disturbed(tmp_path, "kill", at=5, checkpoint=saving)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert restarts[0]["resumed_from"] == 3
+
+
+def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):
+    job = disturbed(tmp_path, "kill", restarts=2, checkpoint={"memory_every_steps": 0})
+    with pytest.raises(TrainingError) as caught:
+        train(job, plan=plan_for(job))
+    assert "was killed by signal 9" in caught.value.what
+    assert caught.value.why.endswith("that happened 3 times in a row")
+    assert progress(tmp_path / "run")["state"] == "failed"
+
+
+def test_who_does_not_want_it_is_told_at_once(tmp_path):
+    job = disturbed(tmp_path, "kill", restarts=0)
+    with pytest.raises(RankLost):
+        train(job, plan=plan_for(job))
+    assert not metrics(tmp_path / "run", "restart")
+
+
+def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed):
+    job = disturbed(tmp_path, "kill", restarts=0, at=6)
+    with pytest.raises(RankLost):
+        train(job, plan=plan_for(job))
+    assert checkpoints(tmp_path / "run") == []
+    done = metrics(tmp_path / "run")[-1]["step"]
+    job = write_job(tmp_path, steps=STEPS)
+    summary = train(job, plan=plan_for(job), resume=True)
+    assert len(summary.losses) in (STEPS - done, STEPS - done + 1)
+    check_same(tmp_path / "run", undisturbed)
