@@ -20,7 +20,7 @@ def job(tmp_path):
 def failure(job, kind: type[GpumixError] = TrainingError, **options) -> GpumixError:
     with pytest.raises(kind) as caught:
         train(job, plan=plan_for(job, **options))
-    assert type(caught.value) is kind
+    assert isinstance(caught.value, kind)
     assert "Traceback" not in str(caught.value)
     return caught.value
 
@@ -31,7 +31,7 @@ def harmed(tmp_path, fault: str, **changes):
     return write_job(
         tmp_path,
         model=toy(fault=fault, rank=1, at=3, after=str(saved)),
-        checkpoint={"every_steps": 2},
+        checkpoint={"every_steps": 2, "memory_every_steps": 0},
         **changes,
     )
 
@@ -81,7 +81,8 @@ def test_a_rank_that_fails_leaves_no_semaphore(tmp_path):
 def test_a_stopped_rank_is_named_and_ended(tmp_path):
     error = failure(harmed(tmp_path, "stop", timeout=5))
     assert error.exit_code == 5
-    assert "rank 1 (device 'small-0' on localhost) stopped answering" in error.what
+    assert re.fullmatch(r"rank 1 \(device 'small-0', pid \d+\) stopped answering", error.what)
+    assert error.why == "its process was stopped (SIGSTOP)"
 
 
 def test_what_a_rank_raises_is_told_with_its_place(tmp_path):

@@ -10,6 +10,7 @@ from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.spec.errors import RankLost, TrainingError
+from gpumix.train.pipeline import Pipeline
 
 STEPS = 12
 
@@ -28,10 +29,13 @@ def undisturbed(tmp_path_factory) -> list[dict]:
     return metrics(folder / "run")
 
 
-def disturbed(tmp_path, fault: str, rank: int = 1, at: int = 4, **changes):
+def disturbed(
+    tmp_path, fault: str, rank: int = 1, at: int = 4, harm: dict | None = None, **changes
+) -> Path:
     """A job of which a rank comes to harm in the fourth step after each start."""
-    model = toy(fault=fault, rank=rank, at=at)
-    return write_job(tmp_path, model=model, steps=STEPS, **{"restarts": 3} | changes)
+    usual = {"restarts": 3, "checkpoint": {"memory_every_steps": 1}}
+    model = toy(fault=fault, rank=rank, at=at, **harm or {})
+    return write_job(tmp_path, model=model, steps=STEPS, **usual | changes)
 
 
 def check_same(run: Path, undisturbed: list[dict]) -> list[dict]:
@@ -74,18 +78,32 @@ def test_a_stopped_rank(tmp_path, undisturbed):
 
 def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):
     saving = {"every_steps": 3, "memory_every_steps": 0}
-    job = disturbed(tmp_path, "kill", at=5, checkpoint=saving)
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
+    harm = {"after": str(saved), "once": str(tmp_path / "killed")}
+    job = disturbed(tmp_path, "kill", at=6, harm=harm, checkpoint=saving)
     train(job, plan=plan_for(job))
     restarts = check_same(tmp_path / "run", undisturbed)
-    assert restarts[0]["resumed_from"] == 3
+    assert [one["resumed_from"] for one in restarts] == [3]
+
+
+def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undisturbed):
+    """In the end that of rank 0 is alone."""
+    sound = Pipeline.of_file(write_job(tmp_path / "sound"), (), debug=False)
+    profile = sound.profile()
+    job = disturbed(tmp_path, "kill", at=1, checkpoint={"memory_every_steps": 0})
+    pipeline = Pipeline.of_file(job, (), debug=False)
+    pipeline.train(sound.plan(profile), resume=False, made_from=profile)
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert [one["resumed_from"] for one in restarts] == [0]
+    assert [d.id for d in pipeline.cluster.devices] == ["big-0"]
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):
-    job = disturbed(tmp_path, "kill", restarts=2, checkpoint={"memory_every_steps": 0})
+    job = disturbed(tmp_path, "kill", restarts=1, checkpoint={"memory_every_steps": 0})
     with pytest.raises(TrainingError) as caught:
         train(job, plan=plan_for(job))
     assert "was killed by signal 9" in caught.value.what
-    assert caught.value.why.endswith("that happened 3 times in a row")
+    assert caught.value.why.endswith("that happened 2 times in a row")
     assert progress(tmp_path / "run")["state"] == "failed"
 
 
@@ -100,7 +118,7 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
     job = disturbed(tmp_path, "kill", restarts=0, at=6)
     with pytest.raises(RankLost):
         train(job, plan=plan_for(job))
-    assert checkpoints(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "checkpoints").exists()
     done = metrics(tmp_path / "run")[-1]["step"]
     job = write_job(tmp_path, steps=STEPS)
     summary = train(job, plan=plan_for(job), resume=True)

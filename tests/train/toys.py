@@ -44,21 +44,33 @@ class Toy(nn.Module):
         fault: a name in `FAULTS`, "nan-gradient", or none.
         rank, at: where it happens, and in which training forward pass, counted from 1.
         after: a path that is there before it happens.
+        once: a path that it leaves when it happens; it does not if that is there.
     """
 
     def __init__(
-        self, width: int, blocks: int, fault: str = "", rank: int = 0, at: int = 0, after: str = ""
+        self,
+        width: int,
+        blocks: int,
+        fault: str = "",
+        rank: int = 0,
+        at: int = 0,
+        after: str = "",
+        once: str = "",
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY)
         self.fault, self.rank, self.at, self.after = fault, rank, at, after
+        self.once = once
         self.passes = 0
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
         strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
+        if strike and self.once:
+            strike = not Path(self.once).exists()
+            Path(self.once).touch()
         while strike and self.after and not Path(self.after).exists():
             time.sleep(0.01)  # its rank is ended if that never comes
         x = self.embedding(input_ids)
@@ -108,8 +120,9 @@ def model(
     rank: int = 0,
     at: int = 3,
     after: str = "",
+    once: str = "",
 ) -> nn.Module:
-    return Toy(width, blocks, fault, rank, at, after)
+    return Toy(width, blocks, fault, rank, at, after, once)
 
 
 def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:

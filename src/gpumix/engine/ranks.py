@@ -7,6 +7,7 @@ waits in vain can name the rank that said nothing. Each rank's heartbeat is ther
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -276,12 +277,12 @@ class _Heart:
         self._thread.start()
 
     def _run(self) -> None:
-        beats = 0
-        while not self._stopped.wait(BEAT_S):
-            beats += 1
+        for beat in itertools.count():
             try:
-                self._store.set(self._key, str(beats))
+                self._store.set(self._key, str(beat))
             except RuntimeError:  # the store is gone, and with it everybody who listens
+                return
+            if self._stopped.wait(BEAT_S):
                 return
 
     def stop(self) -> None:

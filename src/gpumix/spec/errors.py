@@ -144,6 +144,10 @@ class Interrupted(GpumixError):
     exit_code = EXIT_INTERRUPTED
 
 
+class RankInterrupted(Interrupted):
+    """Somebody asked a rank to end who did not ask the run; a checkpoint was saved."""
+
+
 def first_line(error: BaseException) -> str:
     """Of what an error says; its type if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

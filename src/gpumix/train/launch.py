@@ -30,7 +30,7 @@ from typing import Any
 from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
 from gpumix.engine.heartbeat import LOOK_S, Pulse
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankLost
+from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
 from gpumix.train.stop import SIGNALS
 
@@ -92,7 +92,8 @@ def launch(
 
     Raises:
         GpumixError: a rank's own error; of several the one that caused the others.
-        RankLost: a rank died without a word, fell silent, or somebody else asked it to end.
+        RankLost: a rank died without a word, or fell silent.
+        RankInterrupted: a rank was asked to end, and not by this process.
         KeyboardInterrupt: the ranks were ended.
     """
     warm_up()
@@ -314,11 +315,8 @@ def _raise_cause(children: list[_Child]) -> None:
     own = [e for e in errors if type(e).__name__ != "CommunicationError"]
     for error in [*failures, *own, *errors]:
         if isinstance(error, Interrupted) and not any(child.asked_to_stop for child in children):
-            raise RankLost(
-                "somebody asked a rank to end",
-                where=f"host {socket.gethostname()}",
-                why=error.what,
-                fix="run the same command again with --resume",
+            raise RankInterrupted(
+                f"somebody asked a rank to end: {error.what}", where=error.where, fix=error.fix
             ) from error
         raise error
 

@@ -17,7 +17,7 @@ from gpumix.hardware.whatif import with_less_memory, without
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import DeviceFailure, InputError, MachineError
+from gpumix.spec.errors import DeviceFailure, InputError, MachineError, RankInterrupted
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -119,7 +119,7 @@ class Pipeline:
         while True:
             try:
                 return self._run(plan, profile, resume, restart)
-            except DeviceFailure as error:
+            except (DeviceFailure, RankInterrupted) as error:
                 failed_at = time.time()
                 again = recovery.after(error, self._newest(), plan)
                 self.show(f"{error}\n{again.told}")
@@ -166,11 +166,11 @@ class Pipeline:
         gone = again.without & {d.id for d in self.cluster.devices}
         if not gone and not again.memory:
             return plan, profile
+        self.cluster = self.cluster.only({d.id for d in self.cluster.devices} - gone)
         if profile is None:  # the plan was given without it
             profile = self.profile()
-        if gone:
+        elif gone:
             profile = without(profile, gone)
-            self.cluster = self.cluster.only(d.id for d in profile.cluster.devices)
         plan = self.plan(with_less_memory(profile, again.memory_by_class))
         self.show(plan_table(plan))
         return plan, profile

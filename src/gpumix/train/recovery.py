@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gpumix.spec.errors import DeviceFailure, GpumixError, OutOfMemory, TrainingError
+from gpumix.spec.errors import (
+    DeviceFailure,
+    GpumixError,
+    OutOfMemory,
+    RankInterrupted,
+    TrainingError,
+)
 from gpumix.spec.plan import Plan
 
 # A device whose rank is lost so often in a row, without a step between, is left out.
@@ -53,7 +59,7 @@ class Recovery:
     _blamed: Counter[str] = field(default_factory=Counter)
     _again: Again = Again()
 
-    def after(self, error: GpumixError, newest: int, plan: Plan) -> Again:
+    def after(self, error: DeviceFailure | RankInterrupted, newest: int, plan: Plan) -> Again:
         """What to do.
 
         Args:
@@ -63,7 +69,7 @@ class Recovery:
         Raises:
             GpumixError: it cannot go on: `error`, or one that says that it comes again and again.
         """
-        if not isinstance(error, DeviceFailure) or not self.most:
+        if not self.most:
             raise error
         if newest > self._newest:
             self._newest, self._tried = newest, 0
@@ -73,14 +79,17 @@ class Recovery:
             return self._with_less(error, plan)
         if self._tried > self.most:
             raise _in_a_row(error, self._tried)
-        self._blamed[error.device] += 1
-        devices = [worker.device for worker in plan.workers]
-        if error.device in devices and len(devices) > 1 and self._blamed[error.device] >= BLAMED:
-            return self._without(error.device)
+        if isinstance(error, DeviceFailure):
+            self._blamed[error.device] += 1
+            there = {worker.device for worker in plan.workers} - {error.device}
+            if error.device and there and self._blamed[error.device] >= BLAMED:
+                return self._without(error.device)
         self._again = Again(self._again.without, self._again.memory, "starting again")
         return self._again
 
     def _without(self, device: str) -> Again:
+        self._tried = 0  # without it all may go well
+        self._blamed.clear()
         told = f"device '{device}' is left out: its rank was lost {BLAMED} times in a row"
         self._again = Again(self._again.without | {device}, self._again.memory, told)
         return self._again
