@@ -84,14 +84,16 @@ def saving(
                 trainer.train_step()
             for _ in range(saves):
                 trainer._begin_save()
-                while trainer.checkpointer.under_way:
+                while trainer.keeping.checkpointer.under_way:
                     trainer.train_step()
                     # All ranks go on alike.
-                    ended = trainer.checkpointer.written or trainer.checkpointer.failed
+                    ended = (
+                        trainer.keeping.checkpointer.written or trainer.keeping.checkpointer.failed
+                    )
                     if "False" not in context.ranks.gather("ended", str(ended)):
                         saved = trainer._finish_save()
                 alone += [trainer.train_step().step_s for _ in range(EVERY)]
-                found.append({"stalled_s": trainer._stalled_s, "seconds": saved.seconds})
+                found.append({"stalled_s": trainer.keeping.stalled_s, "seconds": saved.seconds})
         return [one | {"step_s": median(alone)} for one in found]
 
 
@@ -101,7 +103,7 @@ def loading(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], sou
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
         context.ranks.gather("ready", "")
         begun = time.perf_counter()
-        trainer.checkpointer.load(trainer.engine, trainer.optimizer, source=Path(source))
+        trainer.keeping.checkpointer.load(trainer.engine, trainer.optimizer, source=Path(source))
         return time.perf_counter() - begun
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,10 @@ from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.spec.errors import RankLost, TrainingError
+from gpumix.train.memory_folder import Home
 from gpumix.train.pipeline import Pipeline
 
 STEPS = 12
-
-
-def copies() -> list[Path]:
-    root = shared_memory_folder()
-    assert root is not None
-    return list((root / f"gpumix-{os.getuid()}").glob("*"))
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +56,11 @@ def test_a_killed_rank(tmp_path, undisturbed, rank):
 
 
 def test_copies_in_memory_are_gone_afterwards(tmp_path):
-    before = copies()
     job = disturbed(tmp_path, "kill", at=5)
     train(job, plan=plan_for(job))
-    assert copies() == before
+    root = shared_memory_folder()
+    assert root is not None
+    assert not Home(root, tmp_path / "run", "localhost").folder.parent.exists()
 
 
 @pytest.mark.slow  # it is waited for until the timeout
@@ -124,3 +119,29 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
     summary = train(job, plan=plan_for(job), resume=True)
     assert len(summary.losses) in (STEPS - done, STEPS - done + 1)
     check_same(tmp_path / "run", undisturbed)
+
+
+def test_a_rank_that_somebody_asks_to_end(tmp_path, undisturbed):
+    """The others would wait for it: all save, and start again."""
+    harm = {"once": str(tmp_path / "asked")}
+    job = disturbed(tmp_path, "terminate", at=5, harm=harm)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert [one["why"] for one in restarts] == [
+        "somebody asked a rank to end: stopped after step 6 of 12"
+    ]
+
+
+def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
+    """Once it is known that there is too little: no sample is lost."""
+    cluster = [
+        {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
+        {"class": "small", "accelerator": "cpu", "memory": "6 MiB", "count": 2},
+    ]
+    usual = {"model": toy(width=256), "steps": STEPS}
+    large = write_job(tmp_path / "large", **usual)
+    train(large, plan=plan_for(large))
+    job = write_job(tmp_path, cluster=cluster, restarts=3, **usual)
+    train(job, plan=plan_for(job, shares=(0.1, 0.8, 0.1)))
+    restarts = check_same(tmp_path / "run", metrics(tmp_path / "large" / "run"))
+    assert [one["why"] for one in restarts] == ["out of memory"]

@@ -1,0 +1,1 @@
+"""What `benchmarks/faults.py` trains: models whose ranks come to harm."""

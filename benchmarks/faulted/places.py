@@ -1,0 +1,3 @@
+"""Where traps can be."""
+
+PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save")

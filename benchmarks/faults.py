@@ -1,0 +1,284 @@
+"""Kills ranks of runs again and again, and compares what comes out with an undisturbed run.
+
+Each run trains a small GPT on four emulated devices, and meets a number of faults: random ranks are
+killed (SIGKILL), stopped for good (SIGSTOP), or asked to end (SIGTERM), in the forward pass, the
+backward pass, a reduction, the optimizer, a copy into memory, or while a checkpoint is written; a
+third of them from outside at a random moment. The runs go on by themselves. In the end each must
+have the undisturbed run's losses, and each step its samples.
+
+    python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
+
+Figures: `kills`, `runs`, `worst_relative_error` (of the final loss), `samples_lost`,
+`samples_repeated`, `median_recovery_s`, `worst_recovery_s` (from the signal to the end of the first
+step after it), `median_killed_s`, `median_stopped_s` (with the timeout of 5 s), `median_asked_s`,
+`worst_steps_repeated`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from common import print_figures
+from faulted.places import PLACES
+
+HERE = Path(__file__).parent
+STEPS = 60
+KILLS_A_RUN = 10
+TIMEOUT_S = 5
+RANKS = 4
+# Ones that last are rarer: each takes its timeout.
+SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
+NAMES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "asked": signal.SIGTERM}
+GPT = {
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 264,
+    "bos_token_id": 256, "eos_token_id": 256,
+    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first = folder / "undisturbed"
+        undisturbed = _run(first, 0, chance, plan=None)
+        found: list[_Outcome] = []
+        while (done := sum(len(one.faults) for one in found)) < arguments.kills:
+            wanted = min(KILLS_A_RUN, arguments.kills - done)
+            plan = first / "run" / "plan.json"
+            found.append(_run(folder / f"run-{len(found)}", wanted, chance, plan=plan))
+            _report(found[-1])
+    print_figures(_figures(found, undisturbed), as_json=arguments.json)
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fault:
+    signal: int
+    place: str
+    at: float
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step that a rank did: in which start of the run, until when, and with which samples."""
+
+    start: int
+    step: int
+    rank: int
+    at: float
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    losses: dict[int, float]
+    done: list[_Done]
+    faults: list[_Fault]
+
+    def samples(self) -> dict[int, Counter[int]]:
+        """By step; of one that was done again the last time counts, for the run went on from it."""
+        last: dict[int, int] = {}
+        for one in self.done:
+            last[one.step] = max(last.get(one.step, 0), one.start)
+        found: dict[int, Counter[int]] = {step: Counter() for step in last}
+        for one in self.done:
+            if one.start == last[one.step]:
+                found[one.step].update(one.samples)
+        return found
+
+    def recovery_s(self, fault: _Fault) -> float | None:
+        """From a signal to the end of the first step of the next start; None if none was needed: it
+        came in the last step, say."""
+        start = max((one.start for one in self.done if one.at < fault.at), default=0)
+        later = [one.at for one in self.done if one.start > start]
+        return min(later) - fault.at if later else None
+
+    def repeated(self) -> list[int]:
+        """How many steps were done again, of each start."""
+        steps: dict[int, list[int]] = {}
+        for one in self.done:
+            steps.setdefault(one.start, []).append(one.step)
+        starts = sorted(steps)
+        return [max(steps[a]) - min(steps[b]) + 1 for a, b in pairwise(starts)]
+
+
+def _run(folder: Path, faults: int, chance: random.Random, *, plan: Path | None) -> _Outcome:
+    folder.mkdir()
+    (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder)), encoding="utf-8")
+    outside = sum(chance.random() < 1 / 3 for _ in range(faults))
+    _set_traps(folder, faults - outside, chance)
+    command = [sys.executable, "-m", "gpumix", "train", "job.yaml"]
+    command += [] if plan is None else ["--plan", str(plan)]
+    environment = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    met: list[_Fault] = []
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+        )
+        try:
+            for _ in range(outside):
+                met += _harm_someone(process, folder, chance)
+            code = process.wait(timeout=600)
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        raise SystemExit(f"a run failed:\n{(folder / 'said').read_text()}")
+    losses = {one["step"]: one["loss"] for one in _records(folder, "step")}
+    return _Outcome(losses, _done(folder), met + _gone_off(folder))
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"config": GPT},
+        "data": {
+            "factory": "faulted.traps:samples",
+            "arguments": {"folder": str(folder), "length": 32},
+            "held_out": 0.0,
+        },
+        "sequence_length": 32,
+        "global_batch": 16,
+        "steps": STEPS,
+        "optimizer": {"lr": 1e-3},
+        "cluster": [
+            {"class": "fast", "emulate": "20 GFLOP/s", "memory": "512 MiB", "count": 2},
+            {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
+        ],
+        "checkpoint": {"every_steps": 10},
+        "techniques": {"most_stages": 1, "tensor": [1], "leave_out": False},
+        "timeout": TIMEOUT_S,
+        "output": "run",
+        "restarts": 10,
+    }
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _set_traps(folder: Path, number: int, chance: random.Random) -> None:
+    for n in range(number):
+        trap = {
+            "rank": chance.randrange(RANKS),
+            "step": chance.randint(2, 4),
+            "place": chance.choice(PLACES),
+            "after": chance.randrange(3),
+            "signal": int(chance.choice(SIGNALS)),
+        }
+        (folder / f"trap-{n}.json").write_text(json.dumps(trap))
+
+
+def _gone_off(folder: Path) -> list[_Fault]:
+    return [_Fault(**json.loads(file.read_text())) for file in folder.glob("trap-*.gone")]
+
+
+def _harm_someone(
+    process: subprocess.Popen[bytes], folder: Path, chance: random.Random
+) -> Iterator[_Fault]:
+    """From outside, at some moment while it trains."""
+    before = len(_records(folder, "step"))
+    while process.poll() is None and len(_records(folder, "step")) < before + 2:
+        time.sleep(0.05)
+    time.sleep(chance.uniform(0.0, 0.5))
+    with contextlib.suppress(OSError, ValueError):  # it ends just then
+        number = chance.choice(SIGNALS)
+        pid = int((folder / f"pid-{chance.randrange(RANKS)}").read_text())
+        if len(_records(folder, "step")) < STEPS - 5:
+            at = time.time()
+            os.kill(pid, number)
+            yield _Fault(int(number), "outside", at)
+
+
+def _records(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Of the run's metrics; its last line may be half there."""
+    told = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                told.append(json.loads(line))
+    return [one for one in told if one["event"] == event]
+
+
+# -- what came out ---------------------------------------------------------------------------------
+
+
+def _done(folder: Path) -> list[_Done]:
+    found = []
+    for file in folder.glob("used-*.jsonl"):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut short when its rank was killed
+                told = json.loads(line)
+                found.append(_Done(**told | {"samples": tuple(told["samples"])}))
+    return found
+
+
+def _report(outcome: _Outcome) -> None:
+    for fault in sorted(outcome.faults, key=lambda one: one.at):
+        name = signal.Signals(fault.signal).name
+        seconds = outcome.recovery_s(fault)
+        took = "went on" if seconds is None else f"{seconds:6.2f} s"
+        print(f"{name:8} {fault.place:10} {took}", flush=True)
+    print(f"steps done again: {outcome.repeated()}", flush=True)
+
+
+def _figures(found: list[_Outcome], undisturbed: _Outcome) -> dict[str, Any]:
+    truth = undisturbed.samples()
+    lost = repeated = 0
+    for outcome in found:
+        used = outcome.samples()
+        for step, wanted in truth.items():
+            own = used.get(step, Counter())
+            lost += sum((wanted - own).values())
+            repeated += sum((own - wanted).values())
+    final = undisturbed.losses[STEPS]
+    by_signal: dict[int, list[float]] = {}
+    for outcome in found:
+        for fault in outcome.faults:
+            if (seconds := outcome.recovery_s(fault)) is not None:
+                by_signal.setdefault(fault.signal, []).append(seconds)
+    every = [s for of_signal in by_signal.values() for s in of_signal]
+    return {
+        "kills": sum(len(one.faults) for one in found),
+        "runs": len(found),
+        "worst_relative_error": max(abs(one.losses[STEPS] / final - 1) for one in found),
+        "samples_lost": lost,
+        "samples_repeated": repeated,
+        "median_recovery_s": round(median(every), 2),
+        "worst_recovery_s": round(max(every), 2),
+        **{
+            f"median_{name}_s": round(median(by_signal[number]), 2)
+            for name, number in NAMES.items()
+            if number in by_signal
+        },
+        "worst_steps_repeated": max((n for one in found for n in one.repeated()), default=0),
+    }
+
+
+if __name__ == "__main__":
+    main()

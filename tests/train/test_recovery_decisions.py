@@ -1,0 +1,113 @@
+"""After which failures a run starts again, and with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumix.spec.errors import OutOfMemory, RankInterrupted, RankLost, TrainingError
+from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.train.recovery import LESS_MEMORY, Recovery
+
+
+def plan(peak: int = 0) -> Plan:
+    """Of devices a and b; `peak` is what of 100 bytes is predicted."""
+    workers = tuple(
+        Worker(device=name, device_class=f"class-{name}", samples=1, micro_batch=1, state_share=0.5)
+        for name in "ab"
+    )
+    expected = tuple(
+        WorkerPrediction(
+            device=name,
+            forward_s=1,
+            backward_s=1,
+            optimizer_s=1,
+            busy_s=1,
+            memory_bytes={"state": peak},
+            memory_limit_bytes=100,
+        )
+        for name in "ab"
+    )
+    prediction = Prediction(step_s=1, tokens_per_s=1, exposed_communication_s=0, workers=expected)
+    return Plan(
+        strategy="by hand",
+        model="m",
+        sequence_length=8,
+        global_batch=2,
+        stages=(Stage(units=("unit",), workers=workers),),
+        prediction=prediction if peak else None,
+    )
+
+
+def lost(device: str = "a") -> RankLost:
+    return RankLost("its rank was lost", device=device, device_class=f"class-{device}")
+
+
+def full(*, fragmented: bool = False) -> OutOfMemory:
+    return OutOfMemory("out of memory", device="a", device_class="class-a", fragmented=fragmented)
+
+
+def test_a_lost_rank_is_started_again():
+    again = Recovery(3).after(lost(), 5, plan())
+    assert not again.without
+    assert not again.memory
+
+
+def test_a_device_whose_rank_is_lost_twice_at_the_same_step_is_left_out():
+    recovery = Recovery(3)
+    recovery.after(lost("a"), 5, plan())
+    assert not recovery.after(lost("b"), 5, plan()).without
+    assert recovery.after(lost("a"), 5, plan()).without == {"a"}
+
+
+def test_a_step_between_forgives():
+    recovery = Recovery(3)
+    for step in range(20):
+        assert not recovery.after(lost(), step, plan()).without
+
+
+def test_the_only_device_is_not_left_out():
+    recovery = Recovery(2)
+    alone = plan().model_copy(update={"stages": ()})
+    for _ in range(2):
+        assert not recovery.after(lost(), 5, alone).without
+    with pytest.raises(TrainingError) as caught:
+        recovery.after(lost(), 5, alone)
+    assert caught.value.what == "its rank was lost"
+    assert caught.value.why == "that happened 3 times in a row"
+
+
+def test_who_wants_no_restarts_gets_the_error_itself():
+    error = lost()
+    with pytest.raises(RankLost) as caught:
+        Recovery(0).after(error, 5, plan())
+    assert caught.value is error
+
+
+def test_a_rank_that_was_asked_to_end_is_nobodys_fault():
+    recovery = Recovery(3)
+    for _ in range(3):
+        assert not recovery.after(RankInterrupted("asked"), 5, plan()).without
+
+
+def test_memory_that_was_not_enough_is_planned_with_less():
+    recovery = Recovery(3)
+    assert recovery.after(full(), 5, plan()).memory_by_class == {"class-a": LESS_MEMORY}
+
+
+def test_so_much_less_that_the_plan_must_change():
+    """It filled half of what there is by its own prediction: a twelfth less would change nothing."""
+    memory = Recovery(3).after(full(), 5, plan(peak=50)).memory_by_class
+    assert memory["class-a"] < 0.5
+
+
+def test_less_and_less_as_often_as_it_takes():
+    recovery = Recovery(1)
+    parts = [recovery.after(full(), 5, plan()).memory_by_class["class-a"] for _ in range(6)]
+    assert parts == sorted(parts, reverse=True)
+    assert parts[-1] < 0.65
+
+
+def test_memory_in_pieces_is_tried_as_it_was_once():
+    recovery = Recovery(3)
+    assert not recovery.after(full(fragmented=True), 5, plan()).memory
+    assert recovery.after(full(fragmented=True), 5, plan()).memory
