@@ -48,8 +48,8 @@ RANKS = 4
 SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
 NAMES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "asked": signal.SIGTERM}
 GPT = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 264,
-    "bos_token_id": 256, "eos_token_id": 256,
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 32,
+    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False,
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ import yaml
 
 from emulated.trials import TRIES
 from gpumix.spec.plan import Plan
-from gpumix.train.loop import Trial
+from gpumix.train.outcome import Trial
 from gpumix.train.pipeline import Pipeline
 
 VOCABULARY = 32  # so few that a stage with the head takes hardly longer than another

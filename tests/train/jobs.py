@@ -23,8 +23,8 @@ from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.read import read_job
-from gpumix.train.loop import Summary
 from gpumix.train.models import model_of
+from gpumix.train.outcome import Summary
 from gpumix.train.pipeline import Pipeline
 
 HERE = Path(__file__).parent

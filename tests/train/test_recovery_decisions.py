@@ -95,7 +95,7 @@ def test_memory_that_was_not_enough_is_planned_with_less():
 
 
 def test_so_much_less_that_the_plan_must_change():
-    """It filled half of what there is by its own prediction: a twelfth less would change nothing."""
+    """By its own prediction it filled half of what there is: a little less changes nothing."""
     memory = Recovery(3).after(full(), 5, plan(peak=50)).memory_by_class
     assert memory["class-a"] < 0.5
 

@@ -21,7 +21,7 @@ from gpumix.spec.errors import GpumixError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.train.loop import Trial
+from gpumix.train.outcome import Trial
 from gpumix.train.pipeline import Pipeline
 
 SETTLING = 10  # steps more, in which the loader finds its setting

@@ -37,6 +37,7 @@ from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
+from gpumix.engine.resplit import check_resplit
 from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
@@ -45,13 +46,16 @@ from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan, split_micro_batches
 from gpumix.spec.shares import share_of
 
+ROW = 4  # what each rank tells all others in a step: losses, their count, its notice and report
+
 
 class Engine:
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
     `notice` is a number that this rank tells all others in the next step, at no further cost;
-    `notices_by_rank` is what all ranks said in the last one. `losses_counted` is what the sum of
+    `notices_by_rank` is what all ranks said in the last one; so are `report` and `reports_by_rank`.
+    `losses_counted` is what the sum of
     all losses of the last step was divided by, float64 on the device. `copies` is the clock of what
     the device waits for batches, and for what was kept on the host.
     """
@@ -91,7 +95,8 @@ class Engine:
         last = plan.stages_of(comm.rank)[-1]
         self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
-        self._stats = torch.zeros(comm.world, 3)
+        self.report = 0.0
+        self._stats = torch.zeros(comm.world, ROW)
         # Ranks that are to have the same samples see in their first step that they do.
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
@@ -157,6 +162,18 @@ class Engine:
             if self.scaler.active:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
+
+    def replan(self, plan: Plan) -> None:
+        """Go on by `plan`, which splits the samples of a single stage in another way and is this
+        engine's plan in all else. All ranks do so between the same two steps.
+
+        Raises:
+            InputError: more than that differs.
+        """
+        check_resplit(self.plan, plan)
+        self.plan = plan
+        self._worker = plan.workers[self.comm.rank]
+        self._rows = plan.rows_of(self.comm.rank)
 
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` can step for some parameters while others' gradients are computed:
@@ -371,6 +388,10 @@ class Engine:
         """Each rank's `notice` in the last step."""
         return self._stats[:, 2].tolist()
 
+    def reports_by_rank(self) -> list[float]:
+        """Each rank's `report` in the last step."""
+        return self._stats[:, 3].tolist()
+
     # -- state -------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[FlatGroup]:
@@ -537,8 +558,8 @@ class Engine:
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
-        row = torch.zeros(3, dtype=torch.float64, device=self.device)
-        row[2] = self.notice
+        row = torch.zeros(ROW, dtype=torch.float64, device=self.device)
+        row[2], row[3] = self.notice, self.report
         for loss, count in results if self._tells_losses else ():
             row[0] += loss
             row[1] += count

@@ -381,6 +381,11 @@ class Job(Value):
         default=CheckpointSpec(), description="when the state is saved"
     )
     profile: ProfileSpec = Field(default=ProfileSpec(), description="how the devices are measured")
+    rebalance: bool = Field(
+        default=True,
+        description="whether samples are split anew while the run trains, when devices turn out to "
+        "take longer or less long than the plan says",
+    )
     restarts: int = Field(
         default=3,
         ge=0,

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -21,9 +21,10 @@ from gpumix.engine.state import some_of
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT
+from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
+from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
 from gpumix.train.display import Display, input_bound, unread
@@ -41,6 +42,7 @@ from gpumix.train.metrics import (
 )
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
+from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
@@ -54,69 +56,24 @@ UNSAVED = 2.0  # a checkpoint could not be written
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a run came to. `prediction_error` is predicted over measured step time, less 1; there is
-    no loss where no step was left to do. `devices` are as in the last steps, in rank order."""
-
-    steps: int
-    loss: float | None
-    tokens_per_s: float
-    step_s: float
-    predicted_step_s: float | None
-    prediction_error: float | None
-    overruns: int
-    classes: list[dict[str, Any]]
-    devices: list[dict[str, Any]]
-    losses: list[float]
-    checkpoint: str
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a few steps by a plan came to; times without the first steps.
-
-    Attributes:
-        step_s: the median; `mean_s`: the mean, in which rare waits count.
-        busy_shares: of each rank: the part of its time in which it waited for no other.
-        input_shares: of each rank: the part of its time in which it waited for its data.
-        padding_share: of the tokens that all ranks computed; None where samples are alike.
-        save, evaluation: of one checkpoint, of one evaluation; nothing if the job has none, or they
-            were not asked for.
-        limits: of each rank: what holds its data back.
-        retries: of each rank: how often its allocator had to give memory back to get some.
-        syncs: lines of the model's that made the host wait for the device, with how often in a step
-            of the first rank; empty if that was not asked for, or the device is no GPU.
-    """
-
-    step_s: float
-    mean_s: float
-    tokens_per_s: float
-    losses: list[float]
-    peak_bytes: list[int | None]
-    busy_shares: list[float]
-    input_shares: list[float]
-    padding_share: float | None
-    save: Interlude
-    evaluation: Interlude
-    overruns: int
-    limits: list[str]
-    retries: list[int]
-    syncs: list[tuple[str, float]]
-
-
 class Trainer:
     """Trains a job by a plan, as one of its ranks.
 
     Args:
         context: this rank's device, peers and data.
-        plan: the workers in the order of the ranks.
+        plan: the workers in the order of the ranks; `profile` is what it was made from, if known.
         resume: go on from the newest state that there is.
         restart: why the run had to start again; it goes on from the newest state, if there is any.
     """
 
     def __init__(
-        self, context: Context, plan: Plan, *, resume: bool = False, restart: Restart | None = None
+        self,
+        context: Context,
+        plan: Plan,
+        profile: Profile | None = None,
+        *,
+        resume: bool = False,
+        restart: Restart | None = None,
     ) -> None:
         self.context = context
         self.plan = plan
@@ -172,6 +129,7 @@ class Trainer:
         stamps = stamps_of(self.engine.device)
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
         self._told_of_starvation = False
+        self._balancing = Balancing(plan, profile, context) if job.rebalance else None
         self._waited_s = 0.0
         self._since = time.perf_counter()
         self._step_times: list[float] = []
@@ -216,6 +174,7 @@ class Trainer:
                 if self._due(self.job.checkpoint.every_steps):
                     self._begin_save()
                 self._remember()
+                self._rebalance()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)
@@ -303,6 +262,7 @@ class Trainer:
         set_learning_rates(self.optimizer, self.job, self.step)
         asked = stop is not None and stop.requested
         self.engine.notice = UNSAVED if self.keeping.checkpointer.failed else STOP if asked else 0.0
+        self.engine.report = watch.computed_s if self._step_times else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
@@ -517,6 +477,19 @@ class Trainer:
         if done == MEASURED_STEPS:
             self.keeping.choose_interval(typical_s(self._step_times[1:]))
         self.keeping.remember(self.step)
+
+    def _rebalance(self) -> None:
+        """Split the samples anew, if that is worth it by the last steps."""
+        if self._balancing is None or self.step == self.job.trace_step:
+            return
+        told = self._balancing.after_step(self._step_times, self.engine.reports_by_rank())
+        if self._balancing.plan is not self.plan:
+            self.plan = self._balancing.plan
+            self.engine.replan(self.plan)
+            self.loader.replan(self.plan)
+        if told is not None and self._display is not None:
+            self._log.rebalance(self.step, told)
+            self._display.say(told.text)
 
     def _take_up(self, *, needed: bool) -> None:
         state = self.keeping.take_up(needed=needed)

@@ -22,6 +22,7 @@ from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
+from gpumix.train.balancing import Told
 from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
@@ -254,6 +255,10 @@ class RunLog:
         """The run had to start again; it took so long until the first step after that was done."""
         fields = {"resumed_from": resumed_from, "why": why, "seconds": seconds}
         self._write("restart", {"step": step, **fields})
+
+    def rebalance(self, step: int, told: Told) -> None:
+        """The samples were split anew after a step, or what that came to is known."""
+        self._write(told.event, {"step": step, **told.fields})
 
     def progress(self, state: str) -> None:
         """Replace `progress.json`, for whoever watches the run."""

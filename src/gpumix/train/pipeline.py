@@ -34,7 +34,7 @@ from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 
 if TYPE_CHECKING:
-    from gpumix.train.loop import Summary, Trial
+    from gpumix.train.outcome import Summary, Trial
 
 # What every model of transformers imports.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")

@@ -185,6 +185,11 @@ class Watch:
         self._copying_s += copying
         self.starvation.add(gap + busy, starved)
 
+    @property
+    def computed_s(self) -> float:
+        """How long the device computed in the last step."""
+        return Account.of(1, *self._last).compute
+
     def last(self) -> Shares:
         """What the last step was spent on."""
         return Account.of(1, *self._last).shares()

@@ -23,9 +23,10 @@ from gpumix.train.context import Context, Task, joined
 from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
 from gpumix.train.little_data import warnings_of
-from gpumix.train.loop import Summary, Trainer, Trial
+from gpumix.train.loop import Trainer
 from gpumix.train.models import model_of
 from gpumix.train.optimizer import trial_optimizer
+from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
 from gpumix.train.tables import stderr
 
@@ -132,7 +133,7 @@ def train(
     """
     with joined(seat, task) as context:
         own = plan.for_devices([d.id for d in devices])
-        trainer = Trainer(context, own, resume=resume, restart=restart)
+        trainer = Trainer(context, own, profile, resume=resume, restart=restart)
         if context.first:
             job = task.job
             for line in warnings_of(context.train_data, context.held_out, job.global_batch):

@@ -1,0 +1,161 @@
+"""One of four devices slows down threefold while a run trains, and recovers.
+
+Four emulated devices train a small GPT; from step 20 to step 60 one computes at a third of its
+speed. Measured: the run with and without splitting samples anew, and, for the ideal of each phase,
+runs by plans that were made for four sound devices, and for three and a slow one.
+
+    python benchmarks/straggler.py [--json] [--factor 3]
+
+Figures: `worst_phase_efficiency` (ideal over measured step time, median over the steps of a phase
+from the fifth after its change on; the worst of three phases), `first`, `slow` and `recovered` of
+each phase, `vs_no_rebalancing` (time of the run without over that with), `slow_vs_no_rebalancing`
+(the same of the slow phase), `vs_bound` (throughput of the slow phase over that of the bound
+N/((N-n)+sum(1/x)), by sound steps), `changes`, and `worst_loss_difference` between the runs with
+and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import Figures, emulated_cluster, print_figures
+from gpumix.spec.cluster import Device
+from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+from gpumix.train.context import Task, joined
+from gpumix.train.launch import Seat, launch
+from gpumix.train.loop import Trainer
+from gpumix.train.pipeline import Pipeline
+from gpumix.train.runner import LocalRunner
+
+RATE = 8e9  # FLOP/s
+DEVICES = 4
+SLOW_FROM, SLOW_UNTIL, STEPS = 20, 60, 90
+SETTLE_STEPS = 5
+TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
+GPT = {
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
+    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--factor", type=float, default=3.0)
+    arguments = parser.parse_args()
+    factor = arguments.factor
+    sound = {"device": (DEVICES, RATE)}
+    mixed = {"device": (DEVICES - 1, RATE), "slowed": (1, RATE / factor)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ideal = {
+            "sound": _steady(folder / "sound", sound),
+            "slow": _steady(folder / "mixed", mixed),
+        }
+        run = _run(folder / "with", sound, factor, rebalance=True)
+        without = _run(folder / "without", sound, factor, rebalance=False)
+    print_figures(_figures(run, without, ideal, factor), as_json=arguments.json)
+
+
+def _figures(
+    run: dict[str, Any], without: dict[str, Any], ideal: dict[str, float], factor: float
+) -> Figures:
+    times = run["times"]
+    phases = {
+        "first": ("sound", times[SETTLE_STEPS:SLOW_FROM]),
+        "slow": ("slow", times[SLOW_FROM + SETTLE_STEPS : SLOW_UNTIL]),
+        "recovered": ("sound", times[SLOW_UNTIL + SETTLE_STEPS :]),
+    }
+    efficiency = {name: ideal[kind] / median(own) for name, (kind, own) in phases.items()}
+    slow_s = median(phases["slow"][1])
+    slow_without_s = median(without["times"][SLOW_FROM:SLOW_UNTIL])
+    bound = DEVICES / (DEVICES - 1 + 1 / factor)
+    losses = zip(run["losses"], without["losses"], strict=True)
+    return {
+        "worst_phase_efficiency": round(min(efficiency.values()), 3),
+        **{name: round(value, 3) for name, value in efficiency.items()},
+        "vs_no_rebalancing": round(sum(without["times"]) / sum(times), 3),
+        "slow_vs_no_rebalancing": round(slow_without_s / slow_s, 3),
+        "vs_bound": round(ideal["sound"] * bound / slow_s, 3),
+        "changes": run["changes"],
+        "worst_loss_difference": max(abs(a / b - 1) for a, b in losses),
+        "overruns": run["overruns"],
+    }
+
+
+def _steady(folder: Path, classes: dict[str, tuple[int, float]]) -> float:
+    """What a step takes by a plan for these very devices."""
+    found = _run(folder, classes, 1.0, rebalance=False, steps=SLOW_FROM)
+    return median(found["times"][SETTLE_STEPS:])
+
+
+def _run(
+    folder: Path,
+    classes: dict[str, tuple[int, float]],
+    factor: float,
+    *,
+    rebalance: bool,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    folder.mkdir()
+    cluster = emulated_cluster(classes, memory_bytes=2**29)
+    job = Job(
+        model=ModelSpec(config=GPT),
+        data=DataSpec(text=(TEXT,), pattern="*.py"),
+        sequence_length=64,
+        global_batch=48,
+        steps=steps,
+        checkpoint=CheckpointSpec(memory_every_steps=0),
+        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
+        rebalance=rebalance,
+        cluster=cluster,
+        output=folder / "run",
+    )
+    pipeline = Pipeline(job, folder, LocalRunner())
+    profile = pipeline.profile()
+    plan = pipeline.plan(profile)
+    task = Task(job, cluster, folder)
+    devices = cluster.in_rank_order()
+    return launch(_training, devices, task, plan, profile, devices, factor)[0]
+
+
+def _training(
+    seat: Seat,
+    task: Task,
+    plan: Plan,
+    profile: Profile,
+    devices: tuple[Device, ...],
+    factor: float,
+) -> dict[str, Any]:
+    """In one rank; the last one is slow for a while."""
+    with joined(seat, task) as context:
+        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), profile)
+        timeline = context.runtime._pacer.timeline  # type: ignore[attr-defined]
+        usual, step = timeline.flops_per_s, trainer.train_step
+
+        def train_step(*arguments: Any) -> Any:
+            slow = SLOW_FROM <= trainer.step < SLOW_UNTIL and seat.rank == DEVICES - 1
+            timeline.flops_per_s = usual / factor if slow else usual
+            return step(*arguments)
+
+        trainer.train_step = train_step  # type: ignore[method-assign]
+        summary = trainer.run()
+        return {
+            "times": trainer._step_times,
+            "losses": summary.losses,
+            "changes": trainer._balancing.changes if trainer._balancing is not None else 0,
+            "overruns": summary.overruns,
+        }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Keeps the split of a run's samples fitting while it trains; which split that is, is decided in
+`rebalance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from gpumix.cost.predict import predict
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.units import show_seconds
+from gpumix.train.context import Context
+from gpumix.train.rebalance import (
+    WINDOW_STEPS,
+    Change,
+    Rebalancer,
+    described,
+    most_by_memory,
+    with_samples,
+)
+
+# It is looked at from here on: first steps take longer than others.
+FIRST_STEPS = 3
+# So many steps after a change tell what it came to.
+MEASURED_STEPS = 5
+# Without a profile nobody knows what of the peak is for samples: all of it is taken to be.
+ROOM = 0.9
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is to be said of a change: the event of `metrics.jsonl` with its fields, and a line."""
+
+    event: str
+    fields: dict[str, Any]
+    text: str
+
+
+class Balancing:
+    """One rank's part in it; all ranks come to the same plan after the same step.
+
+    Attributes:
+        plan: by which the next step goes.
+        changes: how often the samples were split anew.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile | None, context: Context) -> None:
+        self.plan = self._first = plan
+        self._profile = profile
+        self._context = context
+        self._rebalancer: Rebalancer | None = None
+        self.changes = 0
+        self._steps = 0
+        self._changed: tuple[int, float] | None = None  # when, and what a step took before
+
+    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
+        """Decide. Collective once.
+
+        Args:
+            times: of all steps so far, s.
+            compute_s: how long each rank computed in the step before the last.
+        """
+        self._steps += 1
+        if len(self.plan.stages) > 1 or len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
+            return None
+        if self._rebalancer is None:
+            self._rebalancer = Rebalancer(self._first, self._most())
+        before = self._rebalancer.samples
+        change = self._rebalancer.observe(compute_s)
+        if change is None:
+            return self._effect(times)
+        self.plan = self._with(change)
+        self.changes += 1
+        self._changed = (self._steps, fmean(times[-WINDOW_STEPS:]))
+        return self._told(before, change)
+
+    def _most(self) -> Sequence[int]:
+        """The most samples for which each team has memory. Collective."""
+        if self._profile is not None:
+            return most_by_memory(self._profile, self._first)
+        (stage,) = self._first.stages
+        peak = self._context.runtime.peak_bytes()
+        part = ROOM * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
+        parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
+        if not peak:
+            return [self._first.global_batch] * len(stage.teams)
+        size = stage.tensor
+        of_teams = [min(parts[n : n + size]) for n in range(0, len(parts), size)]
+        now = [team[0].samples for team in stage.teams]
+        return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
+
+    def _with(self, change: Change) -> Plan:
+        plan = with_samples(self._first, change.samples)
+        if self._profile is None:
+            return plan
+        return plan.model_copy(update={"prediction": predict(self._profile, plan)})
+
+    def _told(self, before: Sequence[int], change: Change) -> Told:
+        (stage,) = self._first.stages
+        devices = [team[0].device for team in stage.teams]
+        fields = {
+            "samples": dict(zip(devices, change.samples)),
+            "samples_before": dict(zip(devices, before)),
+            "why": change.why,
+            "computing_s": change.after_s,
+            "computing_before_s": change.before_s,
+        }
+        return Told("rebalance", fields, described(devices, before, change))
+
+    def _effect(self, times: Sequence[float]) -> Told | None:
+        """What the last change came to, once."""
+        if self._changed is None or self._steps < self._changed[0] + MEASURED_STEPS:
+            return None
+        (_, before_s), self._changed = self._changed, None
+        after_s = median(times[-MEASURED_STEPS + 1 :])
+        text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
+        return Told("rebalanced", {"step_s": after_s, "step_before_s": before_s}, text)

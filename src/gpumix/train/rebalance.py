@@ -1,0 +1,231 @@
+"""Which samples each device computes, decided anew while a run trains.
+
+Every step tells how long each rank computed. If the samples could be split so that steps take
+clearly less time, they are: for a card that throttles or is shared with others, and for a profile
+that was wrong. Pure: all ranks see the same times and come to the same split in the same step.
+
+A device that takes f times as long as the plan says is taken to do so for its samples and for its
+optimizer alike. The split is that of the smallest time of the slowest device: sample after sample
+goes to where it ends first, which is the optimum where more samples never take less time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumix.cost.predict import predict
+from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.profile import Profile
+from gpumix.spec.units import show_seconds
+
+# A split is changed if steps come to take so much less time by the shortest times of so many steps
+# in a row: what happens once is no reason.
+LEAST_GAIN = 0.08
+WINDOW_STEPS = 3
+# And so much less by the times of each of them: what differs from step to step is noise.
+LEAST_GAIN_EACH = 0.04
+# Each change makes the next one within so many steps ask for so many steps more.
+CALM_STEPS = 30
+WARIER_STEPS = 2
+MOST_WINDOW_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Change:
+    """A new split of the samples, by team of the plan, and why; times are those that the devices
+    compute in a step, where it takes longest."""
+
+    samples: tuple[int, ...]
+    before_s: float
+    after_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a team computes: `fixed_s` in any case, and `sample_s` for each sample."""
+
+    fixed_s: float
+    sample_s: float
+
+    def seconds(self, samples: int) -> float:
+        return self.fixed_s + samples * self.sample_s
+
+
+class Rebalancer:
+    """Watches how long ranks compute, step after step, from the split of a plan of one stage on.
+
+    Args:
+        most: the most samples that each team has memory for.
+    """
+
+    def __init__(self, plan: Plan, most: Sequence[int]) -> None:
+        (stage,) = plan.stages
+        leaders = [team[0] for team in stage.teams]
+        self.samples = tuple(worker.samples for worker in leaders)
+        """Of each team, now."""
+        self._devices = [worker.device for worker in leaders]
+        self._degree = stage.tensor
+        self._most = [limit if n else 0 for n, limit in zip(self.samples, most)]
+        self._planned = [_planned(plan, worker) for worker in leaders]
+        self._times: deque[list[float]] = deque(maxlen=MOST_WINDOW_STEPS)
+        self._changed: list[int] = []
+        self._step = 0
+        self._of_before = False  # what comes next is of the step before a change
+
+    def observe(self, compute_s: Sequence[float]) -> Change | None:
+        """Take in how long each rank computed in the step before this one; a change of the samples
+        from the next step on, if it is worth it.
+
+        Args:
+            compute_s: in the order of the plan's workers; 0 for a step that does not count.
+        """
+        self._step += 1
+        of_before, self._of_before = self._of_before, False
+        if of_before or not all(compute_s):
+            self._times.clear()
+            return None
+        size = self._degree
+        self._times.append([max(compute_s[n : n + size]) for n in range(0, len(compute_s), size)])
+        window = self._window()
+        if len(self._times) < window:
+            return None
+        recent = list(self._times)[-window:]
+        change = self._better([min(times) for times in zip(*recent)])
+        if change is not None and all(self._gains(change, times) for times in recent):
+            self._times.clear()
+            self._changed.append(self._step)
+            self._of_before = True
+            self.samples = change.samples
+            return change
+        return None
+
+    def _window(self) -> int:
+        recent = sum(self._step - step < CALM_STEPS for step in self._changed)
+        return min(MOST_WINDOW_STEPS, WINDOW_STEPS + WARIER_STEPS * recent)
+
+    def _better(self, seconds: list[float]) -> Change | None:
+        now, paces = self.samples, self._paces(seconds)
+        before_s = max(seconds)
+        if before_s * (1.0 - LEAST_GAIN) <= _bound_s(paces, now):
+            return None
+        samples = split(sum(now), paces, self._most)
+        if samples is None:
+            return None
+        after_s = max(pace.seconds(n) for pace, n in zip(paces, samples))
+        if after_s > before_s * (1.0 - LEAST_GAIN):
+            return None
+        return Change(samples, before_s, after_s, self._why(seconds))
+
+    def _paces(self, seconds: Sequence[float]) -> list[Pace]:
+        every = zip(self._planned, self.samples, seconds)
+        return [_measured(planned, n, of_team) for planned, n, of_team in every]
+
+    def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
+        """Whether the change would have been right in one step."""
+        paces = self._paces(seconds)
+        after_s = max(pace.seconds(n) for pace, n in zip(paces, change.samples))
+        return after_s <= max(seconds) * (1.0 - LEAST_GAIN_EACH)
+
+    def _why(self, seconds: list[float]) -> str:
+        """The device that differs most from the others, against the plan."""
+        used = [n for n, count in enumerate(self.samples) if count]
+        factors = {n: seconds[n] / self._planned[n].seconds(self.samples[n]) for n in used}
+        usual = sorted(factors.values())[len(used) // 2]
+        team = max(used, key=lambda n: max(factors[n] / usual, usual / factors[n]))
+        factor = factors[team] / usual
+        times = f"{factor:.2f} times as long as" if factor >= 1 else f"{factor:.2f} of the time of"
+        return f"device '{self._devices[team]}' takes {times} the others, against the plan"
+
+
+def _planned(plan: Plan, worker: Worker) -> Pace:
+    """By the plan's prediction; without one all of the time is for samples, and alike for all."""
+    told = plan.prediction.workers if plan.prediction is not None else ()
+    expected = next((one for one in told if one.device == worker.device), None)
+    if expected is None or not worker.samples or expected.busy_s <= expected.optimizer_s:
+        return Pace(0.0, 1.0)
+    sample_s = (expected.busy_s - expected.optimizer_s) / worker.samples
+    return Pace(expected.optimizer_s, sample_s)
+
+
+def _measured(planned: Pace, samples: int, seconds: float) -> Pace:
+    factor = seconds / planned.seconds(samples) if samples else 1.0
+    return Pace(planned.fixed_s * factor, planned.sample_s * factor)
+
+
+def _bound_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
+    """No split takes less, if samples could be cut: all teams with samples end at once."""
+    used = [pace for pace, n in zip(paces, samples) if n]
+    rate = sum(1.0 / pace.sample_s for pace in used)
+    return (sum(samples) + sum(p.fixed_s / p.sample_s for p in used)) / rate
+
+
+def split(total: int, paces: Sequence[Pace], most: Sequence[int]) -> tuple[int, ...] | None:
+    """So many samples for each team that the slowest ends as early as can be; None if there is no
+    memory for all.
+
+    Args:
+        most: the most that each may have; of those that may have some, each has one at least, so
+            that its pace stays known.
+    """
+    used = [n for n, limit in enumerate(most) if limit]
+    if sum(most) < total or len(used) > total:
+        return None
+    samples = [int(limit > 0) for limit in most]
+    ends = [(paces[n].seconds(2), n) for n in used if most[n] > 1]
+    heapq.heapify(ends)
+    for _ in range(total - len(used)):
+        _, team = heapq.heappop(ends)
+        samples[team] += 1
+        if samples[team] < most[team]:
+            heapq.heappush(ends, (paces[team].seconds(samples[team] + 1), team))
+    return tuple(samples)
+
+
+def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
+    """A plan of one stage with so many samples for each team, and no prediction. Micro-batches are
+    those of the plan, where there are samples enough."""
+    (stage,) = plan.stages
+    workers = tuple(
+        worker.model_copy(update={"samples": count, "micro_batch": min(worker.micro_batch, count)})
+        for number, worker in enumerate(stage.workers)
+        for count in [samples[number // stage.tensor]]
+    )
+    changed = stage.model_copy(update={"workers": workers})
+    return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})
+
+
+def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
+    """The most samples for which each team has memory, by the cost model; those of the plan it has
+    room for."""
+    (stage,) = plan.stages
+    least = [team[0].samples for team in stage.teams]
+    most = [plan.global_batch if n else 0 for n in least]
+    while any(a < b for a, b in zip(least, most)):
+        tried = [(a + b + 1) // 2 for a, b in zip(least, most)]
+        expected = predict(profile, with_samples(plan, tried)).workers
+        by_team = [expected[n : n + stage.tensor] for n in range(0, len(expected), stage.tensor)]
+        for number, team in enumerate(by_team):
+            if all(one.peak_bytes <= one.memory_limit_bytes for one in team):
+                least[number] = tried[number]
+            else:
+                most[number] = max(least[number], tried[number] - 1)
+    return tuple(least)
+
+
+def described(devices: Sequence[str], before: Sequence[int], change: Change) -> str:
+    """A change in a line.
+
+    Args:
+        devices: the first one of each team; `before` are their samples until now.
+    """
+    every = zip(devices, before, change.samples)
+    moved = [f"{device} {a} to {b}" for device, a, b in every if a != b]
+    some = ", ".join(moved[:6]) + (f" and {len(moved) - 6} more" if len(moved) > 6 else "")
+    return (
+        f"samples split anew, for {change.why}: {some}; a step's computing is to take "
+        f"{show_seconds(change.after_s)} instead of {show_seconds(change.before_s)}"
+    )
