@@ -45,6 +45,7 @@ class Toy(nn.Module):
         rank, at: where it happens, and in which training forward pass, counted from 1.
         after: a path that is there before it happens.
         once: a path that it leaves when it happens; it does not if that is there.
+        sample_s: how long that rank sleeps over each sample.
     """
 
     def __init__(
@@ -56,17 +57,20 @@ class Toy(nn.Module):
         at: int = 0,
         after: str = "",
         once: str = "",
+        sample_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY)
         self.fault, self.rank, self.at, self.after = fault, rank, at, after
-        self.once = once
+        self.once, self.sample_s = once, sample_s
         self.passes = 0
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
+        if self.sample_s and _rank() == self.rank:
+            time.sleep(self.sample_s * len(input_ids))
         strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
         if strike and self.once:
             strike = not Path(self.once).exists()
@@ -121,8 +125,9 @@ def model(
     at: int = 3,
     after: str = "",
     once: str = "",
+    sample_s: float = 0.0,
 ) -> nn.Module:
-    return Toy(width, blocks, fault, rank, at, after, once)
+    return Toy(width, blocks, fault, rank, at, after, once, sample_s)
 
 
 def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:

@@ -20,6 +20,7 @@ from gpumix.train import memory_folder, memory_reader, run_files
 from gpumix.train.checkpoint import Checkpointer, Saved
 from gpumix.train.checkpoint_file import Damaged, step_of
 from gpumix.train.context import Context
+from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Found, Held, Home
 
@@ -54,7 +55,8 @@ class Keeping:
         self._context = context
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
         job, ranks = context.job, context.ranks
-        here = [r for r, worker in enumerate(plan.workers) if worker.host == context.device.host]
+        self._hosts = [worker.host for worker in plan.workers]
+        here = [rank for rank, host in enumerate(self._hosts) if host == context.device.host]
         self._ranks_here = len(here)
         self._first_here = here[0] == ranks.rank
         self._group = ranks.checkpoint_group()
@@ -106,30 +108,43 @@ class Keeping:
         """
         if not self._every_steps:
             return ""
-        refused = self._open_memory(fresh)
-        told = self._context.ranks.gather("room in memory", refused)
-        return next(filter(None, told), "")
-
-    def _open_memory(self, fresh: bool) -> str:
         ranks, home = self._context.ranks, self._home
         if fresh:
             self.forget()
         generation = memory_folder.latest_generation(self._told()) + 1
-        if home is None:
+        refused = next(filter(None, ranks.gather("room in memory", self._refusal(generation))), "")
+        if refused:
+            return refused
+        assert home is not None
+        self._memory = MemoryCheckpointer(
+            home,
+            generation,
+            rank=ranks.rank,
+            world=ranks.world,
+            ranks_here=self._ranks_here,
+            tidies=self._first_here,
+            extra=self._extra,
+            buddies=self._buddies_in(home.generation(generation)),
+        )
+        return ""
+
+    def _refusal(self, generation: int) -> str:
+        """Why this rank cannot have copies in memory; else their folder is there."""
+        if self._home is None:
             return "this system has no file system in memory"
         try:
-            self._memory = MemoryCheckpointer(
-                home,
-                generation,
-                rank=ranks.rank,
-                world=ranks.world,
-                ranks_here=self._ranks_here,
-                tidies=self._first_here,
-                extra=self._extra,
-            )
+            self._home.make(generation)
         except (MachineError, OSError) as error:
             return first_line(error)
         return ""
+
+    def _buddies_in(self, place: Path) -> Buddies | None:
+        """Where there are several hosts. Collective then."""
+        if len(set(self._hosts)) == 1:
+            return None
+        group = self._context.ranks.checkpoint_group()
+        assert group is not None
+        return Buddies(place, self._hosts, group)
 
     def _told(self) -> list[list[Held]]:
         """The copies that each rank finds on its host."""
@@ -166,15 +181,19 @@ class Keeping:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait until the state may change: what is saved and copied is. Not collective."""
+    def settle(self, step: int) -> None:
+        """Wait until the state may change: what is saved and copied is. All ranks call it before
+        they agree on the norm of `step`. Not collective."""
         if self.checkpointer.under_way:
             begun = time.perf_counter()
             self.checkpointer.settle()
             self.stalled_s += time.perf_counter() - begun
         if self._memory is not None:
             begun = time.perf_counter()
-            self._memory.settle()
+            if step % self._every_steps:
+                self._memory.settle()
+            else:  # the next copy is made after this step
+                self._memory.finish()
             if self._copied_s:
                 self._copied_s[-1] += time.perf_counter() - begun
 

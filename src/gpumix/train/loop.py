@@ -267,10 +267,11 @@ class Trainer:
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
         if early:
-            self.keeping.settle()
+            self.keeping.settle(self.step + 1)
         watch.computes()
         loss = self.engine.step(batch, self.optimizer if early else None).item()
-        self.keeping.settle()  # before the ranks agree on the norm; see `memory_checkpoint`
+        # Before the ranks agree on the norm: see `memory_checkpoint`.
+        self.keeping.settle(self.step + 1)
         if clip_norm is None:
             norm = self.engine.gradient_norm().item()
         else:

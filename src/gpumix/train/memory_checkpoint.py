@@ -9,7 +9,7 @@ all have. Which files there are is said in `memory_folder`.
 from __future__ import annotations
 
 import json
-import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,9 @@ from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
 from gpumix.train.background import Background
 from gpumix.train.host_copy import HostCopy, Tensors, index_of, room_for, size_of
+from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_folder import Home
+from gpumix.train.memory_map import made
 
 
 class MemoryCheckpointer:
@@ -35,6 +37,7 @@ class MemoryCheckpointer:
         home: where they go; `generation` is the number of this start of the run.
         ranks_here: how many ranks share this host's memory.
         tidies: whether this rank removes the copies of earlier starts from it.
+        buddies: to whom second copies go, where there are several hosts.
         extra: what belongs to the state beside it and stays as it is in this start.
     """
 
@@ -48,8 +51,11 @@ class MemoryCheckpointer:
         ranks_here: int,
         tidies: bool,
         extra: Mapping[str, Any],
+        buddies: Buddies | None = None,
     ) -> None:
         self._folder = home.make(generation)
+        self._buddies = buddies
+        self._settled = threading.Event()
         self._home, self._generation = home, generation
         self._rank, self._world, self._ranks_here = rank, world, ranks_here
         self._tidies = tidies
@@ -64,26 +70,32 @@ class MemoryCheckpointer:
         self, step: int, engine: Engine, optimizer: Optimizer, cursor: Mapping[str, Any]
     ) -> None:
         """Begin to copy the state after `step`, which may not change until `settle` returned. All
-        ranks do so after the same steps."""
-        self.settle()
+        ranks do so after the same steps, before the last of which all have called `finish`."""
+        self.finish()
         engine.agree_on_buffers()
-        if self.refused:
+        if self.refused and self._buddies is None:
             return
         now = content.Content.of(step, engine, optimizer, cursor=cursor, extra={})
         stream = content.copying_stream(engine.device)
         slot = self._begun % folder.SLOTS
         self._begun += 1
+        self._settled.clear()
         self._copying = Background(lambda: self._copy(slot, now, stream), name="gpumix-memory")
 
     def settle(self) -> None:
-        """Wait until the copy that was begun last is whole. Not collective: a rank that could not
-        copy goes on without."""
+        """Wait until the state may change. Not collective."""
+        if self._copying is not None:
+            self._settled.wait()
+
+    def finish(self) -> None:
+        """Wait until the copy that was begun last is whole, here and with the buddy. Not
+        collective: a rank that could not copy goes on without."""
         if self._copying is None:
             return
         copying, self._copying = self._copying, None
         try:
             copying.result()
-        except (OSError, MachineError) as error:
+        except (OSError, MachineError, RuntimeError) as error:
             self.refused = first_line(error)
             return
         if self._begun == folder.SLOTS and self._tidies:
@@ -91,6 +103,16 @@ class MemoryCheckpointer:
 
     def _copy(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
         """In a thread of its own."""
+        whole = False
+        try:
+            self._copy_here(slot, now, stream)
+            whole = True
+        finally:
+            self._settled.set()
+            if self._buddies is not None:
+                self._buddies.exchange(slot, whole=whole)
+
+    def _copy_here(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
         seal = self._folder / folder.seal_file(self._rank, slot)
         seal.unlink(missing_ok=True)
         copy = self._copies.get(slot)
@@ -107,10 +129,11 @@ class MemoryCheckpointer:
             MachineError: the host has none.
         """
         size = size_of(tensors)
-        if not self._copies and not room_for(folder.SLOTS * size, self._ranks_here):
+        copies = folder.SLOTS * (1 if self._buddies is None else 2)
+        if not self._copies and not room_for(copies * size, self._ranks_here):
             raise MachineError(
-                f"the host has no memory for {folder.SLOTS} copies of {show_bytes(size)} for each "
-                f"of {self._ranks_here} ranks"
+                f"the host has no memory for {copies} copies of {show_bytes(size)} for each of "
+                f"{self._ranks_here} ranks"
             )
         self._copies.pop(slot, None)
         file = self._folder / folder.data_file(self._rank, slot)
@@ -128,26 +151,8 @@ def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
     Raises:
         OSError: there is no room for it.
     """
-    file.unlink(missing_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        if size:  # now: a page for which there is no room later ends the process
-            os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        file.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    memory = mapped(file)
+    memory = made(file, size)
     if pinned and size:
         with suppress(RuntimeError):  # then copies are slower
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
     return memory
-
-
-def mapped(file: Path) -> torch.Tensor:
-    """The bytes of a file, without reading it."""
-    size = file.stat().st_size
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

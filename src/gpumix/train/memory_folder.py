@@ -29,6 +29,7 @@ from gpumix.spec.errors import MachineError
 
 SLOTS = 2
 _GENERATION = re.compile(r"generation-(\d{8})")
+SEAL = ".seal"
 _SEAL = re.compile(r"rank_(\d{4,})\.slot_(\d)\.seal")
 _OUTPUT = "output"
 
@@ -137,7 +138,7 @@ def data_file(rank: int, slot: int) -> str:
 
 
 def seal_file(rank: int, slot: int) -> str:
-    return f"{data_file(rank, slot)}.seal"
+    return f"{data_file(rank, slot)}{SEAL}"
 
 
 def index_file(rank: int, slot: int) -> str:

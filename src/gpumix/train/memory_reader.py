@@ -21,8 +21,8 @@ from gpumix.train import memory_folder as folder
 from gpumix.train.checkpoint_file import Manifest
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, read_from
 from gpumix.train.checkpoint_together import Together
-from gpumix.train.memory_checkpoint import mapped
 from gpumix.train.memory_folder import Found, Held, Home
+from gpumix.train.memory_map import mapped
 
 PIECE_BYTES = 1 << 28  # sent at once
 

@@ -85,11 +85,12 @@ class Rebalancer:
         """
         self._step += 1
         of_before, self._of_before = self._of_before, False
-        if of_before or not all(compute_s):
+        size = self._degree
+        times = [max(compute_s[n : n + size]) for n in range(0, len(compute_s), size)]
+        if of_before or not all(s > 0 for s, n in zip(times, self.samples) if n):
             self._times.clear()
             return None
-        size = self._degree
-        self._times.append([max(compute_s[n : n + size]) for n in range(0, len(compute_s), size)])
+        self._times.append(times)
         window = self._window()
         if len(self._times) < window:
             return None

@@ -1,0 +1,218 @@
+"""How samples are split anew by what steps took: the best split, soon, and not again and again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import metrics, plan_for, toy, train, write_job
+
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.rebalance import (
+    WINDOW_STEPS,
+    Change,
+    Pace,
+    Rebalancer,
+    described,
+    split,
+    with_samples,
+)
+
+PLENTY = 10**6
+
+
+def plan(*samples: int, micro_batch: int = 4, tensor: int = 1) -> Plan:
+    """Of devices d0, d1, ..., in teams of `tensor` with so many samples each."""
+    counts = [n for n in samples for _ in range(tensor)]
+    workers = tuple(
+        Worker(
+            device=f"d{number}",
+            device_class="card",
+            samples=n,
+            micro_batch=min(n, micro_batch),
+            state_share=1 / len(samples),
+        )
+        for number, n in enumerate(counts)
+    )
+    return Plan(
+        strategy="by hand",
+        model="m",
+        sequence_length=8,
+        global_batch=sum(samples),
+        stages=(Stage(units=("unit",), workers=workers, tensor=tensor),),
+    )
+
+
+class Run:
+    """Devices of which each takes a time for every sample."""
+
+    def __init__(self, *samples: int, most: int = PLENTY, noise: float = 0.0) -> None:
+        self.rebalancer = Rebalancer(plan(*samples), [most] * len(samples))
+        self.sample_s = [1.0] * len(samples)
+        self.noise, self.chance = noise, random.Random(3)
+        self._before = [0.0] * len(samples)
+
+    def steps(self, number: int) -> list[tuple[int, Change]]:
+        """After which the samples were split anew. What a rank tells is of the step before."""
+        found = []
+        for step in range(number):
+            seconds = [
+                n * each * (1.0 + self.noise * self.chance.random())
+                for n, each in zip(self.rebalancer.samples, self.sample_s)
+            ]
+            change = self.rebalancer.observe(self._before)
+            self._before = seconds
+            if change is not None:
+                found.append((step, change))
+        return found
+
+
+# -- which split -----------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(
+        st.tuples(st.floats(0, 5), st.floats(0.1, 5), st.integers(0, 12)), min_size=1, max_size=4
+    ),
+)
+def test_the_split_is_that_of_brute_force(total, teams):
+    paces, most = [Pace(a, b) for a, b, _ in teams], [limit for _, _, limit in teams]
+    choices = [range(1, limit + 1) if limit else (0,) for limit in most]
+    whole = [counts for counts in itertools.product(*choices) if sum(counts) == total]
+    found = split(total, paces, most)
+    if not whole:
+        assert found is None
+        return
+    assert found in whole
+
+    def takes(counts: tuple[int, ...]) -> float:
+        return max(pace.seconds(n) for pace, n in zip(paces, counts) if n)
+
+    assert takes(found) == pytest.approx(min(map(takes, whole)))
+
+
+def test_micro_batches_stay_as_large_as_the_plan_has_them():
+    changed = with_samples(plan(8, 8), (3, 13))
+    assert [(w.samples, w.micro_batch, w.micro_batches) for w in changed.workers] == [
+        (3, 3, (3,)),
+        (13, 4, (4, 4, 4, 1)),
+    ]
+    assert Plan.model_validate(changed.model_dump()) == changed
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_slows_down_gets_fewer_samples_within_five_steps():
+    run = Run(12, 12, 12, 12)
+    assert run.steps(20) == []
+    run.sample_s[3] = 3.0
+    ((step, change),) = run.steps(40)
+    assert step <= WINDOW_STEPS
+    assert change.samples == (14, 14, 14, 6) or max(change.samples) <= 15
+    assert change.before_s == 36.0
+    assert change.after_s == max(*change.samples[:3], 3 * change.samples[3])
+    assert change.why == "device 'd3' takes 3.00 times as long as the others, against the plan"
+    run.sample_s[3] = 1.0
+    ((step, change),) = run.steps(40)
+    assert step <= WINDOW_STEPS
+    assert change.samples == (12, 12, 12, 12)
+
+
+def test_a_step_that_takes_long_once_changes_nothing():
+    run = Run(12, 12, 12, 12)
+    run.steps(5)
+    for _ in range(6):
+        run.sample_s[1] = 5.0
+        assert run.steps(1) == []
+        run.sample_s[1] = 1.0
+        assert run.steps(4) == []
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2, 0.5])
+def test_noise_changes_nothing_for_long(noise):
+    """Where a half of each step's time is noise, some changes seem right for a while."""
+    run = Run(12, 12, 12, 12, noise=noise)
+    changes = [step for step, _ in run.steps(400)]
+    assert len(changes) <= {0.05: 0, 0.2: 0, 0.5: 10}[noise]
+
+
+def test_a_slow_device_among_noise_is_found():
+    run = Run(12, 12, 12, 12, noise=0.2)
+    run.steps(20)
+    run.sample_s[0] = 2.0
+    found = run.steps(30)
+    assert 1 <= len(found) <= 2
+    assert run.rebalancer.samples[0] < 9
+
+
+def test_what_would_gain_little_is_left():
+    run = Run(12, 12, 12, 12)
+    run.sample_s[2] = 1.08
+    assert run.steps(50) == []
+
+
+def test_no_device_gets_more_than_it_has_memory_for():
+    run = Run(12, 12, 12, 12, most=14)
+    run.sample_s[3] = 10.0
+    ((_, change),) = run.steps(20)
+    assert change.samples == (14, 14, 14, 6)
+
+
+def test_who_has_no_samples_gets_none_and_who_has_some_keeps_one():
+    run = Run(4, 4, 0)
+    run.sample_s[0] = 1000.0
+    ((_, change),) = run.steps(20)
+    assert change.samples == (1, 7, 0)
+
+
+def test_steps_that_do_not_count_are_no_evidence():
+    rebalancer = Rebalancer(plan(4, 4), [PLENTY] * 2)
+    for _ in range(20):
+        assert rebalancer.observe([12.0, 4.0]) is None
+        assert rebalancer.observe([12.0, 4.0]) is None
+        assert rebalancer.observe([0.0, 4.0]) is None
+
+
+def test_of_a_team_the_slowest_counts():
+    rebalancer = Rebalancer(plan(8, 8, tensor=2), [PLENTY] * 2)
+    changes = [rebalancer.observe([8.0, 24.0, 8.0, 8.0]) for _ in range(WINDOW_STEPS)]
+    assert changes[:-1] == [None] * (WINDOW_STEPS - 1)
+    assert changes[-1] is not None
+    assert changes[-1].samples == (4, 12)
+
+
+def test_a_change_is_told_in_a_line():
+    change = Change((3, 5), 0.4, 0.3, "device 'a' takes 2.00 times as long")
+    assert described(["a", "b"], (4, 4), change) == (
+        "samples split anew, for device 'a' takes 2.00 times as long: a 4 to 3, b 4 to 5; a step's "
+        "computing is to take 300 ms instead of 400 ms"
+    )
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
+    """Rank 1 sleeps over each of its samples, which the plan does not know."""
+    usual = {"steps": 14, "global_batch": 16}
+    job = write_job(tmp_path, model=toy(rank=1, sample_s=0.02), **usual)
+    samples = (6, 6, 4)
+    train(job, plan=plan_for(job, samples))
+    (change,) = metrics(tmp_path / "run", "rebalance")
+    assert change["samples_before"] == {"big-0": 6, "small-0": 6, "small-1": 4}
+    assert change["samples"]["small-0"] == 1
+    assert "'small-0'" in change["why"]
+    (effect,) = metrics(tmp_path / "run", "rebalanced")
+    assert effect["step_s"] < effect["step_before_s"]
+
+    still = write_job(tmp_path / "still", rebalance=False, **usual)
+    train(still, plan=plan_for(still, samples))
+    assert metrics(tmp_path / "still" / "run", "rebalance") == []
+    mine, others = (metrics(f / "run") for f in (tmp_path, tmp_path / "still"))
+    assert [one["loss"] for one in mine] == pytest.approx([one["loss"] for one in others], rel=1e-6)
+    assert [one["tokens"] for one in mine] == [one["tokens"] for one in others]
