@@ -79,7 +79,7 @@ def shared_memory_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun tells a process that it starts."""
+    """What torchrun tells a process that it starts; `elastic`: it may start others in its place."""
 
     rank: int
     world: int
@@ -87,6 +87,7 @@ class TorchrunPlace:
     master_address: str
     master_port: int
     agent_has_store: bool
+    elastic: bool
 
 
 def torchrun_place() -> TorchrunPlace | None:
@@ -102,6 +103,7 @@ def torchrun_place() -> TorchrunPlace | None:
         master_address=address,
         master_port=int(port),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
     )
 
 

@@ -85,7 +85,7 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
         TrainingError: also for what goes wrong inside: out of memory, a lost rank.
     """
     device_class = task.cluster.class_named(seat.device.device_class)
-    store = _store(seat, task.job.timeout)
+    store = store_of(seat, task.job.timeout)
     if device_class.accelerator == "cpu":
         hide_gpus()
     with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
@@ -124,7 +124,7 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
     Raises:
         InputError: two ranks have the same device, or a class is not the same everywhere.
     """
-    store = dist.PrefixStore("devices", _store(seat, MEETING_S))
+    store = dist.PrefixStore("devices", store_of(seat, MEETING_S))
     mine = json.dumps([device_class.model_dump(), seat.device.model_dump()])
     store.set(str(seat.rank), mine)
     told = [json.loads(store.get(str(rank)).decode()) for rank in range(seat.world)]
@@ -141,7 +141,8 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
         ) from error
 
 
-def _store(seat: Seat, timeout_s: float) -> dist.Store:
+def store_of(seat: Seat, timeout_s: float) -> dist.Store:
+    """The rendezvous store, with the words of the seat's run."""
     store = dist.TCPStore(
         seat.host,
         seat.port,

@@ -303,6 +303,14 @@ def mark_failed(folder: Path) -> None:
             _replace(path, json.dumps(value | {"state": "failed", "time": time.time()}) + "\n")
 
 
+def last_heard(folder: Path) -> float | None:
+    """When a run said something last (`time.time()`), by its `progress.json`."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((folder / run_files.PROGRESS).read_text(encoding="utf-8"))
+        return float(told["time"])
+    return None
+
+
 def _until(path: Path, step: int) -> Iterator[str]:
     """The lines of a former run up to a step; the last one may have been cut short."""
     if path.is_file():

@@ -28,7 +28,7 @@ from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
-from gpumix.train.metrics import mark_failed
+from gpumix.train.metrics import last_heard, mark_failed
 from gpumix.train.recovery import Again, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
@@ -96,16 +96,35 @@ class Pipeline:
         Args:
             made_from: the profile that the plan was made from, if it is known.
         """
-        self._check_output(resume)
+        restart = self._restart()
+        if restart is None:
+            self._check_output(resume)
+        elif plan is not None and not self._has_all(plan):
+            self.show("other devices are here than those of the plan: planning again")
+            plan = None
         profile = None
         if plan is not None:
             plan, profile = self._checked(plan, made_from)
             for line in overruled(plan, self.job):
                 self.show(line)
         with self._output_for_one():
-            return self._train(plan, profile, resume)
+            if self.speaks:
+                self._runs.begins(self.job.output)
+            return self._train(plan, profile, resume, restart)
 
-    def _train(self, plan: Plan | None, profile: Profile | None, resume: bool) -> Summary:
+    def _restart(self) -> Restart | None:
+        """Why the run is started again, if others than this process did that."""
+        output = self.job.output
+        if not self._runs.started_again(output):
+            return None
+        return Restart("torchrun started it again", last_heard(output) or time.time())
+
+    def _has_all(self, plan: Plan) -> bool:
+        return {w.device for w in plan.workers} == {d.id for d in self.cluster.devices}
+
+    def _train(
+        self, plan: Plan | None, profile: Profile | None, resume: bool, restart: Restart | None
+    ) -> Summary:
         self._runs.warm_up()
         self.show(devices_table(self.cluster))
         if plan is None:
@@ -115,7 +134,6 @@ class Pipeline:
             plan = self.plan(profile)
         self.show(plan_table(plan))
         recovery = Recovery(self.job.restarts if self._runs.restarts else 0)
-        restart: Restart | None = None
         while True:
             try:
                 return self._run(plan, profile, resume, restart)

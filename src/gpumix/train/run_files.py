@@ -9,5 +9,6 @@ PROGRESS = "progress.json"
 TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"  # held by the process that runs
+AGENTS = ".agents"  # of torchrun, that started it
 
-ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK})
+ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK, AGENTS})

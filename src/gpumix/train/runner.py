@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import TorchrunPlace, torchrun_place
+from gpumix.hardware.environment import torchrun_place
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
-from gpumix.train.launch import Seat, launch, warm_up
+from gpumix.train.launch import launch, warm_up
+from gpumix.train.torchrun import TorchrunRunner
 
 
 class Runner(Protocol):
@@ -37,6 +39,14 @@ class Runner(Protocol):
 
     def warm_up(self) -> None:
         """Something will run soon."""
+        ...
+
+    def started_again(self, output: Path) -> bool:
+        """Whether this is a run that was under way before, with this output, and goes on."""
+        ...
+
+    def begins(self, output: Path) -> None:
+        """The output is this run's from now on; for the process that speaks."""
         ...
 
     def run(
@@ -91,6 +101,12 @@ class LocalRunner:
     def warm_up(self) -> None:
         warm_up(self.imports)
 
+    def started_again(self, output: Path) -> bool:
+        return False
+
+    def begins(self, output: Path) -> None:
+        return
+
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
@@ -103,66 +119,3 @@ class LocalRunner:
             saves_when_stopped=saves,
             silence_s=self.silence_s,
         )[0]
-
-
-class TorchrunRunner:
-    """This process is one rank of a run that torchrun started."""
-
-    decides_alone = False
-    restarts = False  # that is for torchrun
-
-    def __init__(self, place: TorchrunPlace) -> None:
-        self.speaks = place.rank == 0
-        self._place = place
-        self._runs = 0
-        self._met: tuple[Device, ...] = ()
-
-    def cluster(self, wanted: Cluster | None) -> Cluster:
-        found = wanted or self._meet()
-        if len(found.devices) != self._place.world:
-            raise InputError(
-                f"the cluster has {len(found.devices)} devices, torchrun started "
-                f"{self._place.world} processes",
-                fix="start one process per device",
-            )
-        return found
-
-    def devices(self, cluster: Cluster) -> tuple[Device, ...]:
-        return self._met or cluster.in_rank_order()
-
-    def warm_up(self) -> None:
-        return
-
-    def run(
-        self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
-    ) -> Any:
-        self._runs += 1
-        device = self.devices(cluster)[self._place.rank]
-        return work(replace(self._seat(device), run=f"run{self._runs}"), *args)
-
-    def _seat(self, device: Device) -> Seat:
-        place = self._place
-        return Seat(
-            rank=place.rank,
-            world=place.world,
-            device=device,
-            port=place.master_port,
-            host=place.master_address,
-            holds_store=not place.agent_has_store and place.rank == 0,
-        )
-
-    def _meet(self) -> Cluster:
-        """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
-        from gpumix.train.context import meet_devices
-
-        mine = discover()
-        if self._place.local_rank >= len(mine.devices):
-            raise InputError(
-                f"process {self._place.local_rank} of this host has no device of its own",
-                where=socket.gethostname(),
-                why=f"the host has {len(mine.devices)}",
-                fix="give torchrun at most as many --nproc-per-node as the host has devices",
-            )
-        device = mine.devices[self._place.local_rank]
-        cluster, self._met = meet_devices(self._seat(device), mine.class_named(device.device_class))
-        return cluster

@@ -1,0 +1,249 @@
+"""This process as one rank of a run that torchrun started, and starts again.
+
+torchrun's agents, one on each host, end all ranks when one of them fails, a host is gone or another
+one comes, and start as many as there are places for then. So a run goes on when it finds that an
+agent of the run that used its output is still there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import TorchrunPlace
+from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.errors import InputError, TrainingError
+from gpumix.train import run_files
+from gpumix.train.launch import Seat
+
+MEETING_S = 120.0  # how long ranks wait for each other to start
+LOOK_S = 0.02
+
+
+class Store(Protocol):
+    """What is asked of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank tells when it starts: its host, its number there, and the agent above it."""
+
+    host: str
+    local_rank: int
+    agent: str
+
+
+class TorchrunRunner:
+    """Runs work in this process, as one of torchrun's ranks; see `runner.Runner`."""
+
+    decides_alone = False
+    restarts = False  # that is for torchrun
+
+    def __init__(self, place: TorchrunPlace) -> None:
+        self.speaks = place.rank == 0
+        self._place = place
+        self._runs = 0
+        self._met: tuple[Device, ...] = ()
+        self._arrived: tuple[str, list[Arrival]] | None = None
+
+    def cluster(self, wanted: Cluster | None) -> Cluster:
+        if wanted is None:
+            return self._meet()
+        world = self._place.world
+        if len(wanted.devices) > world and self._place.elastic:
+            _, arrivals = self._arrive()
+            self._met = seats(wanted, arrivals)
+            return wanted.only(device.id for device in self._met)
+        if len(wanted.devices) != world:
+            raise InputError(
+                f"the cluster has {len(wanted.devices)} devices, torchrun started {world} "
+                "processes",
+                fix="start one process per device",
+            )
+        return wanted
+
+    def devices(self, cluster: Cluster) -> tuple[Device, ...]:
+        return self._met or cluster.in_rank_order()
+
+    def warm_up(self) -> None:
+        return
+
+    def started_again(self, output: Path) -> bool:
+        """Collective."""
+        word, arrivals = self._arrive()
+        store = self._store(f"{word}/again")
+        agents = sorted({arrival.agent for arrival in arrivals})
+        if self.speaks:
+            store.set("again", "yes" if _was_there(output, agents) else "")
+        return bool(_heard(store, "again", "rank 0"))
+
+    def begins(self, output: Path) -> None:
+        _, arrivals = self._arrive()
+        agents = sorted({arrival.agent for arrival in arrivals})
+        (output / run_files.AGENTS).write_text(json.dumps(agents), encoding="utf-8")
+
+    def run(
+        self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
+    ) -> Any:
+        self._runs += 1
+        word, _ = self._arrive()
+        device = self.devices(cluster)[self._place.rank]
+        return work(replace(self._seat(device), run=f"{word}/run{self._runs}"), *args)
+
+    def _seat(self, device: Device) -> Seat:
+        place = self._place
+        return Seat(
+            rank=place.rank,
+            world=place.world,
+            device=device,
+            port=place.master_port,
+            host=place.master_address,
+            holds_store=not place.agent_has_store and place.rank == 0,
+        )
+
+    def _meet(self) -> Cluster:
+        """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
+        from gpumix.train.context import meet_devices
+
+        mine = discover()
+        if self._place.local_rank >= len(mine.devices):
+            raise InputError(
+                f"process {self._place.local_rank} of this host has no device of its own",
+                where=socket.gethostname(),
+                why=f"the host has {len(mine.devices)}",
+                fix="give torchrun at most as many --nproc-per-node as the host has devices",
+            )
+        word, _ = self._arrive()
+        device = mine.devices[self._place.local_rank]
+        seat = replace(self._seat(device), run=word)
+        cluster, self._met = meet_devices(seat, mine.class_named(device.device_class))
+        return cluster
+
+    def _arrive(self) -> tuple[str, list[Arrival]]:
+        """The word of this start, and who is there. Collective, once."""
+        if self._arrived is None:
+            own = Arrival(socket.gethostname(), self._place.local_rank, agent())
+            self._arrived = arrive(
+                self._store("arrivals"), self._place.rank, self._place.world, own
+            )
+        return self._arrived
+
+    def _store(self, prefix: str) -> Store:
+        from gpumix.train.context import store_of
+
+        return store_of(replace(self._seat(_NO_DEVICE), run=prefix), MEETING_S)
+
+
+_NO_DEVICE = Device(id="none", device_class="none")
+
+
+def arrive(
+    store: Store, rank: int, world: int, own: Arrival, *, timeout_s: float = MEETING_S
+) -> tuple[str, list[Arrival]]:
+    """A word that only the ranks of this start know, and what each told. The store may hold what
+    ranks of an earlier start have left there.
+
+    Each rank tells a word of its own. The first rank repeats what it has read of all, as often as
+    that changes; a rank that finds its own word there says so, and when all have, they are those.
+
+    Raises:
+        TrainingError: some did not come; the message names them.
+    """
+    own_word = uuid.uuid4().hex
+    mine = json.dumps([own_word, own.host, own.local_rank, own.agent])
+    store.set(f"here/{rank}", mine)
+    deadline = time.monotonic() + timeout_s
+    others, repeated = range(1, world), ""
+    while time.monotonic() < deadline:
+        if rank == 0:
+            told = [mine, *(_now(store, f"here/{other}") for other in others)]
+            if all(told) and json.dumps(told) != repeated:
+                repeated = json.dumps(told)
+                store.set("all", repeated)
+        else:
+            told = json.loads(_now(store, "all") or "[]")
+            if len(told) == world and told[rank] == mine:
+                store.set(f"{_word(told[0])}/{rank}", "here")
+        if len(told) == world and all(told) and told[rank] == mine:
+            word = _word(told[0])
+            if all(store.check([f"{word}/{other}"]) for other in others):
+                return word, [Arrival(*json.loads(one)[1:]) for one in told]
+        time.sleep(LOOK_S)
+    late = [other for other in range(world) if other != rank and not store.check([f"here/{other}"])]
+    raise TrainingError(
+        f"rank(s) {', '.join(map(str, late)) or 'of an earlier start'} did not start within "
+        f"{timeout_s:.0f} s",
+        where=f"rank {rank} on {own.host}",
+        fix="look at what torchrun says on their hosts",
+    )
+
+
+def _now(store: Store, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _word(told: str) -> str:
+    return str(json.loads(told)[0])
+
+
+def _heard(store: Store, key: str, who: str) -> str:
+    deadline = time.monotonic() + MEETING_S
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TrainingError(f"{who} said nothing within {MEETING_S:.0f} s")
+        time.sleep(LOOK_S)
+    return _now(store, key)
+
+
+def agent() -> str:
+    """The process that started this one: its host, its number, and when it began, so that another
+    of the same number is another."""
+    parent, begun = os.getppid(), ""
+    with suppress(OSError, IndexError):
+        told = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8", errors="replace")
+        begun = told.rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}/{parent}/{begun}"
+
+
+def _was_there(output: Path, agents: Sequence[str]) -> bool:
+    with suppress(OSError, ValueError, TypeError):
+        noted = json.loads((output / run_files.AGENTS).read_text(encoding="utf-8"))
+        return bool(set(noted) & set(agents))
+    return False
+
+
+def seats(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Device, ...]:
+    """The device of each rank, where there are more devices than ranks: on hosts that the cluster
+    knows the one with the rank's number there, else one after the other.
+
+    Raises:
+        InputError: a host has more ranks than devices.
+    """
+    names = {device.host for device in cluster.devices}
+    if not all(arrival.host in names for arrival in arrivals):
+        return cluster.in_rank_order()[: len(arrivals)]
+    found = []
+    for arrival in arrivals:
+        here = [d for d in cluster.in_rank_order() if d.host == arrival.host]
+        if arrival.local_rank >= len(here):
+            raise InputError(
+                f"host '{arrival.host}' has {len(here)} devices in the cluster, and more processes",
+                fix="give torchrun at most as many --nproc-per-node as the host has devices",
+            )
+        found.append(here[arrival.local_rank])
+    return tuple(found)

@@ -1,0 +1,103 @@
+"""Ranks that torchrun starts, again and again, on one store."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import InputError, TrainingError
+from gpumix.train import run_files
+from gpumix.train.torchrun import Arrival, _was_there, agent, arrive, seats
+
+
+class Board:
+    """A store that keeps what earlier starts have said."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.said[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.said for key in keys)
+
+
+def start(store: Board, world: int, timeout_s: float = 20.0) -> list[tuple[str, list[Arrival]]]:
+    with ThreadPoolExecutor(world) as ranks:
+        return list(
+            ranks.map(
+                lambda rank: arrive(
+                    store, rank, world, Arrival("host", rank, f"a{world}"), timeout_s=timeout_s
+                ),
+                range(world),
+            )
+        )
+
+
+def test_all_ranks_of_a_start_have_one_word_which_no_other_start_has():
+    store, words = Board(), set()
+    for world in (4, 3, 3, 2, 4, 1):
+        told = start(store, world)
+        assert len({word for word, _ in told}) == 1
+        for _, arrivals in told:
+            assert arrivals == [Arrival("host", rank, f"a{world}") for rank in range(world)]
+        words.add(told[0][0])
+    assert len(words) == 6
+
+
+@pytest.mark.parametrize("rank, late", [(0, "1, 2"), (1, "0, 2")])
+def test_who_does_not_come_is_named(rank, late):
+    with pytest.raises(TrainingError, match=rf"rank\(s\) {late} did not start within 0 s"):
+        arrive(Board(), rank, 3, Arrival("host", rank, "agent"), timeout_s=0.2)
+
+
+def test_what_an_earlier_start_said_is_not_taken_for_this_one():
+    store = Board()
+    start(store, 3)
+    with pytest.raises(TrainingError, match="did not start"):
+        arrive(store, 1, 3, Arrival("host", 1, "agent"), timeout_s=0.2)
+
+
+def test_an_output_is_of_the_run_whose_agents_are_there(tmp_path):
+    assert not _was_there(tmp_path, ["a", "b"])
+    (tmp_path / run_files.AGENTS).write_text(json.dumps(["b", "c"]))
+    assert _was_there(tmp_path, ["a", "b"])
+    assert not _was_there(tmp_path, ["a", "d"])
+    (tmp_path / run_files.AGENTS).write_text("{")
+    assert not _was_there(tmp_path, ["a", "b"])
+    assert agent() == agent()
+
+
+def cluster(*hosts: str) -> Cluster:
+    return Cluster(
+        classes=(DeviceClass(name="card", accelerator="cpu", memory_bytes=1),),
+        devices=tuple(
+            Device(id=f"d{n}", device_class="card", host=host) for n, host in enumerate(hosts)
+        ),
+    )
+
+
+def ids(devices: tuple[Device, ...]) -> list[str]:
+    return [device.id for device in devices]
+
+
+def test_fewer_ranks_have_the_devices_of_their_hosts():
+    arrivals = [Arrival("b", 1, ""), Arrival("a", 0, ""), Arrival("b", 0, "")]
+    assert ids(seats(cluster("a", "a", "b", "b"), arrivals)) == ["d3", "d0", "d2"]
+
+
+def test_on_hosts_that_the_cluster_does_not_know_they_have_the_first_ones():
+    arrivals = [Arrival("vm", 0, ""), Arrival("vm", 0, "")]
+    assert ids(seats(cluster("localhost", "localhost", "localhost"), arrivals)) == ["d0", "d1"]
+
+
+def test_a_host_with_more_ranks_than_devices_is_refused():
+    with pytest.raises(InputError, match="host 'a' has 1 devices"):
+        seats(cluster("a", "b", "b"), [Arrival("a", 1, "")])
