@@ -27,10 +27,12 @@ LEAST_GAIN = 0.08
 WINDOW_STEPS = 3
 # And so much less by the times of each of them: what differs from step to step is noise.
 LEAST_GAIN_EACH = 0.04
-# Each change makes the next one within so many steps ask for so many steps more.
+# Each change makes the next one within so many steps ask for so many steps more; and each in a row
+# that did not bring half of the least gain, all later ones.
 CALM_STEPS = 30
 WARIER_STEPS = 2
-MOST_WINDOW_STEPS = 12
+FAILED_STEPS = 6
+MOST_WINDOW_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Rebalancer:
         self._changed: list[int] = []
         self._step = 0
         self._of_before = False  # what comes next is of the step before a change
+        self._failures = 0
+        self._to_beat_s: float | None = None  # by the last change, until that is known
 
     def observe(self, compute_s: Sequence[float]) -> Change | None:
         """Take in how long each rank computed in the step before this one; a change of the samples
@@ -95,18 +99,28 @@ class Rebalancer:
         if len(self._times) < window:
             return None
         recent = list(self._times)[-window:]
-        change = self._better([min(times) for times in zip(*recent)])
+        shortest = [min(times) for times in zip(*recent)]
+        self._judge(max(shortest))
+        change = self._better(shortest)
         if change is not None and all(self._gains(change, times) for times in recent):
             self._times.clear()
             self._changed.append(self._step)
             self._of_before = True
+            self._to_beat_s = change.before_s * (1.0 - LEAST_GAIN / 2)
             self.samples = change.samples
             return change
         return None
 
+    def _judge(self, seconds: float) -> None:
+        """What came of the last change, once it is known."""
+        if self._to_beat_s is not None:
+            self._failures = self._failures + 1 if seconds > self._to_beat_s else 0
+            self._to_beat_s = None
+
     def _window(self) -> int:
         recent = sum(self._step - step < CALM_STEPS for step in self._changed)
-        return min(MOST_WINDOW_STEPS, WINDOW_STEPS + WARIER_STEPS * recent)
+        warier = WARIER_STEPS * recent + FAILED_STEPS * self._failures
+        return min(MOST_WINDOW_STEPS, WINDOW_STEPS + warier)
 
     def _better(self, seconds: list[float]) -> Change | None:
         now, paces = self.samples, self._paces(seconds)
