@@ -85,7 +85,7 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
         TrainingError: also for what goes wrong inside: out of memory, a lost rank.
     """
     device_class = task.cluster.class_named(seat.device.device_class)
-    store = _store(seat, task.job.timeout)
+    store = store_of(seat, task.job.timeout)
     if device_class.accelerator == "cpu":
         hide_gpus()
     with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
@@ -122,7 +122,7 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
     Raises:
         InputError: two ranks have the same device, or a class is not the same everywhere.
     """
-    store = dist.PrefixStore("devices", _store(seat, MEETING_S))
+    store = dist.PrefixStore("devices", store_of(seat, MEETING_S))
     mine = json.dumps([device_class.model_dump(), seat.device.model_dump()])
     store.set(str(seat.rank), mine)
     told = [json.loads(store.get(str(rank)).decode()) for rank in range(seat.world)]
@@ -139,7 +139,8 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
         ) from error
 
 
-def _store(seat: Seat, timeout_s: float) -> dist.Store:
+def store_of(seat: Seat, timeout_s: float) -> dist.Store:
+    """The rendezvous store, as this rank reaches it."""
     store = dist.TCPStore(
         seat.host,
         seat.port,
@@ -153,7 +154,7 @@ def _store(seat: Seat, timeout_s: float) -> dist.Store:
 
 def _same_job(job: Job, ranks: Ranks) -> None:
     """Hosts may have been started with different job files; only paths may differ."""
-    told = ranks.gather("job", json.dumps(_without_paths(job.model_dump())))
+    told = ranks.gather("job", json.dumps(without_paths(job.model_dump())))
     first = json.loads(told[0])
     for rank, other in enumerate(map(json.loads, told)):
         for key in first:
@@ -165,11 +166,12 @@ def _same_job(job: Job, ranks: Ranks) -> None:
                 )
 
 
-def _without_paths(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
+    """What must be the same on all hosts: where files lie may differ."""
     if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_without_paths(item) for item in value]
+        return [without_paths(item) for item in value]
     return "a path" if isinstance(value, Path) else value
 
 

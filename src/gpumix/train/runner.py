@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
-from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.train.launch import Seat, launch, warm_up
 
@@ -122,31 +122,42 @@ class TorchrunRunner:
     ) -> Any:
         self._runs += 1
         device = self.devices(cluster)[self._place.rank]
-        return work(replace(self._seat(device), run=f"run{self._runs}"), *args)
-
-    def _seat(self, device: Device) -> Seat:
-        place = self._place
-        return Seat(
-            rank=place.rank,
-            world=place.world,
-            device=device,
-            port=place.master_port,
-            host=place.master_address,
-            holds_store=not place.agent_has_store and place.rank == 0,
-        )
+        return work(replace(seat_in(self._place, device), run=f"run{self._runs}"), *args)
 
     def _meet(self) -> Cluster:
         """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
         from gpumix.train.context import meet_devices
 
-        mine = discover()
-        if self._place.local_rank >= len(mine.devices):
-            raise InputError(
-                f"process {self._place.local_rank} of this host has no device of its own",
-                where=socket.gethostname(),
-                why=f"the host has {len(mine.devices)}",
-                fix="give torchrun at most as many --nproc-per-node as the host has devices",
-            )
-        device = mine.devices[self._place.local_rank]
-        cluster, self._met = meet_devices(self._seat(device), mine.class_named(device.device_class))
+        device, device_class = own_device(self._place)
+        cluster, self._met = meet_devices(seat_in(self._place, device), device_class)
         return cluster
+
+
+def seat_in(place: TorchrunPlace, device: Device) -> Seat:
+    """The seat of the process that torchrun gave this place."""
+    return Seat(
+        rank=place.rank,
+        world=place.world,
+        device=device,
+        port=place.master_port,
+        host=place.master_address,
+        holds_store=not place.agent_has_store and place.rank == 0,
+    )
+
+
+def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
+    """Of what is found on this host, the device of the process that torchrun gave this place.
+
+    Raises:
+        InputError: there are more processes than devices.
+    """
+    mine = discover()
+    if place.local_rank >= len(mine.devices):
+        raise InputError(
+            f"process {place.local_rank} of this host has no device of its own",
+            where=socket.gethostname(),
+            why=f"the host has {len(mine.devices)}",
+            fix="give torchrun at most as many --nproc-per-node as the host has devices",
+        )
+    device = mine.devices[place.local_rank]
+    return device, mine.class_named(device.device_class)

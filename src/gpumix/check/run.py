@@ -1,0 +1,173 @@
+"""A check from its beginning to its end, in this process: by its own processes, or as one of
+torchrun's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gpumix.check.attend import KEYS, Attendant, Maker
+from gpumix.check.crew import Crew
+from gpumix.check.facts import RankFacts, Survey
+from gpumix.check.probe import Probe, Setting
+from gpumix.check.survey import Say, Surveyor
+from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import TorchrunPlace, torchrun_place
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import GpumixError, MachineError, first_line
+from gpumix.spec.job import Job
+from gpumix.spec.read import read_job
+from gpumix.train.context import store_of, without_paths
+from gpumix.train.launch import Seat, loopback_store, warm_up
+from gpumix.train.runner import LocalRunner, TorchrunRunner, own_device, seat_in
+
+LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
+MEET_S = 20.0  # to reach the store
+NOWHERE = Device(id="none", device_class="none")
+
+
+def check(
+    path: Path | None, overrides: Sequence[str], *, say: Say, make: Maker = Probe
+) -> Survey | None:
+    """What is known of the cluster that a job would run on, or of what is found without one. None
+    in processes that another one speaks for.
+
+    Args:
+        make: what the ranks' processes run.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    place = torchrun_place()
+    if place is None or place.rank == 0:
+        job = None if path is None else read_job(path, overrides)
+        folder = Path.cwd() if path is None else path.absolute().parent
+        if place is None:
+            return _alone(job, folder, deadline, say, make)
+        return _speaker(place, job, folder, deadline, say, make)
+    _attend(place, path, overrides, deadline, make)
+    return None
+
+
+def _alone(job: Job | None, folder: Path, deadline: float, say: Say, make: Maker) -> Survey:
+    """On this host: an attendant for each device."""
+    warm_up()
+    wanted = None if job is None or job.cluster == "auto" else job.cluster
+    cluster = wanted or discover()
+    devices = LocalRunner().devices(cluster)
+    with loopback_store() as (store, port), ExitStack() as stack:
+        for rank, device in enumerate(devices):
+            seat = Seat(rank, len(devices), device, port)
+            device_class = cluster.class_named(device.device_class)
+            own = store.clone()
+            _hello(own, seat, device_class, job)
+            attendant = Attendant(seat, Setting(device_class, job, folder), own, make)
+            _start(stack, attendant, deadline)
+        crew = Crew(store, len(devices), deadline)
+        stack.callback(crew.dismiss)
+        return Surveyor(crew, job, say).survey()
+
+
+def _speaker(
+    place: TorchrunPlace, job: Job | None, folder: Path, deadline: float, say: Say, make: Maker
+) -> Survey:
+    """The first of torchrun's processes: attends its own rank, and asks all."""
+    device, device_class = _device(place, job)
+    seat = seat_in(place, device)
+    store = _store(seat)
+    with ExitStack() as stack:
+        own = store.clone()  # type: ignore[attr-defined]
+        _hello(own, seat, device_class, job)
+        attendant = Attendant(seat, Setting(device_class, job, folder), own, make)
+        _start(stack, attendant, deadline)
+        crew = Crew(store, place.world, deadline)
+        try:
+            return Surveyor(crew, job, say).survey()
+        finally:
+            crew.dismiss()
+            crew.wait_for_ends(r for r in range(1, place.world) if r not in crew.lost)
+
+
+def _attend(
+    place: TorchrunPlace, path: Path | None, overrides: Sequence[str], deadline: float, make: Maker
+) -> None:
+    """Another of torchrun's processes. What is wrong with it the first one tells."""
+    store = _store(seat_in(place, NOWHERE))
+    words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
+    try:
+        job = None if path is None else read_job(path, overrides)
+        device, device_class = _device(place, job)
+    except GpumixError as error:
+        why = f": {error.why}" if error.why else ""
+        trouble = RankFacts(
+            rank=place.rank,
+            host=socket.gethostname(),
+            trouble=f"{error.what}{why}",
+            fix=error.fix,
+        )
+        words.set("hello", trouble.model_dump_json())
+        words.set("gone", "{}")
+        return
+    seat = seat_in(place, device)
+    folder = Path.cwd() if path is None else path.absolute().parent
+    _hello(store, seat, device_class, job)
+    Attendant(seat, Setting(device_class, job, folder), store, make).serve(deadline)
+    words.set("gone", "{}")
+
+
+def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
+    """In a thread, which ends before the store does."""
+    thread = threading.Thread(
+        target=attendant.serve, args=(deadline,), name="gpumix-check", daemon=True
+    )
+    thread.start()
+    stack.callback(thread.join, MEET_S)
+    stack.callback(attendant.end)
+
+
+def _store(seat: Seat) -> dist.Store:
+    try:
+        return store_of(seat, MEET_S)
+    except RuntimeError as error:
+        raise MachineError(
+            f"rank {seat.rank} does not reach the first host at {seat.host}:{seat.port}",
+            where=socket.gethostname(),
+            why=first_line(error),
+            fix=f"open port {seat.port} there, or name an address that all hosts reach: "
+            "torchrun --rdzv-endpoint or --master-addr",
+        ) from error
+
+
+def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]:
+    """The device of a process of torchrun's: that which the job names, or which is found."""
+    if job is None or not isinstance(job.cluster, Cluster):
+        return own_device(place)
+    runner = TorchrunRunner(place)
+    cluster = runner.cluster(job.cluster)
+    device = runner.devices(cluster)[place.rank]
+    return device, cluster.class_named(device.device_class)
+
+
+def _hello(store: dist.Store, seat: Seat, device_class: DeviceClass, job: Job | None) -> None:
+    """This rank is there, with this device."""
+    told = "" if job is None else json.dumps(without_paths(job.model_dump()))
+    host = seat.device.host
+    facts = RankFacts(
+        rank=seat.rank,
+        host=socket.gethostname() if host == "localhost" else host,
+        device=seat.device.id,
+        device_class=device_class.name,
+        accelerator=device_class.accelerator,
+        product=device_class.product,
+        capability=device_class.compute_capability,
+        emulated=device_class.emulated,
+        job=hashlib.sha256(told.encode()).hexdigest()[:12],
+    )
+    words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
+    words.set("hello", facts.model_dump_json())
