@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -139,9 +140,10 @@ class _Process:
 
 def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) -> None:
     """The process's own edge. What libraries print goes into its log, not between our lines."""
-    with Path(log).open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+    if not setting.debug:
+        with Path(log).open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
     torch.set_num_threads(1)
@@ -152,6 +154,8 @@ def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) 
             try:
                 answer: Told = {"value": probe.answer(task["task"], task["given"])}
             except Exception as error:
+                if setting.debug:
+                    traceback.print_exc()
                 told = in_words(error, "")
                 answer = _failed(told.what, why=told.why, fix=told.fix)
             pipe.send_bytes(json.dumps(answer).encode())

@@ -18,6 +18,7 @@ class Severity(StrEnum):
 
 
 WORST_FIRST = tuple(Severity)
+UUID_SHOWN = len("GPU-") + 8
 SHOWN = 4  # places of one finding that are named
 
 
@@ -40,8 +41,9 @@ class Finding(Value):
 
     @property
     def place(self) -> str:
-        """Host and device, as far as they are known."""
-        return f"{self.device} on {self.host}" if self.device and self.host else self.host
+        """Host and device, as far as they are known; of a UUID what tells it apart."""
+        device = self.device[:UUID_SHOWN] if self.device.startswith("GPU-") else self.device
+        return f"{device} on {self.host}" if device and self.host else self.host
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -60,7 +62,7 @@ def lines(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
         key = (one.severity, one.check, one.what, one.fix)
         places.setdefault(key, []).extend([one.place] if one.place else [])
     for (severity, check, what, fix), where in places.items():
-        yield severity, f"{check}: {_named(where)}{what}{f'; {fix}' if fix else ''}"
+        yield severity, f"{check}: {_named(where)}{what}{f'; fix: {fix}' if fix else ''}"
 
 
 def _named(places: list[str]) -> str:

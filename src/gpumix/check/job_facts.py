@@ -97,7 +97,9 @@ def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], objec
     except GpumixError as error:
         where = f" ({error.where})" if error.where else ""
         why = f": {error.why}" if error.why else ""
-        found[check] = (f"{error.what}{where}{why}", error.fix)
+        told = (f"{error.what}{where}{why}", error.fix)
+        if told not in found.values():  # both need the tokenizer
+            found[check] = told
     except Exception as error:
         found[check] = (
             f"the job's own code failed: {type(error).__name__}: {error}",

@@ -188,6 +188,14 @@ def speed_fine(survey: Survey) -> str:
     )
 
 
+def speeds(survey: Survey) -> dict[str, float]:
+    """Of each rank."""
+    kinds = ("flops_per_s", "memory_bytes_per_s", "host_bytes_per_s")
+    known = ((rank.rank, rank.speed) for rank in survey.gpus if rank.speed is not None)
+    told = ((f"rank {n} {kind}", getattr(speed, kind)) for n, speed in known for kind in kinds)
+    return {name: value for name, value in told if value is not None}
+
+
 def card_of(product: str) -> Card | None:
     """The card of the catalogue that is just this product."""
     try:

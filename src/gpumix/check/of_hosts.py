@@ -93,6 +93,14 @@ def disk_fine(survey: Survey) -> str:
     return f"{free}; {told}" if told else free
 
 
+def free_disk(survey: Survey) -> dict[str, float]:
+    return {
+        f"{host} {folder.role} free_bytes": folder.free_bytes
+        for host, facts in survey.hosts.items()
+        for folder in facts.folders
+    }
+
+
 def shared_memory(survey: Survey) -> Iterator[Finding]:
     """Enough of /dev/shm, which containers keep at 64 MiB."""
     for host, facts in survey.hosts.items():
@@ -168,6 +176,10 @@ def memory_fine(survey: Survey) -> str:
     return f"{show_bytes(min(free))} free on the host with the least" if free else ""
 
 
+def free_memory(survey: Survey) -> dict[str, float]:
+    return {f"{host} available_bytes": f.available_bytes for host, f in survey.hosts.items()}
+
+
 def cores(survey: Survey) -> Iterator[Finding]:
     """A core for each process at least; emulated devices share what there is."""
     for host, facts in survey.hosts.items():
@@ -184,7 +196,8 @@ def cores(survey: Survey) -> Iterator[Finding]:
 
 
 def cores_fine(survey: Survey) -> str:
-    shares = [f.cores / max(1, len(survey.on(h))) for h, f in survey.hosts.items()]
+    real = {rank.host for rank in survey.ranks if not rank.emulated}
+    shares = [f.cores / len(survey.on(h)) for h, f in survey.hosts.items() if h in real]
     return f"{min(shares):.3g} for each device" if shares else ""
 
 
@@ -223,7 +236,7 @@ def _too_low(facts: HostFacts) -> Iterator[tuple[str, str, Severity]]:
 
 def limits_fine(survey: Survey) -> str:
     least = [f.limits.open_files for f in survey.hosts.values() if f.limits.open_files is not None]
-    return f"{min(least)} open files and more" if least else ""
+    return f"{min(least)} open files" if least else ""
 
 
 def settings(survey: Survey) -> Iterator[Finding]:
@@ -235,7 +248,8 @@ def settings(survey: Survey) -> Iterator[Finding]:
                 yield _setting(host, f"{name}={value} {told}", f"unset {name}")
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             value = facts.settings.get(name, "")
-            if value and not _names_one(value, facts.interfaces):
+            used = name.startswith("GLOO") or _has_gpus(survey, host)
+            if value and used and not _names_one(value, facts.interfaces):
                 yield Finding(
                     check="settings",
                     severity=Severity.ERROR,
@@ -314,8 +328,8 @@ def _differing(survey: Survey) -> Iterator[Finding]:
 
 
 def settings_fine(survey: Survey) -> str:
-    names = sorted({name for facts in survey.hosts.values() for name in facts.settings})
-    return f"{', '.join(names)} do no harm" if names else ""
+    told = {f"{k}={v}" for facts in survey.hosts.values() for k, v in facts.settings.items()}
+    return f"nothing that hinders: {', '.join(sorted(told))}" if told else ""
 
 
 def _job_on(survey: Survey, host: str) -> JobOnHost | None:

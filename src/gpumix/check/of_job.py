@@ -22,7 +22,7 @@ def packages(survey: Survey) -> Iterator[Finding]:
 
 
 def packages_fine(survey: Survey) -> str:
-    return "all that the job names are there" if survey.job is not None else ""
+    return "all that the job names are there" if _hosts(survey) else ""
 
 
 def model(survey: Survey) -> Iterator[Finding]:

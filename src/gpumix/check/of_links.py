@@ -74,7 +74,8 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
         said = f"they do not reach each other ({pair.trouble})"
     apart = one.host != other.host
     gpus = one.accelerator == "cuda"
-    name = "NCCL_SOCKET_IFNAME" if gpus else "GLOO_SOCKET_IFNAME"
+    # Checkpoints go over gloo, whatever training takes.
+    names = "NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0" if gpus else "GLOO_SOCKET_IFNAME=eth0"
     inside = "NCCL_P2P_DISABLE=1 tells whether it is the link between the cards: export it, and "
     inside = f"{inside}run the check again" if gpus else "see what ended or stopped their processes"
     return Finding(
@@ -82,7 +83,7 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
         severity=Severity.ERROR,
         what=f"{_named(one)} and {_named(other)}: {said}",
         fix=f"open all ports between the two hosts, and name the interface that both have: "
-        f"export {name}=eth0"
+        f"export {names}"
         if apart
         else inside,
         host=one.host if not apart else "",
@@ -181,11 +182,21 @@ def links_fine(survey: Survey) -> str:
         if some:
             slowest = min(p.bytes_per_s or 0.0 for p in some)
             latency = max(p.latency_s or 0.0 for p in some)
+            pairs = f"{len(some)} pair{'s' if len(some) > 1 else ''}"
             parts.append(
-                f"{len(some)} pairs {name}, the slowest {_rate(slowest)} and "
-                f"{show_seconds(latency)}"
+                f"{pairs} {name}, the slowest {_rate(slowest)} and {show_seconds(latency)}"
             )
     return "; ".join(parts)
+
+
+def rates(survey: Survey) -> dict[str, float]:
+    """Of each pair."""
+    found: dict[str, float] = {}
+    for pair in survey.pairs:
+        name = "ranks {} and {}".format(*pair.ranks)
+        found |= {f"{name} bytes_per_s": pair.bytes_per_s} if pair.bytes_per_s else {}
+        found |= {f"{name} latency_s": pair.latency_s} if pair.latency_s else {}
+    return found
 
 
 def clocks(survey: Survey) -> Iterator[Finding]:
@@ -213,6 +224,10 @@ def clocks_fine(survey: Survey) -> str:
         f"those of {len(survey.clocks) + 1} hosts agree within {show_seconds(abs(worst.ahead_s))}, "
         f"give or take {show_seconds(worst.give_or_take_s)}"
     )
+
+
+def skews(survey: Survey) -> dict[str, float]:
+    return {f"{clock.host} ahead_s": clock.ahead_s for clock in survey.clocks}
 
 
 def _named(rank: RankFacts) -> str:

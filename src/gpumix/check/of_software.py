@@ -20,12 +20,14 @@ def ranks(survey: Survey) -> Iterator[Finding]:
             yield Finding(
                 check="ranks",
                 severity=Severity.ERROR,
-                what=f"rank {rank.rank}: {rank.trouble}",
-                fix=rank.fix or "run the check again with --debug there",
+                what=rank.trouble if rank.device else f"rank {rank.rank}: {rank.trouble}",
+                fix=rank.fix
+                or "look at it there: nvidia-smi, dmesg | tail; with --debug it says more",
                 host=rank.host,
                 device=rank.device,
+                measured={"rank": rank.rank},
             )
-    came = [rank for rank in survey.ranks if rank.host]
+    came = [rank for rank in survey.ranks if rank.device]
     for rank in came[1:]:
         if rank.job != came[0].job:
             yield Finding(

@@ -28,7 +28,7 @@ from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.profiler.network import message_s
 from gpumix.profiler.peak import measured_peak
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.spec.job import Job
 from gpumix.train.context import store_of
 from gpumix.train.launch import Seat
@@ -51,11 +51,13 @@ class Setting:
     Attributes:
         job: None where a cluster is tested without one.
         folder: of the job file.
+        debug: whether they print the traceback of every error, and what libraries print.
     """
 
     device_class: DeviceClass
     job: Job | None = None
     folder: Path = Path()
+    debug: bool = False
 
 
 class Probe:
@@ -145,6 +147,16 @@ class Probe:
     def speed(self) -> Told:
         """The fastest product of large matrices, copies in memory, and how the GPU is meanwhile."""
         runtime = self._opened()
+        try:
+            return self._speed(runtime).model_dump()
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                "there is too little free memory on it to try it",
+                why=first_line(error),
+                fix="nvidia-smi shows who uses it",
+            ) from error
+
+    def _speed(self, runtime: DeviceRuntime) -> Speed:
         major = torch.cuda.get_device_capability(runtime.torch_device)[0]
         dtype = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         peak = measured_peak(runtime, dtype).flops_per_s
@@ -158,7 +170,7 @@ class Probe:
             memory_bytes_per_s=2 * size / copied_s,
             reasons=0 if seen is None else seen.reasons,
             link=(0, 0) if seen is None else seen.link,
-        ).model_dump()
+        )
 
     def _under_load(
         self, runtime: DeviceRuntime, dtype: torch.dtype, flops_per_s: float
@@ -189,6 +201,14 @@ class Probe:
 
     def connect(self, *, key: str, place: int, timeout_s: float) -> Told:
         """Form a group of two, on the backend that training takes, and add up a few numbers."""
+        try:
+            return self._connected(key, place, timeout_s)
+        except dist.DistStoreError as error:
+            raise MachineError(f"it waited {timeout_s:.0f} s for the other in vain") from error
+        except RuntimeError as error:  # whatever backends say of networks
+            raise MachineError(first_line(error)) from error
+
+    def _connected(self, key: str, place: int, timeout_s: float) -> Told:
         backend = "nccl" if self._on_gpu else "gloo"
         dist.init_process_group(
             backend,
@@ -205,8 +225,20 @@ class Probe:
                 "a sum over both came out wrong",
                 fix="test their memory (dcgmi diag -r 3) and the network between them",
             )
+        if self._on_gpu:
+            self._meet_over_gloo(timeout_s)
         comm = all_ranks(self._device)
         return {"latency_s": message_s(comm, SMALL_BYTES, agree=comm)}
+
+    def _meet_over_gloo(self, timeout_s: float) -> None:
+        """As checkpoints do, beside training over NCCL."""
+        try:
+            dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        except RuntimeError as error:
+            raise MachineError(
+                "NCCL works between them, gloo, over which checkpoints go, does not",
+                why=first_line(error),
+            ) from error
 
     def _as_guest(self) -> Seat:
         """The seat of a process that does not hold the store."""

@@ -8,8 +8,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,8 +35,34 @@ MEET_S = 20.0  # to reach the store
 NOWHERE = Device(id="none", device_class="none")
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What one process is given.
+
+    Attributes:
+        make: what the ranks' processes run.
+    """
+
+    job: Job | None
+    folder: Path
+    deadline: float
+    make: Maker
+    debug: bool
+
+    def attendant(self, seat: Seat, device_class: DeviceClass, store: dist.Store) -> Attendant:
+        """Of a rank, which says that it is there."""
+        _hello(store, seat, device_class, self.job)
+        setting = Setting(device_class, self.job, self.folder, self.debug)
+        return Attendant(seat, setting, store, self.make)
+
+
 def check(
-    path: Path | None, overrides: Sequence[str], *, say: Say, make: Maker = Probe
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    say: Say,
+    make: Maker = Probe,
+    debug: bool = False,
 ) -> Survey | None:
     """What is known of the cluster that a job would run on, or of what is found without one. None
     in processes that another one speaks for.
@@ -44,20 +71,20 @@ def check(
         make: what the ranks' processes run.
     """
     deadline = time.monotonic() + LIMIT_S
+    folder = Path.cwd() if path is None else path.absolute().parent
     place = torchrun_place()
-    if place is None or place.rank == 0:
-        job = None if path is None else read_job(path, overrides)
-        folder = Path.cwd() if path is None else path.absolute().parent
-        if place is None:
-            return _alone(job, folder, deadline, say, make)
-        return _speaker(place, job, folder, deadline, say, make)
-    _attend(place, path, overrides, deadline, make)
-    return None
+    if place is not None and place.rank:
+        _attend(place, path, overrides, lambda job: _Given(job, folder, deadline, make, debug))
+        return None
+    job = None if path is None else read_job(path, overrides)
+    given = _Given(job, folder, deadline, make, debug)
+    return _alone(given, say) if place is None else _speaker(place, given, say)
 
 
-def _alone(job: Job | None, folder: Path, deadline: float, say: Say, make: Maker) -> Survey:
+def _alone(given: _Given, say: Say) -> Survey:
     """On this host: an attendant for each device."""
     warm_up()
+    job = given.job
     wanted = None if job is None or job.cluster == "auto" else job.cluster
     cluster = wanted or discover()
     devices = LocalRunner().devices(cluster)
@@ -65,37 +92,33 @@ def _alone(job: Job | None, folder: Path, deadline: float, say: Say, make: Maker
         for rank, device in enumerate(devices):
             seat = Seat(rank, len(devices), device, port)
             device_class = cluster.class_named(device.device_class)
-            own = store.clone()
-            _hello(own, seat, device_class, job)
-            attendant = Attendant(seat, Setting(device_class, job, folder), own, make)
-            _start(stack, attendant, deadline)
-        crew = Crew(store, len(devices), deadline)
+            _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
+        crew = Crew(store, len(devices), given.deadline)
         stack.callback(crew.dismiss)
         return Surveyor(crew, job, say).survey()
 
 
-def _speaker(
-    place: TorchrunPlace, job: Job | None, folder: Path, deadline: float, say: Say, make: Maker
-) -> Survey:
+def _speaker(place: TorchrunPlace, given: _Given, say: Say) -> Survey:
     """The first of torchrun's processes: attends its own rank, and asks all."""
-    device, device_class = _device(place, job)
+    device, device_class = _device(place, given.job)
     seat = seat_in(place, device)
     store = _store(seat)
     with ExitStack() as stack:
         own = store.clone()  # type: ignore[attr-defined]
-        _hello(own, seat, device_class, job)
-        attendant = Attendant(seat, Setting(device_class, job, folder), own, make)
-        _start(stack, attendant, deadline)
-        crew = Crew(store, place.world, deadline)
+        _start(stack, given.attendant(seat, device_class, own), given.deadline)
+        crew = Crew(store, place.world, given.deadline)
         try:
-            return Surveyor(crew, job, say).survey()
+            return Surveyor(crew, given.job, say).survey()
         finally:
             crew.dismiss()
             crew.wait_for_ends(r for r in range(1, place.world) if r not in crew.lost)
 
 
 def _attend(
-    place: TorchrunPlace, path: Path | None, overrides: Sequence[str], deadline: float, make: Maker
+    place: TorchrunPlace,
+    path: Path | None,
+    overrides: Sequence[str],
+    given_with: Callable[[Job | None], _Given],
 ) -> None:
     """Another of torchrun's processes. What is wrong with it the first one tells."""
     store = _store(seat_in(place, NOWHERE))
@@ -104,21 +127,17 @@ def _attend(
         job = None if path is None else read_job(path, overrides)
         device, device_class = _device(place, job)
     except GpumixError as error:
-        why = f": {error.why}" if error.why else ""
-        trouble = RankFacts(
-            rank=place.rank,
-            host=socket.gethostname(),
-            trouble=f"{error.what}{why}",
-            fix=error.fix,
-        )
-        words.set("hello", trouble.model_dump_json())
-        words.set("gone", "{}")
-        return
-    seat = seat_in(place, device)
-    folder = Path.cwd() if path is None else path.absolute().parent
-    _hello(store, seat, device_class, job)
-    Attendant(seat, Setting(device_class, job, folder), store, make).serve(deadline)
+        words.set("hello", _in_trouble(place.rank, error).model_dump_json())
+    else:
+        given = given_with(job)
+        given.attendant(seat_in(place, device), device_class, store).serve(given.deadline)
     words.set("gone", "{}")
+
+
+def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
+    why = f": {error.why}" if error.why else ""
+    host = socket.gethostname()
+    return RankFacts(rank=rank, host=host, trouble=f"{error.what}{why}", fix=error.fix)
 
 
 def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:

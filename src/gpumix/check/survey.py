@@ -23,8 +23,9 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.job import Job
 
 HELLO_S = 20.0  # for all ranks to come
-FACTS_S, SPEED_S, COPY_S = 12.0, 10.0, 3.0
-CONNECT_S, TRANSFER_S, PART_S = 6.0, 5.0, 2.0
+FACTS_S, COPY_S = 12.0, 3.0
+SPEED_S = 20.0  # the driver may be loaded first, which takes long with many cards
+CONNECT_S, TRANSFER_S, PART_S = 8.0, 5.0, 2.0
 EARLIER_S = 1.0  # a group of two gives up so much before its processes are given up
 JOB_S = 14.0
 CLOCK_LOOKS = 5
@@ -49,12 +50,17 @@ class Surveyor:
     def survey(self) -> Survey:
         """Everything, in an order in which nothing disturbs what is measured after it."""
         self._meet()
-        self._say(f"testing {len(self._ranks)} devices on {len(self._speakers())} hosts")
+        hosts = len(self._speakers())
+        self._say(
+            f"testing {len(self._ranks)} device{'s' if len(self._ranks) > 1 else ''} on "
+            f"{hosts} host{'s' if hosts > 1 else ''}"
+        )
         self._facts()
         clocks = self._clocks()
         self._speeds()
         pairs, untried = self._pairs(keep_s=0.0 if self._job is None else JOB_S)
         job = None if self._job is None else self._job_facts(self._job)
+        self._name_lost(pairs)
         named = None if self._job is None else self._job.cluster
         return Survey(
             ranks=tuple(self._ranks.values()),
@@ -87,6 +93,13 @@ class Surveyor:
             found.setdefault(rank.host, rank.rank)
         return found
 
+    def _name_lost(self, pairs: Sequence[PairFacts]) -> None:
+        """Ranks that stopped answering, where nothing else says so."""
+        told = {rank for pair in pairs if pair.trouble for rank in pair.ranks}
+        for rank in sorted(self._crew.lost - told):
+            if not self._ranks[rank].trouble:
+                self._set(rank, trouble="it stopped answering")
+
     def _set(self, rank: int, **changes: object) -> None:
         self._ranks[rank] = self._ranks[rank].model_copy(update=changes)
 
@@ -110,7 +123,9 @@ class Surveyor:
 
     def _clocks(self) -> list[ClockFacts]:
         """The best of a few looks each: the one with the shortest way."""
-        found = []
+        found: list[ClockFacts] = []
+        if any(rank.emulated for rank in self._ranks.values()):  # its hosts are this one
+            return found
         for host, rank in list(self._speakers().items())[1:]:
             looks = [self._crew.ahead_s(rank) for _ in range(CLOCK_LOOKS)]
             known = [look for look in looks if look is not None]
@@ -148,7 +163,6 @@ class Surveyor:
         untried = 0
         for number, pairs in enumerate(rounds(by_host)):
             able = [pair for pair in pairs if not self._crew.lost & set(pair)]
-            untried += len(pairs) - len(able)
             if self._crew.left_s - keep_s < CONNECT_S + TRANSFER_S:
                 untried += len(able)
             elif able:
@@ -231,10 +245,10 @@ def _of_pair(pair: Pair, answers: dict[int, Answer]) -> PairFacts:
     if not failed:
         latency_s = max(answer.value["latency_s"] for answer in both.values())
         return PairFacts(ranks=pair, latency_s=latency_s)
-    spoke = [answer for answer in failed if not answer.silent]
+    hung = [answer for answer in failed if answer.silent]
     return PairFacts(
         ranks=pair,
-        trouble=(spoke or failed)[0].error,
+        trouble=(hung or failed)[0].error,
         silent=tuple(rank for rank, answer in both.items() if answer.silent),
     )
 

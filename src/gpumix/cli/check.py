@@ -48,7 +48,7 @@ def check(
 
     if overrides and job is None:
         raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
-    survey = survey_of(job, overrides, say=stderr().print)
+    survey = survey_of(job, overrides, say=stderr().print, debug=debug)
     if survey is None:
         return
     findings = judge(survey)
