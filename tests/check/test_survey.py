@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from healthy import only, wrong
+from healthy import only, rank_of, wrong
 from jobs import EMULATED, write_job
 from probes import Apart, Dying, NotShared, Sleepy, Stuck
 
+import gpumix
 from gpumix.check import run, survey
 from gpumix.check.facts import Survey
 from gpumix.check.finding import Severity
@@ -89,6 +90,28 @@ def test_it_ends_in_its_time_whatever_hangs(job, monkeypatch):
     found = judge(survey_of(job, make=Stuck))
     assert [one.device for one in found if one.check == "ranks"] == ["fast-0", "slow-0", "slow-1"]
     assert all("no answer" in one.what for one in found if one.severity is Severity.ERROR)
+
+
+def test_a_model_that_cannot_be_built(tmp_path):
+    """The first host tries it for all."""
+    model = {"factory": "toys:no_such_model"}
+    found = only(survey_of(write_job(tmp_path, cluster=ON_TWO_HOSTS, model=model)))
+    assert (found.check, found.host) == ("model", "a")
+    assert "has no function 'no_such_model'" in found.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpumix": "9.9"}, "it runs gpumix 9.9, the first rank "),
+        ({"from_later": 1}, "it runs another copy of gpumix"),
+        ({"gpumix": "9.9", "from_later": 1}, "it runs gpumix 9.9"),
+    ],
+)
+def test_a_rank_with_another_gpumix_is_not_asked_anything(changes, said):
+    told = rank_of(1, gpumix=gpumix.__version__).model_dump() | changes
+    found = survey._came(1, told)
+    assert found.trouble.startswith(said) and found.host == "host-a" and found.fix
 
 
 def test_a_gpu_that_is_not_there(tmp_path):

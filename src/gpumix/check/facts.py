@@ -102,6 +102,7 @@ class RankFacts(Value):
     Attributes:
         host, device: empty for a rank that did not come.
         job: a digest of the job as this rank has read it.
+        gpumix: the version that it runs.
         trouble: why nothing more is known of it; empty if all is.
         fix: of that trouble.
     """
@@ -115,6 +116,7 @@ class RankFacts(Value):
     capability: str = ""
     emulated: bool = False
     job: str = ""
+    gpumix: str = ""
     trouble: str = ""
     fix: str = ""
     health: GpuHealth | None = None

@@ -55,8 +55,8 @@ def data(survey: Survey) -> Iterator[Finding]:
             yield Finding(
                 check="data",
                 severity=Severity.NOTE,
-                what=f"what the job reads was not tried to its end: {job.slow}",
-                fix="if it hangs, look at the disk, or at the job's factory: a run waits for it",
+                what=f"the job's model and data were not looked at to their end: {job.slow}",
+                fix="a run waits for them too: look at the disk, and at the job's own factories",
                 host=host,
             )
 

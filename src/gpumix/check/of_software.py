@@ -28,6 +28,18 @@ def ranks(survey: Survey) -> Iterator[Finding]:
                 measured={"rank": rank.rank},
             )
     came = [rank for rank in survey.ranks if rank.device]
+    for rank in came:
+        twin = next((o for o in came if o.device == rank.device and o.rank < rank.rank), None)
+        if twin is not None:
+            yield Finding(
+                check="ranks",
+                severity=Severity.ERROR,
+                what=f"rank {rank.rank} has the device of rank {twin.rank}",
+                fix="start one process per device; several on one CPU need a `cluster` in the job "
+                "with a device for each",
+                host=rank.host,
+                device=rank.device,
+            )
     for rank in came[1:]:
         if rank.job != came[0].job:
             yield Finding(
@@ -65,7 +77,6 @@ def versions(survey: Survey) -> Iterator[Finding]:
 
 
 _MUST_AGREE = {
-    "gpumix": Severity.ERROR,
     "torch": Severity.ERROR,
     "cuda": Severity.ERROR,
     "nccl": Severity.ERROR,

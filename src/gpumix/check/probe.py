@@ -38,6 +38,7 @@ LEAST_BYTES, MOST_BYTES = 2**20, 64 * 2**20  # of a large message
 MESSAGE_S = 0.05  # that a large message is to take
 COPIED_BYTES = 2**28
 PINNED_BYTES = 2**26
+LOADED_ROWS = 4096  # of matrices that keep it busy
 LOADED_S = 0.4  # how long a GPU is kept busy while the driver is asked
 REPEATS = 4
 NEVER_S = 600  # NCCL's own watchdog ends the whole process: whoever asks is faster
@@ -176,7 +177,7 @@ class Probe:
         self, runtime: DeviceRuntime, dtype: torch.dtype, flops_per_s: float
     ) -> Look | None:
         """What the driver says while the GPU computes; None if it says nothing."""
-        size = 4096
+        size = LOADED_ROWS
         square = torch.zeros(size, size, dtype=dtype, device=runtime.torch_device)
         into = torch.empty_like(square)
         for _ in range(max(1, int(LOADED_S * flops_per_s / (2 * size**3)))):

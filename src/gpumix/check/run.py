@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gpumix.check.attend import KEYS, Attendant, Maker
+import gpumix
+from gpumix.check.attend import KEYS, KILLED_S, Attendant, Maker
 from gpumix.check.crew import Crew
 from gpumix.check.facts import RankFacts, Survey
 from gpumix.check.probe import Probe, Setting
@@ -137,7 +138,10 @@ def _attend(
 def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
     why = f": {error.why}" if error.why else ""
     host = socket.gethostname()
-    return RankFacts(rank=rank, host=host, trouble=f"{error.what}{why}", fix=error.fix)
+    version = gpumix.__version__
+    return RankFacts(
+        rank=rank, host=host, gpumix=version, trouble=f"{error.what}{why}", fix=error.fix
+    )
 
 
 def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
@@ -146,7 +150,7 @@ def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
         target=attendant.serve, args=(deadline,), name="gpumix-check", daemon=True
     )
     thread.start()
-    stack.callback(thread.join, MEET_S)
+    stack.callback(thread.join, KILLED_S)
     stack.callback(attendant.end)
 
 
@@ -186,6 +190,7 @@ def _hello(store: dist.Store, seat: Seat, device_class: DeviceClass, job: Job | 
         product=device_class.product,
         capability=device_class.compute_capability,
         emulated=device_class.emulated,
+        gpumix=gpumix.__version__,
         job=hashlib.sha256(told.encode()).hexdigest()[:12],
     )
     words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
+from pydantic import ValidationError
+
+import gpumix
 from gpumix.check.crew import Answer, Crew
 from gpumix.check.facts import (
     ClockFacts,
@@ -27,7 +31,8 @@ FACTS_S, COPY_S = 12.0, 3.0
 SPEED_S = 20.0  # the driver may be loaded first, which takes long with many cards
 CONNECT_S, TRANSFER_S, PART_S = 8.0, 5.0, 2.0
 EARLIER_S = 1.0  # a group of two gives up so much before its processes are given up
-JOB_S = 14.0
+JOB_S = 16.0
+DATA_S, MODEL_S = 10.0, 10.0  # of which each may take so much
 CLOCK_LOOKS = 5
 Say = Callable[[str], None]
 
@@ -81,7 +86,7 @@ class Surveyor:
                 fix = "look at its host: was it started there, and does it reach the first host?"
                 self._ranks[rank] = RankFacts(rank=rank, trouble=trouble, fix=fix)
             else:
-                self._ranks[rank] = RankFacts.model_validate(told)
+                self._ranks[rank] = _came(rank, told)
 
     def _well(self) -> list[RankFacts]:
         return [r for r in self._ranks.values() if not r.trouble and r.rank not in self._crew.lost]
@@ -199,23 +204,33 @@ class Surveyor:
     def _job_facts(self, job: Job) -> JobFacts:
         self._say("looking at the job's model and data")
         speakers = self._speakers()
-        answers = self._crew.ask("job", _nothing(speakers.values()), JOB_S * 0.6)
+        answers = self._crew.ask("job", _nothing(speakers.values()), DATA_S)
         on_hosts = {h: _on_host(answers[r]) for h, r in speakers.items() if r in answers}
         for host, shared in self._shared(speakers).items():
             if host in on_hosts:
                 on_hosts[host] = on_hosts[host].model_copy(update={"shared": shared})
-        first = next(iter(speakers.values()), None)
-        size = saved = None
-        if first is not None:
-            told = self._crew.ask("model", _nothing([first]), JOB_S * 0.6).get(first, Answer())
-            size, saved = told.value.get("checkpoint_bytes"), told.value.get("saved_bytes")
+        size = self._sizes(speakers, on_hosts)
         return JobFacts(
-            checkpoint_bytes=size,
+            checkpoint_bytes=size.get("checkpoint_bytes"),
             checkpoints=job.checkpoint.keep + 1,
-            saved_bytes=saved or 0,
+            saved_bytes=size.get("saved_bytes", 0),
             named_cluster=job.cluster != "auto",
             on_hosts=on_hosts,
         )
+
+    def _sizes(self, speakers: dict[str, int], on_hosts: dict[str, JobOnHost]) -> Told:
+        """What checkpoints take, by the first host; where it builds none, `on_hosts` says so."""
+        able = [host for host in speakers if host in on_hosts and not on_hosts[host].missing]
+        if not able or "model" in on_hosts[able[0]].trouble:
+            return {}
+        host, rank = able[0], speakers[able[0]]
+        answer = self._crew.ask("model", _nothing([rank]), MODEL_S).get(rank, Answer())
+        if answer.silent:
+            on_hosts[host] = on_hosts[host].model_copy(update={"slow": answer.error})
+        elif answer.error:
+            told = {**on_hosts[host].trouble, "model": (answer.error, answer.fix)}
+            on_hosts[host] = on_hosts[host].model_copy(update={"trouble": told})
+        return answer.value
 
     def _shared(self, speakers: dict[str, int]) -> dict[str, bool]:
         """Which hosts see a file that the first one makes where the output goes."""
@@ -230,6 +245,23 @@ class Surveyor:
         self._crew.ask("leave", {ranks[0]: {"name": name, "there": False}}, COPY_S)
         told = {rank: answer.value["seen"] for rank, answer in answers.items() if answer.value}
         return {host: told[rank] for host, rank in speakers.items() if rank in told}
+
+
+def _came(rank: int, told: Told) -> RankFacts:
+    """What a rank says of itself; another gpumix may say it in another way."""
+    version = told.get("gpumix", "")
+    with suppress(ValidationError):
+        facts = RankFacts.model_validate(told)
+        if version == gpumix.__version__:
+            return facts
+    return RankFacts(
+        rank=rank,
+        host=str(told.get("host", "")),
+        trouble=f"it runs gpumix {version}, the first rank {gpumix.__version__}"
+        if version != gpumix.__version__
+        else f"it runs another copy of gpumix {version}",
+        fix="install the same gpumix on all hosts",
+    )
 
 
 def _nothing(ranks: Iterable[int]) -> dict[int, Told]:
