@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from gpumix.check import probe
 from gpumix.check.facts import Speed
 from gpumix.check.probe import Probe, Setting
-from gpumix.hardware.runtime import open_device
 from gpumix.profiler import peak
 from gpumix.spec.cluster import Device, DeviceClass
 from gpumix.spec.errors import MachineError
 from gpumix.train.launch import Seat
 
 GPU = DeviceClass(name="big", accelerator="cuda", memory_bytes=2**30)
-CPU = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**30)
 SEAT = Seat(0, 1, Device(id="big-0", device_class="big"), port=0)
 
 
@@ -25,10 +25,11 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(probe, "LOADED_ROWS", 128)
     monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)
     monkeypatch.setitem(peak.LARGEST, "cpu", 128)
-    with open_device(CPU, 0) as runtime:
-        found = Probe(SEAT, Setting(GPU))
-        found._runtime = runtime
-        yield found
+    found = Probe(SEAT, Setting(GPU))
+    found._runtime = SimpleNamespace(
+        torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None
+    )
+    return found
 
 
 def test_the_speed_of_a_device(stand_in):

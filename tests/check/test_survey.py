@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from healthy import only, rank_of, wrong
 from jobs import EMULATED, write_job
@@ -12,6 +14,8 @@ from gpumix.check import run, survey
 from gpumix.check.facts import Survey
 from gpumix.check.finding import Severity
 from gpumix.check.judge import judge
+from gpumix.check.probe import Probe
+from gpumix.spec.read import read_job
 
 ON_TWO_HOSTS = [{**EMULATED[0], "host": "a"}, {**EMULATED[1], "host": "b"}]
 
@@ -32,10 +36,9 @@ def job(tmp_path):
     return write_job(tmp_path, cluster=ON_TWO_HOSTS)
 
 
-def survey_of(job, **given) -> Survey:
-    found = run.check(job, (), say=lambda _: None, **given)
-    assert found is not None
-    return found
+def survey_of(job, make=Probe) -> Survey:
+    given = run._Given(read_job(job), job.parent, time.monotonic() + run.LIMIT_S, make, debug=False)
+    return run._alone(given, say=lambda _: None)
 
 
 def test_an_emulated_mixture_lacks_nothing(job, tmp_path):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpumix.check.facts import RankFacts
 from gpumix.check.probe import Probe, Setting, Told
 from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.train.failures import in_words
@@ -33,6 +34,9 @@ KEYS = "check"  # before all that is said in the store
 END = "end"
 # How often the store is asked: soon after a task the next one comes.
 SOON_S, LATER_S = 0.001, 0.02
+START_S = 25.0  # that the first process of a rank may take: it imports torch
+AGAIN_S = 2.0  # that a later one may take, which has that from the first
+PRELOAD = ("gpumix.check.probe",)
 KILLED_S = 1.0  # that a process which was killed may take to go
 Maker = Callable[[Seat, Setting], Probe]
 
@@ -41,25 +45,33 @@ class Attendant:
     """Of one rank; `serve` in a thread of its own where a process attends several.
 
     Args:
+        hello: what the rank says of itself when it is there.
         make: what the processes run; a class or function of a module.
     """
 
-    def __init__(self, seat: Seat, setting: Setting, store: dist.Store, make: Maker) -> None:
+    def __init__(
+        self, seat: Seat, setting: Setting, store: dist.Store, *, hello: RankFacts, make: Maker
+    ) -> None:
         self._words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
+        self._hello = hello
         self._process = _Process(seat, setting, make)
 
-    def serve(self, until: float) -> None:
-        """Do what is asked until there is nothing more to do, or `time.monotonic()` is `until`."""
+    def serve(self, until: float) -> bool:
+        """Do what is asked until there is nothing more to do, or `time.monotonic()` is `until`.
+        Whether the check failed, as far as is known here."""
         number = 0
         try:
+            trouble = self._process.start(START_S)
+            hello = self._hello.model_copy(update={"trouble": trouble})
+            self._words.set("hello", hello.model_dump_json())
             while True:
                 task = self._next(number, until)
                 if task is None or task["task"] == END:
-                    return
+                    return task is None or bool(task["failed"])
                 self._words.set(f"answer/{number}", json.dumps(self._answer(task)))
                 number += 1
         except STORE_ERRORS:  # whoever asks is gone
-            return
+            return True
         finally:
             self.end()
 
@@ -95,8 +107,11 @@ class _Process:
 
     def ask(self, task: Told) -> Told:
         """What it answers; one that fails or hangs is ended."""
+        trouble = self.start(AGAIN_S) if self._pipe is None else ""
+        pipe = self._pipe
+        if pipe is None:
+            return _failed(trouble or "its process was ended", silent=True)
         deadline = time.monotonic() + task["limit_s"]
-        pipe = self._pipe or self._start()
         answer: Told
         try:
             pipe.send_bytes(json.dumps(task).encode())
@@ -111,8 +126,9 @@ class _Process:
             self.kill()
         return answer
 
-    def _start(self) -> Connection:
-        warm_up()
+    def start(self, patience_s: float) -> str:
+        """Start it, and wait until it is ready; why it is not, if so."""
+        warm_up(preload=PRELOAD)
         context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
         descriptor, name = tempfile.mkstemp(prefix="gpumix-check-")
@@ -122,7 +138,16 @@ class _Process:
         self._process.start()
         theirs.close()
         self._pipe = mine
-        return mine
+        trouble = f"its process did not start within {patience_s:.0f} s"
+        try:
+            if mine.poll(patience_s):
+                mine.recv_bytes()
+                return ""
+        except (EOFError, OSError):
+            self._process.join(KILLED_S)
+            trouble = _death(self._process.exitcode, self._log)
+        self.kill()
+        return trouble
 
     def kill(self) -> None:
         """From any thread: whoever asks it something then gets no answer."""
@@ -149,6 +174,7 @@ def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) 
     torch.set_num_threads(1)
     probe = make(seat, setting)
     with suppress(EOFError, OSError):
+        pipe.send_bytes(b"ready")
         while True:
             task = json.loads(pipe.recv_bytes())
             try:

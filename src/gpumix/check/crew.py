@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from gpumix.check.attend import END, KEYS, SOON_S
+from gpumix.check.attend import AGAIN_S, END, KEYS, SOON_S
 from gpumix.check.probe import Told
 
-SLACK_S = 1.5  # that a rank's own word about a process which hangs may take
+SLACK_S = AGAIN_S + 1.0  # that a rank's own word about a process which hangs may take
 LEAVE_S = 2.0  # for the ranks to go before the store does
 MOST_SILENT = 2  # times that a rank is asked something and its process hangs
 
@@ -86,10 +86,10 @@ class Crew:
             return None
         return answer.value["now_s"] - (begun + ended) / 2, (ended - begun) / 2
 
-    def dismiss(self) -> None:
-        """Nothing more is asked."""
+    def dismiss(self, *, failed: bool) -> None:
+        """Nothing more is asked; `failed` is what the check came to."""
         for rank in range(len(self._words)):
-            self._give(rank, {"task": END})
+            self._give(rank, {"task": END, "failed": failed})
 
     def wait_for_ends(self, ranks: Iterable[int]) -> None:
         """Until these have gone, or for a moment."""

@@ -9,18 +9,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 import gpumix
-from gpumix.check.attend import KEYS, KILLED_S, Attendant, Maker
+from gpumix.check.attend import KEYS, KILLED_S, PRELOAD, Attendant, Maker
 from gpumix.check.crew import Crew
 from gpumix.check.facts import RankFacts, Survey
+from gpumix.check.finding import Finding, has_error
+from gpumix.check.judge import judge
 from gpumix.check.probe import Probe, Setting
 from gpumix.check.survey import Say, Surveyor
+from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -51,10 +54,23 @@ class _Given:
     debug: bool
 
     def attendant(self, seat: Seat, device_class: DeviceClass, store: dist.Store) -> Attendant:
-        """Of a rank, which says that it is there."""
-        _hello(store, seat, device_class, self.job)
+        """Of a rank."""
         setting = Setting(device_class, self.job, self.folder, self.debug)
-        return Attendant(seat, setting, store, self.make)
+        hello = _hello(seat, device_class, self.job)
+        return Attendant(seat, setting, store, hello=hello, make=self.make)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to.
+
+    Attributes:
+        findings: None in processes that another one speaks for.
+        failed: whether there is an error, the same in all processes.
+    """
+
+    findings: list[Finding] | None
+    failed: bool
 
 
 def check(
@@ -64,27 +80,32 @@ def check(
     say: Say,
     make: Maker = Probe,
     debug: bool = False,
-) -> Survey | None:
-    """What is known of the cluster that a job would run on, or of what is found without one. None
-    in processes that another one speaks for.
+) -> Outcome:
+    """What is wrong with the cluster that a job would run on, or with what is found without one.
 
     Args:
         make: what the ranks' processes run.
+        debug: whether they print tracebacks.
     """
     deadline = time.monotonic() + LIMIT_S
     folder = Path.cwd() if path is None else path.absolute().parent
+
+    def given() -> _Given:
+        job = None if path is None else read_job(path, overrides)
+        return _Given(job, folder, deadline, make, debug)
+
     place = torchrun_place()
-    if place is not None and place.rank:
-        _attend(place, path, overrides, lambda job: _Given(job, folder, deadline, make, debug))
-        return None
-    job = None if path is None else read_job(path, overrides)
-    given = _Given(job, folder, deadline, make, debug)
-    return _alone(given, say) if place is None else _speaker(place, given, say)
+    if place is None:
+        found = judge(_alone(given(), say))
+        return Outcome(found, has_error(found))
+    if place.rank == 0:
+        return _speaker(place, given, deadline, say)
+    return Outcome(None, _attend(place, given))
 
 
 def _alone(given: _Given, say: Say) -> Survey:
     """On this host: an attendant for each device."""
-    warm_up()
+    warm_up(preload=PRELOAD)
     job = given.job
     wanted = None if job is None or job.cluster == "auto" else job.cluster
     cluster = wanted or discover()
@@ -95,44 +116,49 @@ def _alone(given: _Given, say: Say) -> Survey:
             device_class = cluster.class_named(device.device_class)
             _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
         crew = Crew(store, len(devices), given.deadline)
-        stack.callback(crew.dismiss)
+        stack.callback(crew.dismiss, failed=False)
         return Surveyor(crew, job, say).survey()
 
 
-def _speaker(place: TorchrunPlace, given: _Given, say: Say) -> Survey:
-    """The first of torchrun's processes: attends its own rank, and asks all."""
-    device, device_class = _device(place, given.job)
-    seat = seat_in(place, device)
-    store = _store(seat)
+def _speaker(
+    place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say
+) -> Outcome:
+    """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
+    it does: torchrun would wait for minutes where one host fails and another does not."""
+    store = _store(seat_in(place, NOWHERE))
+    crew = Crew(store, place.world, deadline)
+    failed = True
     with ExitStack() as stack:
-        own = store.clone()  # type: ignore[attr-defined]
-        _start(stack, given.attendant(seat, device_class, own), given.deadline)
-        crew = Crew(store, place.world, given.deadline)
         try:
-            return Surveyor(crew, given.job, say).survey()
+            given = read()
+            device, device_class = _device(place, given.job)
+            own = store.clone()  # type: ignore[attr-defined]
+            _start(stack, given.attendant(seat_in(place, device), device_class, own), deadline)
+            findings = judge(Surveyor(crew, given.job, say).survey())
+            failed = has_error(findings)
+            return Outcome(findings, failed)
         finally:
-            crew.dismiss()
+            crew.dismiss(failed=failed)
             crew.wait_for_ends(r for r in range(1, place.world) if r not in crew.lost)
 
 
-def _attend(
-    place: TorchrunPlace,
-    path: Path | None,
-    overrides: Sequence[str],
-    given_with: Callable[[Job | None], _Given],
-) -> None:
-    """Another of torchrun's processes. What is wrong with it the first one tells."""
+def _attend(place: TorchrunPlace, read: Callable[[], _Given]) -> bool:
+    """Another of torchrun's processes; whether the check failed. What is wrong with this one the
+    first one tells."""
     store = _store(seat_in(place, NOWHERE))
     words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
     try:
-        job = None if path is None else read_job(path, overrides)
-        device, device_class = _device(place, job)
+        given = read()
+        device, device_class = _device(place, given.job)
     except GpumixError as error:
         words.set("hello", _in_trouble(place.rank, error).model_dump_json())
-    else:
-        given = given_with(job)
-        given.attendant(seat_in(place, device), device_class, store).serve(given.deadline)
-    words.set("gone", "{}")
+        words.set("gone", "{}")
+        return True
+    attendant = given.attendant(seat_in(place, device), device_class, store)
+    failed = attendant.serve(given.deadline)
+    with suppress(*STORE_ERRORS):
+        words.set("gone", "{}")
+    return failed
 
 
 def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
@@ -177,11 +203,11 @@ def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]
     return device, cluster.class_named(device.device_class)
 
 
-def _hello(store: dist.Store, seat: Seat, device_class: DeviceClass, job: Job | None) -> None:
-    """This rank is there, with this device."""
+def _hello(seat: Seat, device_class: DeviceClass, job: Job | None) -> RankFacts:
+    """What a rank says of itself and its device."""
     told = "" if job is None else json.dumps(without_paths(job.model_dump()))
     host = seat.device.host
-    facts = RankFacts(
+    return RankFacts(
         rank=seat.rank,
         host=socket.gethostname() if host == "localhost" else host,
         device=seat.device.id,
@@ -193,5 +219,3 @@ def _hello(store: dist.Store, seat: Seat, device_class: DeviceClass, job: Job | 
         gpumix=gpumix.__version__,
         job=hashlib.sha256(told.encode()).hexdigest()[:12],
     )
-    words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
-    words.set("hello", facts.model_dump_json())

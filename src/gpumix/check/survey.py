@@ -9,6 +9,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 import gpumix
+from gpumix.check.attend import START_S
 from gpumix.check.crew import Answer, Crew
 from gpumix.check.facts import (
     ClockFacts,
@@ -26,7 +27,7 @@ from gpumix.hardware.gpu_health import GpuHealth
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.job import Job
 
-HELLO_S = 20.0  # for all ranks to come
+HELLO_S = START_S + 2.0  # for all ranks to come
 FACTS_S, COPY_S = 12.0, 3.0
 SPEED_S = 20.0  # the driver may be loaded first, which takes long with many cards
 CONNECT_S, TRANSFER_S, PART_S = 8.0, 5.0, 2.0

@@ -40,24 +40,21 @@ def check(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.check.finding import has_error
-    from gpumix.check.judge import judge
-    from gpumix.check.run import check as survey_of
+    from gpumix.check.run import check as outcome_of
     from gpumix.spec.errors import InputError, MachineError
     from gpumix.train.tables import stderr
 
     if overrides and job is None:
         raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
-    survey = survey_of(job, overrides, say=stderr().print, debug=debug)
-    if survey is None:
-        return
-    findings = judge(survey)
-    answer(
-        lambda: [one.model_dump(mode="json") for one in findings],
-        lambda: _shown(findings),
-        as_json,
-    )
-    if has_error(findings):
+    outcome = outcome_of(job, overrides, say=stderr().print, debug=debug)
+    findings = outcome.findings
+    if findings is not None:
+        answer(
+            lambda: [one.model_dump(mode="json") for one in findings],
+            lambda: _shown(findings),
+            as_json,
+        )
+    if outcome.failed:
         raise typer.Exit(MachineError.exit_code)
 
 

@@ -60,10 +60,10 @@ class Seat:
 Work = Callable[..., Any]
 
 
-def warm_up(imports: Sequence[str] = ()) -> None:
+def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
     """Start the server of ranks, which imports torch, and `imports`, while this process does
     something else. One that runs already is left as it is."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *imports])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *imports])
     with _interrupts_ignored():
         forkserver.ensure_running()
 
