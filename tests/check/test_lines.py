@@ -21,6 +21,11 @@ def test_what_is_the_same_in_many_places_is_one_line():
     assert line == "disk: h0, h1, h2, h3 and 2 more: full; fix: make room"
 
 
+def test_a_host_is_named_once_for_all_of_its_ranks():
+    found = [finding(Severity.ERROR, "full", host="a")] * 3
+    assert [line for _, line in lines(found)] == ["disk: a: full; fix: make room"]
+
+
 def test_a_device_is_named_with_its_host():
     found = [finding(Severity.NOTE, "slow", host="a", device="GPU-0123456789ab-cdef")]
     assert [line for _, line in lines(found)] == [

@@ -35,7 +35,7 @@ END = "end"
 # How often the store is asked: soon after a task the next one comes.
 SOON_S, LATER_S = 0.001, 0.02
 START_S = 25.0  # that the first process of a rank may take: it imports torch
-AGAIN_S = 2.0  # that a later one may take, which has that from the first
+AGAIN_S = 4.0  # that a later one may take, which has that from the first
 PRELOAD = ("gpumix.check.probe",)
 KILLED_S = 1.0  # that a process which was killed may take to go
 Maker = Callable[[Seat, Setting], Probe]

@@ -68,5 +68,6 @@ def lines(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
 def _named(places: list[str]) -> str:
     if not places:
         return ""
+    places = list(dict.fromkeys(places))  # a host is named once, whatever many of its ranks say
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return f"{', '.join(places[:SHOWN])}{more}: "

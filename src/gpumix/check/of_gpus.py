@@ -24,6 +24,17 @@ def health(survey: Survey) -> Iterator[Finding]:
         if rank.health is not None:
             for severity, what, fix in _ills(rank.health):
                 yield _of(rank, "gpus", severity, f"GPU {rank.health.index}: {what}", fix)
+    unloading = (
+        r.host for r in survey.gpus if r.health is not None and r.health.persistent is False
+    )
+    for host in dict.fromkeys(unloading):
+        yield Finding(
+            check="gpus",
+            severity=Severity.NOTE,
+            what="the driver unloads between runs, each start takes seconds longer",
+            fix="sudo nvidia-smi -pm 1",
+            host=host,
+        )
 
 
 def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
@@ -59,12 +70,6 @@ def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
             Severity.NOTE,
             f"its power limit is {limit:.0f} W, it came with {usual:.0f} W",
             f"if nobody wants that: sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}",
-        )
-    if gpu.persistent is False:
-        yield (
-            Severity.NOTE,
-            "the driver unloads between runs, each start takes seconds longer",
-            "sudo nvidia-smi -pm 1",
         )
 
 
