@@ -76,8 +76,8 @@ class Attendant:
             self.end()
 
     def end(self) -> None:
-        """End its process, whatever that does."""
-        self._process.kill()
+        """End its process, whatever that does, and start no other."""
+        self._process.end()
 
     def _next(self, number: int, until: float) -> Told | None:
         asked = time.monotonic()
@@ -104,6 +104,7 @@ class _Process:
         self._pipe: Connection | None = None
         self._log = Path()
         self._ending = threading.Lock()
+        self._over = False
 
     def ask(self, task: Told) -> Told:
         """What it answers; one that fails or hangs is ended."""
@@ -138,6 +139,9 @@ class _Process:
         self._process.start()
         theirs.close()
         self._pipe = mine
+        if self._over:  # another thread ended this while it was started
+            self.kill()
+            return "its process was ended"
         trouble = f"its process did not start within {patience_s:.0f} s"
         try:
             if mine.poll(patience_s):
@@ -148,6 +152,10 @@ class _Process:
             trouble = _death(self._process.exitcode, self._log)
         self.kill()
         return trouble
+
+    def end(self) -> None:
+        self._over = True
+        self.kill()
 
     def kill(self) -> None:
         """From any thread: whoever asks it something then gets no answer."""
