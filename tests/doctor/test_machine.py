@@ -8,7 +8,6 @@ import pytest
 
 from gpumix.doctor.machine import (
     GpuWatched,
-    Look,
     Watched,
     look_at,
     paged_in_bytes,
@@ -17,6 +16,7 @@ from gpumix.doctor.machine import (
     too_few_cores,
     watched,
 )
+from gpumix.hardware.gpu_health import Look
 
 FULL = (5, 16)
 

@@ -188,7 +188,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(network, "_gather_s", lambda comm, form, size: GATHERS[form](size))
     monkeypatch.setattr(network, "_reduce_s", lambda comm, form, size: REDUCES[form](size))
     monkeypatch.setattr(network, "_small_s", lambda comm: 3e-5)
-    monkeypatch.setattr(network, "_message_s", lambda line, size, agree: MESSAGE(size))
+    monkeypatch.setattr(network, "message_s", lambda line, size, agree: MESSAGE(size))
     monkeypatch.setattr(network, "_sum_s", lambda comm, size, agree: SUM(size))
     return SimpleNamespace(world=2, on_gloo=False, among=lambda ranks: None)
 

@@ -10,6 +10,7 @@ import typer
 
 from gpumix import __version__
 from gpumix.cli import (
+    check,
     compare,
     demo,
     devices,
@@ -49,6 +50,7 @@ def _main(
 
 for verb in (
     devices,
+    check,
     profile,
     plan,
     compare,

@@ -88,6 +88,12 @@ def open_saved_texts(
     return texts
 
 
+def saved_mark(folder: Path) -> str:
+    """That says which dataset it is, once it could be opened. Errors as those of `open_saved`."""
+    _load(folder)
+    return _mark(folder)
+
+
 def _packed(
     dataset: Any,
     name: str,

@@ -15,36 +15,14 @@ from types import ModuleType
 from typing import Any
 
 from gpumix.cost.input import STARVED_SHARE
+from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
 
 SHARE = 0.1  # of the looks, or of the time, from which on it is told
 LOOK_S = 0.2  # between looks at the GPUs
 USED = 0.05  # of a GPU's time, below which it is not part of the training
 
-# Bits of NVML's clocks event reasons; being idle, and clocks that a user set, are none.
-REASONS = {
-    0x04: "it reaches its power limit",
-    0x08: "its hardware slows it down",
-    0x20: "it is too warm",
-    0x40: "it is far too warm",
-    0x80: "an external power brake slows it down",
-}
 _PRESSURE = Path("/proc/pressure/io")
 _PAGED_IN = Path("/proc/vmstat")
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look at a GPU.
-
-    Attributes:
-        used: whether it computes.
-        reasons: NVML's bits for what holds its clocks down.
-        link: generation and width of its PCIe link now.
-    """
-
-    used: bool
-    reasons: int
-    link: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -91,16 +69,16 @@ def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterat
 
 
 def _throttled(gpu: GpuWatched) -> Iterator[str]:
-    looks = [look for look in gpu.looks if look.used]
+    looks = [one for one in gpu.looks if one.used]
     for bit, reason in REASONS.items():
-        share = sum(bool(look.reasons & bit) for look in looks) / max(1, len(looks))
+        share = sum(bool(one.reasons & bit) for one in looks) / max(1, len(looks))
         if share > SHARE:
             yield f"{gpu.name} is throttled in {share:.0%} of the time: {reason}"
 
 
 def _narrow_link(gpu: GpuWatched) -> Iterator[str]:
     """Links of idle GPUs are slowed down to save power: the best of all looks counts."""
-    looks = [look.link for look in gpu.looks if look.used]
+    looks = [one.link for one in gpu.looks if one.used]
     if not looks:
         return
     generation, width = map(max, zip(*looks))
@@ -163,17 +141,10 @@ def watched() -> Iterator[Callable[[], Watched]]:
 
 def _look(gpus: list[GpuWatched], ended: threading.Event) -> None:
     """At all GPUs until the end; at none where there is no driver, or it does not answer."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return
-    try:
-        with suppress(pynvml.NVMLError):
-            gpus += look_at(pynvml, lambda: ended.wait(LOOK_S))
-    finally:
-        pynvml.nvmlShutdown()
+    with driver() as nvml:
+        if nvml is not None:
+            with suppress(nvml.NVMLError):
+                gpus += look_at(nvml, lambda: ended.wait(LOOK_S))
 
 
 def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatched]:
@@ -183,29 +154,11 @@ def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatche
     looks: list[list[Look]] = [[] for _ in handles]
     while not ended():
         for handle, seen in zip(handles, looks):
-            seen.append(_one_look(nvml, handle))
+            seen.append(look(nvml, handle, USED))
     return [
-        GpuWatched(f"GPU {index}", _most(nvml, handle), tuple(seen))
+        GpuWatched(f"GPU {index}", most_link(nvml, handle), tuple(seen))
         for index, (handle, seen) in enumerate(zip(handles, looks))
     ]
-
-
-def _one_look(nvml: ModuleType | Any, handle: object) -> Look:
-    return Look(
-        used=nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 100 * USED,
-        reasons=int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
-        link=(
-            int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
-            int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
-        ),
-    )
-
-
-def _most(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
-    return (
-        int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
-        int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
-    )
 
 
 def stalled_us(text: str) -> int | None:

@@ -113,6 +113,16 @@ def world_size() -> int:
     return int(text) if text.isdecimal() else 1
 
 
+def talking_settings() -> dict[str, str]:
+    """What is set of NCCL, gloo and torch that changes how ranks talk, or how fast they compute."""
+    named = ("GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("NCCL_") or name in (*named, "TORCH_DISTRIBUTED_DEBUG")
+    }
+
+
 def installed() -> Installed:
     """The packages with kernels that are here; none is imported."""
     return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})

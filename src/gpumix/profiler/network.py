@@ -192,7 +192,7 @@ def _messages(
         pairs["across"] = (of_hosts[0][0], of_hosts[1][0])
     for group, pair in pairs.items():
         line = comm.among(pair)
-        seconds = [_message_s(line, n, agree=comm) for n in sizes]
+        seconds = [message_s(line, n, agree=comm) for n in sizes]
         yield _times("send", "native", sizes, seconds, group=group)
 
 
@@ -207,8 +207,9 @@ def _of_teams(
             yield _times(operation, str(degree), sizes, seconds, group="inside")
 
 
-def _message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
-    """There and back, halved, so that it is known at the sender when it has arrived."""
+def message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
+    """Seconds of one message on a line of two ranks: there and back, halved, so that it is known at
+    the sender when it has arrived. Collective for `agree`."""
     value = torch.zeros(size, dtype=torch.uint8, device=agree.device)
 
     def there_and_back() -> None:

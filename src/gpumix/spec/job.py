@@ -258,7 +258,12 @@ class OptimizerSpec(Value):
         Adafactor's rows, columns and vectors are so few that they do not count."""
         if self.name == "muon":
             return model.mean_per_element(of_matrices=4, of_others=8)
-        return {"adamw": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
+        return self.most_state_bytes_per_element
+
+    @property
+    def most_state_bytes_per_element(self) -> int:
+        """The same for the elements that have most of it."""
+        return {"adamw": 8, "muon": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
 
     @model_validator(mode="after")
     def _settings_are_of_this_optimizer(self) -> Self:

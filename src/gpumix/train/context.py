@@ -142,7 +142,7 @@ def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[
 
 
 def store_of(seat: Seat, timeout_s: float) -> dist.Store:
-    """The rendezvous store, with the words of the seat's run."""
+    """The rendezvous store as this rank reaches it, with the words of the seat's run."""
     store = dist.TCPStore(
         seat.host,
         seat.port,
@@ -156,7 +156,7 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
 
 def _same_job(job: Job, ranks: Ranks) -> None:
     """Hosts may have been started with different job files; only paths may differ."""
-    told = ranks.gather("job", json.dumps(_without_paths(job.model_dump())))
+    told = ranks.gather("job", json.dumps(without_paths(job.model_dump())))
     first = json.loads(told[0])
     for rank, other in enumerate(map(json.loads, told)):
         for key in first:
@@ -168,11 +168,12 @@ def _same_job(job: Job, ranks: Ranks) -> None:
                 )
 
 
-def _without_paths(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
+    """What must be the same on all hosts: where files lie may differ."""
     if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_without_paths(item) for item in value]
+        return [without_paths(item) for item in value]
     return "a path" if isinstance(value, Path) else value
 
 

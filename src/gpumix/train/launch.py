@@ -64,10 +64,10 @@ class Seat:
 Work = Callable[..., Any]
 
 
-def warm_up(imports: Sequence[str] = ()) -> None:
+def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
     """Start the server of ranks, which imports torch, and `imports`, while this process does
     something else. One that runs already is left as it is."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *imports])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *imports])
     with _interrupts_ignored():
         forkserver.ensure_running()
 
@@ -98,7 +98,7 @@ def launch(
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
-    with _store() as (store, port), TemporaryDirectory(prefix="gpumix-") as notes:
+    with loopback_store() as (store, port), TemporaryDirectory(prefix="gpumix-") as notes:
         children: list[_Child] = []
         try:
             for rank, device in enumerate(devices):
@@ -120,7 +120,7 @@ def launch(
 
 
 @contextmanager
-def _store() -> Iterator[tuple[Any, int]]:
+def loopback_store() -> Iterator[tuple[Any, int]]:
     """The rendezvous store, on a free port of loopback."""
     import torch.distributed as dist
 
@@ -326,7 +326,7 @@ def _child(
 ) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
     tell_into(_mapped(note))
-    threading.Thread(target=_end_with_launcher, name="gpumix-orphan", daemon=True).start()
+    threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))
         pipe.close()
@@ -353,7 +353,7 @@ def _give_back() -> None:
     thread.join(GIVE_BACK_S)
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """A launcher that is killed cannot end its ranks."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:

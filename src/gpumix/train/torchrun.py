@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace
-from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.train import run_files
 from gpumix.train.launch import Seat
@@ -103,35 +103,16 @@ class TorchrunRunner:
         self._runs += 1
         word, _ = self._arrive()
         device = self.devices(cluster)[self._place.rank]
-        return work(replace(self._seat(device), run=f"{word}/run{self._runs}"), *args)
-
-    def _seat(self, device: Device) -> Seat:
-        place = self._place
-        return Seat(
-            rank=place.rank,
-            world=place.world,
-            device=device,
-            port=place.master_port,
-            host=place.master_address,
-            holds_store=not place.agent_has_store and place.rank == 0,
-        )
+        return work(replace(seat_in(self._place, device), run=f"{word}/run{self._runs}"), *args)
 
     def _meet(self) -> Cluster:
         """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
         from gpumix.train.context import meet_devices
 
-        mine = discover()
-        if self._place.local_rank >= len(mine.devices):
-            raise InputError(
-                f"process {self._place.local_rank} of this host has no device of its own",
-                where=socket.gethostname(),
-                why=f"the host has {len(mine.devices)}",
-                fix="give torchrun at most as many --nproc-per-node as the host has devices",
-            )
+        device, device_class = own_device(self._place)
         word, _ = self._arrive()
-        device = mine.devices[self._place.local_rank]
-        seat = replace(self._seat(device), run=word)
-        cluster, self._met = meet_devices(seat, mine.class_named(device.device_class))
+        seat = replace(seat_in(self._place, device), run=word)
+        cluster, self._met = meet_devices(seat, device_class)
         return cluster
 
     def _arrive(self) -> tuple[str, list[Arrival]]:
@@ -146,7 +127,37 @@ class TorchrunRunner:
     def _store(self, prefix: str) -> Store:
         from gpumix.train.context import store_of
 
-        return store_of(replace(self._seat(_NO_DEVICE), run=prefix), MEETING_S)
+        return store_of(replace(seat_in(self._place, _NO_DEVICE), run=prefix), MEETING_S)
+
+
+def seat_in(place: TorchrunPlace, device: Device) -> Seat:
+    """The seat of the process that torchrun gave this place."""
+    return Seat(
+        rank=place.rank,
+        world=place.world,
+        device=device,
+        port=place.master_port,
+        host=place.master_address,
+        holds_store=not place.agent_has_store and place.rank == 0,
+    )
+
+
+def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
+    """Of what is found on this host, the device of the process that torchrun gave this place.
+
+    Raises:
+        InputError: there are more processes than devices.
+    """
+    mine = discover()
+    if place.local_rank >= len(mine.devices):
+        raise InputError(
+            f"process {place.local_rank} of this host has no device of its own",
+            where=socket.gethostname(),
+            why=f"the host has {len(mine.devices)}",
+            fix="give torchrun at most as many --nproc-per-node as the host has devices",
+        )
+    device = mine.devices[place.local_rank]
+    return device, mine.class_named(device.device_class)
 
 
 _NO_DEVICE = Device(id="none", device_class="none")

@@ -1,0 +1,1 @@
+"""Tests a cluster before a run: facts of every rank and host, and what is wrong with them."""

@@ -1,0 +1,210 @@
+"""Answers for one rank: takes tasks from the store, and has a process of its own do them, in time.
+
+A process that does not answer in time is ended, and the next task gets a new one: whatever hangs,
+the others hear of it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpumix.check.facts import RankFacts
+from gpumix.check.probe import Probe, Setting, Told
+from gpumix.engine.ranks import STORE_ERRORS
+from gpumix.train.failures import in_words
+from gpumix.train.launch import Seat, end_with_launcher, warm_up
+
+KEYS = "check"  # before all that is said in the store
+END = "end"
+# How often the store is asked: soon after a task the next one comes.
+SOON_S, LATER_S = 0.001, 0.02
+START_S = 25.0  # that the first process of a rank may take: it imports torch
+AGAIN_S = 4.0  # that a later one may take, which has that from the first
+PRELOAD = ("gpumix.check.probe",)
+KILLED_S = 1.0  # that a process which was killed may take to go
+Maker = Callable[[Seat, Setting], Probe]
+
+
+class Attendant:
+    """Of one rank; `serve` in a thread of its own where a process attends several.
+
+    Args:
+        hello: what the rank says of itself when it is there.
+        make: what the processes run; a class or function of a module.
+    """
+
+    def __init__(
+        self, seat: Seat, setting: Setting, store: dist.Store, *, hello: RankFacts, make: Maker
+    ) -> None:
+        self._words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
+        self._hello = hello
+        self._process = _Process(seat, setting, make)
+
+    def serve(self, until: float) -> bool:
+        """Do what is asked until there is nothing more to do, or `time.monotonic()` is `until`.
+        Whether the check failed, as far as is known here."""
+        number = 0
+        try:
+            trouble = self._process.start(START_S)
+            hello = self._hello.model_copy(update={"trouble": trouble})
+            self._words.set("hello", hello.model_dump_json())
+            while True:
+                task = self._next(number, until)
+                if task is None or task["task"] == END:
+                    return task is None or bool(task["failed"])
+                self._words.set(f"answer/{number}", json.dumps(self._answer(task)))
+                number += 1
+        except STORE_ERRORS:  # whoever asks is gone
+            return True
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End its process, whatever that does, and start no other."""
+        self._process.end()
+
+    def _next(self, number: int, until: float) -> Told | None:
+        asked = time.monotonic()
+        while not self._words.check([f"task/{number}"]):
+            now = time.monotonic()
+            if now > until:
+                return None
+            time.sleep(SOON_S if now - asked < 10 * LATER_S else LATER_S)
+        task: Told = json.loads(self._words.get(f"task/{number}").decode())
+        return task
+
+    def _answer(self, task: Told) -> Told:
+        if task["task"] == "clock":
+            return {"value": {"now_s": time.time()}}
+        return self._process.ask(task)
+
+
+class _Process:
+    """The process that runs a rank's probe; it is started when it is needed."""
+
+    def __init__(self, seat: Seat, setting: Setting, make: Maker) -> None:
+        self._args = (make, seat, setting)
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._log = Path()
+        self._ending = threading.Lock()
+        self._over = False
+
+    def ask(self, task: Told) -> Told:
+        """What it answers; one that fails or hangs is ended."""
+        trouble = self.start(AGAIN_S) if self._pipe is None else ""
+        pipe = self._pipe
+        if pipe is None:
+            return _failed(trouble or "its process was ended", silent=True)
+        deadline = time.monotonic() + task["limit_s"]
+        answer: Told
+        try:
+            pipe.send_bytes(json.dumps(task).encode())
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                answer = json.loads(pipe.recv_bytes())
+            else:
+                answer = _failed(f"no answer within {task['limit_s']:.0f} s", silent=True)
+        except (EOFError, OSError):
+            self._process.join(KILLED_S)
+            answer = _failed(_death(self._process.exitcode, self._log), silent=True)
+        if "value" not in answer:
+            self.kill()
+        return answer
+
+    def start(self, patience_s: float) -> str:
+        """Start it, and wait until it is ready; why it is not, if so."""
+        warm_up(preload=PRELOAD)
+        context = multiprocessing.get_context("forkserver")
+        mine, theirs = context.Pipe()
+        descriptor, name = tempfile.mkstemp(prefix="gpumix-check-")
+        os.close(descriptor)
+        self._log = Path(name)
+        self._process = context.Process(target=_run, args=(*self._args, theirs, name), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe = mine
+        if self._over:  # another thread ended this while it was started
+            self.kill()
+            return "its process was ended"
+        trouble = f"its process did not start within {patience_s:.0f} s"
+        try:
+            if mine.poll(patience_s):
+                mine.recv_bytes()
+                return ""
+        except (EOFError, OSError):
+            self._process.join(KILLED_S)
+            trouble = _death(self._process.exitcode, self._log)
+        self.kill()
+        return trouble
+
+    def end(self) -> None:
+        self._over = True
+        self.kill()
+
+    def kill(self) -> None:
+        """From any thread: whoever asks it something then gets no answer."""
+        with self._ending:
+            pipe, self._pipe = self._pipe, None
+        if pipe is None:
+            return
+        self._process.kill()
+        self._process.join(KILLED_S)
+        # One that waits for a disk which is gone cannot be killed, and nobody should wait for it.
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+        pipe.close()
+        self._log.unlink(missing_ok=True)
+
+
+def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) -> None:
+    """The process's own edge. What libraries print goes into its log, not between our lines."""
+    if not setting.debug:
+        with Path(log).open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
+    torch.set_num_threads(1)
+    probe = make(seat, setting)
+    with suppress(EOFError, OSError):
+        pipe.send_bytes(b"ready")
+        while True:
+            task = json.loads(pipe.recv_bytes())
+            try:
+                answer: Told = {"value": probe.answer(task["task"], task["given"])}
+            except Exception as error:
+                if setting.debug:
+                    traceback.print_exc()
+                told = in_words(error, "")
+                answer = _failed(told.what, why=told.why, fix=told.fix)
+            pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _failed(what: str, *, why: str = "", fix: str = "", silent: bool = False) -> Told:
+    return {"error": f"{what}: {why}" if why else what, "fix": fix, "silent": silent}
+
+
+def _death(exit_code: int | None, log: Path) -> str:
+    """How a process ended, and its last words."""
+    how = f"its process left with exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        how = f"its process was ended by {signal.Signals(-exit_code).name}"
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{how}: {lines[-1].strip()}" if lines else how

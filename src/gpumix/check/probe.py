@@ -1,0 +1,303 @@
+"""What a rank's process does when it is asked: looks at its host, tries its device and its peers.
+
+It may hang in any of this, for that is what is looked for: whoever asks (`attend`) ends it then,
+and starts another, which opens its device again when it needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpumix.check.facts import Speed
+from gpumix.check.host_facts import host_facts, nearest
+from gpumix.check.job_facts import checkpoint_bytes, job_on_host, saved_bytes
+from gpumix.engine.groups import all_ranks
+from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import cache_folder, hide_gpus
+from gpumix.hardware.gpu_health import GpuHealth, Look, driver, handle_of, health, look
+from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.profiler.network import message_s
+from gpumix.profiler.peak import measured_peak
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import InputError, MachineError, first_line
+from gpumix.spec.job import Job
+from gpumix.train.context import store_of
+from gpumix.train.launch import Seat
+
+SMALL_BYTES, TRIAL_BYTES = 4 * 1024, 2**20
+LEAST_BYTES, MOST_BYTES = 2**20, 64 * 2**20  # of a large message
+MESSAGE_S = 0.05  # that a large message is to take
+COPIED_BYTES = 2**28
+PINNED_BYTES = 2**26
+LOADED_ROWS = 4096  # of matrices that keep it busy
+LOADED_S = 0.4  # how long a GPU is kept busy while the driver is asked
+REPEATS = 4
+NEVER_S = 600  # NCCL's own watchdog ends the whole process: whoever asks is faster
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the processes of a rank are told.
+
+    Attributes:
+        job: None where a cluster is tested without one.
+        folder: of the job file.
+        debug: whether they print the traceback of every error, and what libraries print.
+    """
+
+    device_class: DeviceClass
+    job: Job | None = None
+    folder: Path = Path()
+    debug: bool = False
+
+
+class Probe:
+    """One rank's process; `answer` does what is asked by name."""
+
+    def __init__(self, seat: Seat, setting: Setting) -> None:
+        self.seat = seat
+        self.setting = setting
+        self._runtime: DeviceRuntime | None = None
+        if setting.device_class.accelerator == "cpu":
+            hide_gpus()
+
+    def answer(self, task: str, given: Told) -> Told:
+        """The result of a task, as JSON can hold it."""
+        tasks: dict[str, Callable[..., Told]] = {
+            "facts": self.facts,
+            "speed": self.speed,
+            "host_copy": self.host_copy,
+            "connect": self.connect,
+            "transfer": self.transfer,
+            "part": self.part,
+            "job": self.job,
+            "model": self.model,
+            "leave": self.leave,
+            "seen": self.seen,
+        }
+        return tasks[task](**given)
+
+    # -- this host and device ----------------------------------------------------------------------
+
+    def facts(self, *, of_host: bool) -> Told:
+        """Before any rank uses a GPU, so that whoever uses it is somebody else."""
+        found: Told = {}
+        if of_host:
+            job = self.setting.job
+            folders = {"output": job.output} if job is not None else {}
+            found["host"] = host_facts(folders | {"cache": cache_folder()}).model_dump()
+        if self._on_gpu:
+            found["health"] = self._health().model_dump()
+        return found
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.setting.device_class.accelerator == "cuda"
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors go. A CPU is not opened: its memory is not what is tried."""
+        if not self._on_gpu:
+            return torch.device("cpu")
+        return self._opened().torch_device
+
+    def _opened(self) -> DeviceRuntime:
+        if self._runtime is None:
+            device = self.seat.device
+            self._runtime = open_device(
+                self.setting.device_class, device.ordinal, device_id=device.id
+            )
+        return self._runtime
+
+    def _uuid(self) -> str:
+        device = self.seat.device
+        if device.id.startswith("GPU-"):
+            return device.id
+        there = discover().devices
+        if device.ordinal >= len(there):
+            raise InputError(
+                f"there is no device {device.ordinal}, this host has {len(there)}",
+                fix="gpumix devices shows what is here; mend the ordinals of the cluster",
+            )
+        return there[device.ordinal].id
+
+    def _health(self) -> GpuHealth:
+        with driver() as nvml:
+            if nvml is None:
+                raise MachineError(
+                    "there is no NVIDIA driver, or it does not answer", fix="run nvidia-smi there"
+                )
+            try:
+                return health(nvml, handle_of(nvml, self._uuid(), self.seat.device.ordinal))
+            except nvml.NVMLError as error:
+                raise MachineError(
+                    f"the driver does not find the GPU: {error}",
+                    fix="compare nvidia-smi -L with the cluster; a lost GPU needs a restart",
+                ) from error
+
+    def speed(self) -> Told:
+        """The fastest product of large matrices, copies in memory, and how the GPU is meanwhile."""
+        runtime = self._opened()
+        try:
+            return self._speed(runtime).model_dump()
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                "there is too little free memory on it to try it",
+                why=first_line(error),
+                fix="nvidia-smi shows who uses it",
+            ) from error
+
+    def _speed(self, runtime: DeviceRuntime) -> Speed:
+        major = torch.cuda.get_device_capability(runtime.torch_device)[0]
+        dtype = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
+        peak = measured_peak(runtime, dtype).flops_per_s
+        seen = self._under_load(runtime, dtype, peak)
+        size = min(COPIED_BYTES, runtime.memory_limit_bytes // 16)
+        one = torch.empty(size, dtype=torch.uint8, device=runtime.torch_device)
+        copied_s = _fastest_s(runtime, one, torch.empty_like(one))
+        return Speed(
+            dtype=str(dtype).removeprefix("torch."),
+            flops_per_s=peak,
+            memory_bytes_per_s=2 * size / copied_s,
+            reasons=0 if seen is None else seen.reasons,
+            link=(0, 0) if seen is None else seen.link,
+        )
+
+    def _under_load(
+        self, runtime: DeviceRuntime, dtype: torch.dtype, flops_per_s: float
+    ) -> Look | None:
+        """What the driver says while the GPU computes; None if it says nothing."""
+        size = LOADED_ROWS
+        square = torch.zeros(size, size, dtype=dtype, device=runtime.torch_device)
+        into = torch.empty_like(square)
+        for _ in range(max(1, int(LOADED_S * flops_per_s / (2 * size**3)))):
+            torch.mm(square, square, out=into)
+        time.sleep(LOADED_S / 2)
+        with driver() as nvml:
+            if nvml is None:
+                return None
+            with suppress(nvml.NVMLError):
+                handle = handle_of(nvml, self._uuid(), self.seat.device.ordinal)
+                return look(nvml, handle, 0.0)
+        return None
+
+    def host_copy(self) -> Told:
+        """Copies from pinned memory of the host; one device of a host after the other."""
+        runtime = self._opened()
+        here = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(PINNED_BYTES, dtype=torch.uint8, device=runtime.torch_device)
+        return {"bytes_per_s": PINNED_BYTES / _fastest_s(runtime, here, there)}
+
+    # -- two ranks ---------------------------------------------------------------------------------
+
+    def connect(self, *, key: str, place: int, timeout_s: float) -> Told:
+        """Form a group of two, on the backend that training takes, and add up a few numbers."""
+        try:
+            return self._connected(key, place, timeout_s)
+        except dist.DistStoreError as error:
+            raise MachineError(f"it waited {timeout_s:.0f} s for the other in vain") from error
+        except RuntimeError as error:  # whatever backends say of networks
+            raise MachineError(first_line(error)) from error
+
+    def _connected(self, key: str, place: int, timeout_s: float) -> Told:
+        backend = "nccl" if self._on_gpu else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(key, store_of(self._as_guest(), timeout_s)),
+            rank=place,
+            world_size=2,
+            timeout=timedelta(seconds=NEVER_S if self._on_gpu else timeout_s),
+            device_id=self._device if self._on_gpu else None,
+        )
+        value = torch.full((1024,), 1.0 + place, device=self._device)
+        dist.all_reduce(value)
+        if not bool((value == 3.0).all()):
+            raise MachineError(
+                "a sum over both came out wrong",
+                fix="test their memory (dcgmi diag -r 3) and the network between them",
+            )
+        if self._on_gpu:
+            self._meet_over_gloo(timeout_s)
+        comm = all_ranks(self._device)
+        return {"latency_s": message_s(comm, SMALL_BYTES, agree=comm)}
+
+    def _meet_over_gloo(self, timeout_s: float) -> None:
+        """As checkpoints do, beside training over NCCL."""
+        try:
+            dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        except RuntimeError as error:
+            raise MachineError(
+                "NCCL works between them, gloo, over which checkpoints go, does not",
+                why=first_line(error),
+            ) from error
+
+    def _as_guest(self) -> Seat:
+        """The seat of a process that does not hold the store."""
+        seat = self.seat
+        return Seat(seat.rank, seat.world, seat.device, seat.port, host=seat.host)
+
+    def transfer(self) -> Told:
+        """A large message to and fro; as large as takes a moment on this link."""
+        comm = all_ranks(self._device)
+        rate = TRIAL_BYTES / max(1e-6, message_s(comm, TRIAL_BYTES, agree=comm))
+        size = int(min(MOST_BYTES, max(LEAST_BYTES, rate * MESSAGE_S)))
+        return {"bytes": size, "seconds": message_s(comm, size, agree=comm)}
+
+    def part(self) -> Told:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return {}
+
+    # -- the job -----------------------------------------------------------------------------------
+
+    def job(self) -> Told:
+        job = self.setting.job
+        assert job is not None, "asked with a job only"
+        return job_on_host(job, self.setting.folder).model_dump()
+
+    def model(self) -> Told:
+        """What checkpoints take, and what of them is there."""
+        job = self.setting.job
+        assert job is not None, "asked with a job only"
+        size = checkpoint_bytes(job, self.setting.folder)
+        return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output)}
+
+    def leave(self, *, name: str, there: bool) -> Told:
+        """Make a file where the output goes, or remove it."""
+        file = self._beside_output(name)
+        if there:
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
+        return {}
+
+    def seen(self, *, name: str) -> Told:
+        return {"seen": self._beside_output(name).exists()}
+
+    def _beside_output(self, name: str) -> Path:
+        job = self.setting.job
+        assert job is not None, "asked with a job only"
+        return nearest(job.output) / name
+
+
+def _fastest_s(runtime: DeviceRuntime, source: torch.Tensor, into: torch.Tensor) -> float:
+    """Of some copies."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        runtime.synchronize()
+        begun = time.perf_counter()
+        into.copy_(source, non_blocking=True)
+        runtime.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)

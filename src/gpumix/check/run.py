@@ -1,0 +1,222 @@
+"""A check from its beginning to its end, in this process: by its own processes, or as one of
+torchrun's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+import gpumix
+from gpumix.check.attend import KEYS, KILLED_S, PRELOAD, Attendant, Maker
+from gpumix.check.crew import Crew
+from gpumix.check.facts import RankFacts, Survey
+from gpumix.check.finding import Finding, has_error
+from gpumix.check.judge import judge
+from gpumix.check.probe import Probe, Setting
+from gpumix.check.survey import Say, Surveyor
+from gpumix.engine.ranks import STORE_ERRORS
+from gpumix.hardware.discover import discover
+from gpumix.hardware.environment import TorchrunPlace, torchrun_place
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.errors import GpumixError, MachineError, first_line
+from gpumix.spec.job import Job
+from gpumix.spec.read import read_job
+from gpumix.train.context import store_of, without_paths
+from gpumix.train.launch import Seat, loopback_store, warm_up
+from gpumix.train.runner import LocalRunner
+from gpumix.train.torchrun import TorchrunRunner, own_device, seat_in
+
+LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
+MEET_S = 20.0  # to reach the store
+NOWHERE = Device(id="none", device_class="none")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What one process is given.
+
+    Attributes:
+        make: what the ranks' processes run.
+    """
+
+    job: Job | None
+    folder: Path
+    deadline: float
+    make: Maker
+    debug: bool
+
+    def attendant(self, seat: Seat, device_class: DeviceClass, store: dist.Store) -> Attendant:
+        """Of a rank."""
+        setting = Setting(device_class, self.job, self.folder, self.debug)
+        hello = _hello(seat, device_class, self.job)
+        return Attendant(seat, setting, store, hello=hello, make=self.make)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to.
+
+    Attributes:
+        findings: None in processes that another one speaks for.
+        failed: whether there is an error, the same in all processes.
+    """
+
+    findings: list[Finding] | None
+    failed: bool
+
+
+def check(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    say: Say,
+    make: Maker = Probe,
+    debug: bool = False,
+) -> Outcome:
+    """What is wrong with the cluster that a job would run on, or with what is found without one.
+
+    Args:
+        make: what the ranks' processes run.
+        debug: whether they print tracebacks.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    folder = Path.cwd() if path is None else path.absolute().parent
+
+    def given() -> _Given:
+        job = None if path is None else read_job(path, overrides)
+        return _Given(job, folder, deadline, make, debug)
+
+    place = torchrun_place()
+    if place is None:
+        found = judge(_alone(given(), say))
+        return Outcome(found, has_error(found))
+    if place.rank == 0:
+        return _speaker(place, given, deadline, say)
+    return Outcome(None, _attend(place, given))
+
+
+def _alone(given: _Given, say: Say) -> Survey:
+    """On this host: an attendant for each device."""
+    warm_up(preload=PRELOAD)
+    job = given.job
+    wanted = None if job is None or job.cluster == "auto" else job.cluster
+    cluster = wanted or discover()
+    devices = LocalRunner().devices(cluster)
+    with loopback_store() as (store, port), ExitStack() as stack:
+        for rank, device in enumerate(devices):
+            seat = Seat(rank, len(devices), device, port)
+            device_class = cluster.class_named(device.device_class)
+            _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
+        crew = Crew(store, len(devices), given.deadline)
+        stack.callback(crew.dismiss, failed=False)
+        return Surveyor(crew, job, say).survey()
+
+
+def _speaker(
+    place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say
+) -> Outcome:
+    """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
+    it does: torchrun would wait for minutes where one host fails and another does not."""
+    store = _store(seat_in(place, NOWHERE))
+    crew = Crew(store, place.world, deadline)
+    failed = True
+    with ExitStack() as stack:
+        try:
+            given = read()
+            device, device_class = _device(place, given.job)
+            own = store.clone()  # type: ignore[attr-defined]
+            _start(stack, given.attendant(seat_in(place, device), device_class, own), deadline)
+            findings = judge(Surveyor(crew, given.job, say).survey())
+            failed = has_error(findings)
+            return Outcome(findings, failed)
+        finally:
+            crew.dismiss(failed=failed)
+            crew.wait_for_ends(r for r in range(1, place.world) if r not in crew.lost)
+
+
+def _attend(place: TorchrunPlace, read: Callable[[], _Given]) -> bool:
+    """Another of torchrun's processes; whether the check failed. What is wrong with this one the
+    first one tells."""
+    store = _store(seat_in(place, NOWHERE))
+    words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
+    try:
+        given = read()
+        device, device_class = _device(place, given.job)
+    except GpumixError as error:
+        words.set("hello", _in_trouble(place.rank, error).model_dump_json())
+        words.set("gone", "{}")
+        return True
+    attendant = given.attendant(seat_in(place, device), device_class, store)
+    failed = attendant.serve(given.deadline)
+    with suppress(*STORE_ERRORS):
+        words.set("gone", "{}")
+    return failed
+
+
+def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
+    why = f": {error.why}" if error.why else ""
+    host = socket.gethostname()
+    version = gpumix.__version__
+    return RankFacts(
+        rank=rank, host=host, gpumix=version, trouble=f"{error.what}{why}", fix=error.fix
+    )
+
+
+def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
+    """In a thread, which ends before the store does."""
+    thread = threading.Thread(
+        target=attendant.serve, args=(deadline,), name="gpumix-check", daemon=True
+    )
+    thread.start()
+    stack.callback(thread.join, KILLED_S)
+    stack.callback(attendant.end)
+
+
+def _store(seat: Seat) -> dist.Store:
+    try:
+        return store_of(seat, MEET_S)
+    except RuntimeError as error:
+        raise MachineError(
+            f"rank {seat.rank} does not reach the first host at {seat.host}:{seat.port}",
+            where=socket.gethostname(),
+            why=first_line(error),
+            fix=f"open port {seat.port} there, or name an address that all hosts reach: "
+            "torchrun --rdzv-endpoint or --master-addr",
+        ) from error
+
+
+def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]:
+    """The device of a process of torchrun's: that which the job names, or which is found."""
+    if job is None or not isinstance(job.cluster, Cluster):
+        return own_device(place)
+    runner = TorchrunRunner(place)
+    cluster = runner.cluster(job.cluster)
+    device = runner.devices(cluster)[place.rank]
+    return device, cluster.class_named(device.device_class)
+
+
+def _hello(seat: Seat, device_class: DeviceClass, job: Job | None) -> RankFacts:
+    """What a rank says of itself and its device."""
+    told = "" if job is None else json.dumps(without_paths(job.model_dump()))
+    host = seat.device.host
+    return RankFacts(
+        rank=seat.rank,
+        host=socket.gethostname() if host == "localhost" else host,
+        device=seat.device.id,
+        device_class=device_class.name,
+        accelerator=device_class.accelerator,
+        product=device_class.product,
+        capability=device_class.compute_capability,
+        emulated=device_class.emulated,
+        gpumix=gpumix.__version__,
+        job=hashlib.sha256(told.encode()).hexdigest()[:12],
+    )

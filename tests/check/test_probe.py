@@ -1,0 +1,49 @@
+"""What a probe measures of a GPU, on a CPU that stands for one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpumix.check import probe
+from gpumix.check.facts import Speed
+from gpumix.check.probe import Probe, Setting
+from gpumix.profiler import peak
+from gpumix.spec.cluster import Device, DeviceClass
+from gpumix.spec.errors import MachineError
+from gpumix.train.launch import Seat
+
+GPU = DeviceClass(name="big", accelerator="cuda", memory_bytes=2**30)
+SEAT = Seat(0, 1, Device(id="big-0", device_class="big"), port=0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    monkeypatch.setattr(probe, "LOADED_ROWS", 128)
+    monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)
+    monkeypatch.setitem(peak.LARGEST, "cpu", 128)
+    found = Probe(SEAT, Setting(GPU))
+    found._runtime = SimpleNamespace(
+        torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None
+    )
+    return found
+
+
+def test_the_speed_of_a_device(stand_in):
+    found = Speed.model_validate(stand_in.answer("speed", {}))
+    assert found.dtype == "float32"  # before Volta there is nothing faster
+    assert found.flops_per_s > 0 and found.memory_bytes_per_s > 0
+    assert found.link == (0, 0) and found.reasons == 0  # no driver says anything
+
+
+def test_a_device_that_others_have_filled(stand_in, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 MiB")
+
+    monkeypatch.setattr(probe, "measured_peak", full)
+    with pytest.raises(MachineError, match="too little free memory") as caught:
+        stand_in.answer("speed", {})
+    assert "nvidia-smi" in caught.value.fix
