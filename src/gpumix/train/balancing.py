@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from gpumix.cost.predict import predict
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
 from gpumix.train.context import Context
+from gpumix.train.metrics import Told
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
@@ -28,15 +27,6 @@ FIRST_STEPS = 3
 MEASURED_STEPS = 5
 # Without a profile nobody knows what of the peak is for samples: all of it is taken to be.
 ROOM = 0.9
-
-
-@dataclass(frozen=True)
-class Told:
-    """What is to be said of a change: the event of `metrics.jsonl` with its fields, and a line."""
-
-    event: str
-    fields: dict[str, Any]
-    text: str
 
 
 class Balancing:

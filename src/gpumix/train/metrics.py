@@ -22,7 +22,6 @@ from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
-from gpumix.train.balancing import Told
 from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
@@ -33,6 +32,15 @@ def typical_s(times: Iterable[float]) -> float:
     """The median, one of them; 0 of none."""
     ordered = sorted(times)
     return ordered[len(ordered) // 2] if ordered else 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is to be said: an event of `metrics.jsonl` with its fields, and a line."""
+
+    event: str
+    fields: dict[str, Any]
+    text: str
 
 
 @dataclass(frozen=True)
