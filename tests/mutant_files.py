@@ -182,7 +182,8 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         ),
         "small.yaml": (
             ("plan", "small.yaml", "--cluster", "2x rtx3090, 1x p40"),
-            ("whatif", "small.yaml", "--cluster", "1x rtx3090; 1x p40", "--add", "2x t4"),
+            ("whatif", "small.yaml", "--cluster", "1x rtx3090; 1x p40",
+             "--between", "25GbE", "--add", "2x t4"),
             ("plan", "small.yaml", "--profile", "cards.json"),
         ),
         "own.yaml": (("plan", "own.yaml"), ("profile", "own.yaml"), ("train", "own.yaml")),

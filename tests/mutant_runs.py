@@ -13,6 +13,7 @@ import os
 import resource
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,12 +26,15 @@ from unittest import mock
 import typer
 
 MEMORY_BYTES = 8 * 2**30  # of a worker; who takes more gets a MemoryError
+LIMIT_S = 30.0  # of a processor: this machine may have more to do
+PATIENCE = 10.0  # times that by the clock, for who hangs and does nothing
 STARTED = "ranks would be started now"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, as a process would; `launched`: it came to where ranks are started."""
+    """How a command ended, as a process would; `launched`: it came to where ranks are started.
+    `seconds` are of a processor."""
 
     code: int
     out: str
@@ -47,7 +51,7 @@ def run(arguments: Sequence[str], folder: Path) -> Ended:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     launched: list[str] = []
-    begun, code = time.perf_counter(), 0
+    begun, code = time.process_time(), 0
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
@@ -64,7 +68,7 @@ def run(arguments: Sequence[str], folder: Path) -> Ended:
 
             traceback.print_exc(file=err)
             code = 1
-    seconds = time.perf_counter() - begun
+    seconds = time.process_time() - begun
     said = []
     for stream in (out, err):
         stream.flush()
@@ -151,21 +155,23 @@ class Worker:
         self.folder = folder
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, arguments: Sequence[str], limit_s: float) -> Ended | None:
+    def run(self, arguments: Sequence[str]) -> Ended | None:
         """None: it took too long. A process that dies leaves a code below 0, or its own."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(list(arguments)) + "\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], limit_s)
+        ready, _, _ = select.select([process.stdout], [], [], PATIENCE * LIMIT_S)
         answer = process.stdout.readline() if ready else ""
         if answer:
             return Ended(**json.loads(answer))
         process.kill()
         code = process.wait()
         self._process = None
-        return Ended(code, "", "the process died", False, limit_s) if ready else None
+        if not ready or code == -signal.SIGPROF:
+            return None
+        return Ended(code, "", "the process died", launched=False, seconds=0.0)
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
@@ -207,7 +213,10 @@ def _serve(folder: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        answers.write(json.dumps(asdict(run(json.loads(line), folder))) + "\n")
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # which ends the process
+        done = run(json.loads(line), folder)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(json.dumps(asdict(done)) + "\n")
         answers.flush()
 
 

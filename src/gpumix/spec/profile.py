@@ -182,7 +182,20 @@ class ModelProfile(Value):
             raise ValueError(f"unit kind '{min(missing)}' is used but not described")
         units = sorted(set(zip(self.calls, self.kind_of_call)))
         refuse_twins("unit", (name for name, _ in units), "is of two kinds")
+        self._check_needs()
         return self
+
+    def _check_needs(self) -> None:
+        """What is needed is there: parameters of the root, and earlier calls."""
+        known = {parameter.name for parameter in self.root.parameters}
+        for number, needs in enumerate(self.needs):
+            if known and (unknown := set(needs.root) - known):
+                raise ValueError(
+                    f"call {number} needs '{min(unknown)}', which 'root.parameters' does not name"
+                )
+            late = [taken.call for taken in needs.outputs if taken.call >= number]
+            if late:
+                raise ValueError(f"call {number} needs what call {late[0]} returns, a later one")
 
     @property
     def cuts(self) -> tuple[int, ...]:
