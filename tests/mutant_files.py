@@ -158,7 +158,7 @@ def model(width):
 
 
 def samples(number, length):
-    return [{"input_ids": torch.arange(length) % 16} for _ in range(number)]
+    return [{"input_ids": torch.arange(length) % 16} for _ in range(min(number, 99))]
 '''
 
 # Of estimates, and what a Llama of transformers calls them.
@@ -220,6 +220,10 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
             ("train", "job.yaml", "--plan", name),
         )
         for name in ("one.json", "stages.json", "teams.json")
+    }
+    | {
+        f"alone/{name}": (("train", "job.yaml", "--plan", f"alone/{name}"),)
+        for name in ("one.json", "stages.json", "teams.json")
     },
 }  # fmt: skip
 
@@ -268,7 +272,9 @@ def write_all(folder: Path) -> list[Good]:
         "teams": {"most_stages": 1, "tensor": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
-        make_plan(profile, job.global_batch, space=space).save(folder / f"{name}.json")
+        made = make_plan(profile, job.global_batch, space=space)
+        made.save(folder / f"{name}.json")
+        made.save(folder / "alone" / f"{name}.json")  # without a profile beside it
     return [
         Good(kind, name, (folder / name).read_text(encoding="utf-8"), uses)
         for kind, files in USES.items()

@@ -20,7 +20,7 @@ import typer
 from gpumix.cli.common import Overrides
 from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
-from gpumix.spec.units import LARGEST_BATCH
+from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
 if TYPE_CHECKING:
     from gpumix.hardware.decoder import Decoder
@@ -259,7 +259,12 @@ def _options(
     model: ModelText = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample; 2048."),
+        typer.Option(
+            "--sequence-length",
+            min=2,
+            max=LARGEST_LENGTH,
+            help="Without a job: tokens in a sample; 2048.",
+        ),
     ] = None,
     global_batch: Annotated[
         int | None,

@@ -20,6 +20,7 @@ from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.reasons import Reasons
+from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -302,8 +303,8 @@ class Plan(Document):
 
     strategy: str
     model: str = Field(description="fingerprint of the model's units and parameter shapes")
-    sequence_length: int = Field(gt=0)
-    global_batch: int = Field(gt=0)
+    sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
+    global_batch: int = Field(gt=0, le=LARGEST_BATCH)
     communication_dtype: ComputeDtype = Field(
         default="fp32",
         description="parameters are rounded to it before any rank computes with them; gradients "
@@ -347,6 +348,10 @@ class Plan(Document):
                 f"'ranks' must name each device of the stages once ({', '.join(sorted(there))}), "
                 f"and names {', '.join(self.ranks)}"
             )
+        told = [w.device for w in self.prediction.workers] if self.prediction is not None else []
+        refuse_twins("device", told, "is predicted twice")
+        if strangers := set(told) - there:
+            raise ValueError(f"device '{min(strangers)}' is predicted, and is in no stage")
         if self.collectives.padding > len(self.workers):
             raise ValueError(
                 f"intervals padded to {self.collectives.padding:g} times an equal one are longer "

@@ -20,7 +20,7 @@ from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives, ComputeDtype, Taken
-from gpumix.spec.units import Count, show_seconds
+from gpumix.spec.units import LARGEST_LENGTH, Count, show_seconds
 
 ROOT = "(root)"
 
@@ -403,7 +403,7 @@ class Profile(Document):
     KIND: ClassVar[str] = "profile"
     kind: Literal["profile"] = "profile"
 
-    sequence_length: int = Field(gt=0)
+    sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
     optimizer_bytes_per_element: StateBytes = Field(
         description="optimizer state, 8 for AdamW; the mean over the model"
     )
