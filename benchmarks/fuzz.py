@@ -4,15 +4,15 @@ Each mutant is one of the good files with something done to its text (cut off, b
 lost or doubled, aliases without end, ...) or to what it says (keys lost, misspelt or moved, numbers
 negative, huge or a little off, names that are none, ...), and goes through a verb that takes such a
 file, as far as to where ranks would be started. A few go through processes of their own besides,
-which must end in the same way; and a few plans that are accepted are trained.
+which must end in the same way.
 
     python benchmarks/fuzz.py [--json] [--mutations 2000] [--content 0.6] [--seed 0]
         [--kind plan] [--show accepted]
 
 Figures: `mutations`, `parsed` (of them valid YAML or JSON), `wrong_content` (of those refused);
-`tracebacks`, `hangs` (over 30 s of a processor), `other_exits` (none of 0, 2, 3 and 4), `unplaced` (errors that
-name no file); `accepted_job`, `accepted_cluster`, ...; `processes`, `differing` (from those that ran
-in a process of their own); `slowest_s`.
+`tracebacks`, `hangs` (over 30 s of a processor), `other_exits` (none of 0, 2, 3 and 4), `unplaced`
+(errors that name no file); `accepted`, `accepted_job`, `accepted_cluster`, ...; `processes`,
+`differing` (from those that ran in a process of their own); `slowest_s`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / f"{n}" / "a" / "files" for n in range(WORKERS)]
-        files = [write_all(folder) for folder in folders][0]
+        files, *_ = [write_all(folder) for folder in folders]
         files = [good for good in files if arguments.kind in (None, good.kind)]
         tries = list(_drawn(files, arguments.mutations, arguments.content, arguments.seed))
         found = _tried(tries, folders, arguments.show)
@@ -187,7 +187,7 @@ def _figures(found: list[Tried]) -> dict[str, int | float | str | bool]:
 def _parses(tried: Try) -> bool:
     """As any reader of such files sees it."""
     content = tried.mutant.content
-    if len(content) > 1_000_000 or b"*" in content and b"&" in content:
+    if len(content) > 1_000_000 or (b"*" in content and b"&" in content):
         return False
     try:
         json.loads(content) if tried.good.form == "json" else yaml.safe_load(content)

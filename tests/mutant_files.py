@@ -78,7 +78,8 @@ optimizer:
 schedule: {{warmup_steps: 1, kind: cosine, final_ratio: 0.1}}
 precision: {{fast: fp32, slow: fp32}}
 compile: {{fast: off}}
-efficiency: {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on}}
+efficiency:
+  {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on}}
 seed: 1
 cluster:
 {CLUSTER.replace(chr(10), chr(10) + "  ").rstrip().replace("classes", "  classes", 1)}
@@ -127,7 +128,7 @@ output: run
 profile: {cache: profiles}
 """
 
-MINE = '''\
+MINE = """\
 import torch
 
 
@@ -159,7 +160,7 @@ def model(width):
 
 def samples(number, length):
     return [{"input_ids": torch.arange(length) % 16} for _ in range(min(number, 99))]
-'''
+"""
 
 # Of estimates, and what a Llama of transformers calls them.
 CARDS = {"rtx3090": "fast", "p40": "slow"}

@@ -197,7 +197,15 @@ def word(value: Any, rng: random.Random) -> Changed:
     old = at(value, keys)
     others = [at(value, k) for k in places(value) if isinstance(at(value, k), str)]
     new = rng.choice(
-        [_misspelt(old, rng), old.upper(), old[:-1], f" {old}", old * 2, rng.choice(others), "other"]
+        [
+            _misspelt(old, rng),
+            old.upper(),
+            old[:-1],
+            f" {old}",
+            old * 2,
+            rng.choice(others),
+            "other",
+        ]
     )
     return with_value(keys, new, value), f"{shown(keys)} from {old!r:.40} to {new!r:.40}"
 

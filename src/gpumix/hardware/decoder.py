@@ -14,6 +14,7 @@ from typing import Any
 from gpumix.cost.head import chunk_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
+from gpumix.spec.job import MOST_LAYERS
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Taken
 from gpumix.spec.profile import (
     ROOT,
@@ -46,7 +47,7 @@ HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden
 
 MOST_SAMPLES = 4096  # far end of the straight lines: more than any device is given
 KIND = "block"
-LARGEST_SIZE, MOST_LAYERS = 2**31, 10_000  # beyond any model; the planner walks every layer
+LARGEST_SIZE = 2**31  # beyond any model
 MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 

@@ -25,8 +25,8 @@ from gpumix.planner.options import (
     TOLERANCE,
     ClassOptions,
     Paces,
-    corners,
     PoolOptions,
+    corners,
     pool_options,
     tabulate,
 )
@@ -271,9 +271,10 @@ class _Search:
         if largest <= EXACT_SIZES:
             return np.arange(1, largest + 1)
         steps = np.geomspace(EXACT_SIZES, largest, LARGE_SIZES).astype(np.int64)
-        points = [corners(self.setting.profile, n, largest) for n in self.setting.classes]
-        every = [np.arange(1, EXACT_SIZES + 1), steps, _few(largest), *points]
-        return np.unique(np.concatenate(every))
+        classes = self.setting.classes
+        points = {n for name in classes for n in corners(self.setting.profile, name, largest)}
+        exact = np.arange(1, EXACT_SIZES + 1)
+        return np.unique(np.concatenate([exact, steps, _few(largest), sorted(points)]))
 
     @cached_property
     def _largest(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+MOST_LAYERS = 1024  # beyond any model; to build and to plan more would take for ever
 MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # of a device; more would only take memory
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 

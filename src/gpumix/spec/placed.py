@@ -26,6 +26,6 @@ def placed(place: str | Path) -> Iterator[None]:
 def _names_one(where: str) -> bool:
     file = where.partition(":")[0]
     try:
-        return where.startswith("--") or bool(file) and Path(file).exists()
+        return where.startswith("--") or (bool(file) and Path(file).exists())
     except (OSError, ValueError):  # a name that no file can have
         return False

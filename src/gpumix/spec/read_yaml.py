@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.nodes += 1
         if self.nodes > 2 * MAX_VALUES:  # keys are nodes too
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise _TooMany(None, None, f"there are more than {MAX_VALUES} values", mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
@@ -142,7 +142,7 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
     except _TooMany as error:
-        raise InputError(error.problem, where=reader.exact(error.problem_mark)) from error
+        raise InputError(str(error.problem), where=reader.exact(error.problem_mark)) from error
     except yaml.MarkedYAMLError as error:
         where = reader.exact(error.problem_mark or error.context_mark)
         what = f"this is not YAML: {error.problem or error.context}"
