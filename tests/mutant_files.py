@@ -85,8 +85,8 @@ cluster:
 {CLUSTER.replace(chr(10), chr(10) + "  ").rstrip().replace("classes", "  classes", 1)}
 strategy: optimal
 techniques:
-  {{zero_stages: [3, 2, 1, 0], recompute: [on, off], tensor: [1, 2], most_stages: 2, leave_out: no,
-   schedules: [1f1b], shardings: all, orders: layered}}
+  {{zero_stages: [3, 1], heads: whole, boundaries: device, state_on: device,
+   tensor: [1, 2], most_stages: 2, leave_out: no, schedules: [1f1b], shardings: all, orders: layered}}
 output: run
 log_every_steps: 1
 trace_step: 2
@@ -107,7 +107,7 @@ global_batch: 16
 steps: 10
 optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
 precision: fp32
-techniques: {most_stages: 2, heads: whole, state_on: device}
+techniques: {zero_stages: [3, 0], most_stages: 2, tensor: 1, heads: whole, state_on: device}
 """
 
 OWN = """\
@@ -203,7 +203,7 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
             ("plan", "job.yaml", "--profile", "profile.json"),
             ("compare", "job.yaml", "--profile", "profile.json"),
             ("whatif", "job.yaml", "--profile", "profile.json", "--remove", "slow",
-             "--add", "1x fast", "--inside", "10GbE", "--network", "ib-hdr"),
+             "--add", "1x fast", "--inside", "10GbE"),
             ("simulate", "one.json"),
             ("simulate", "stages.json", "--profile", "profile.json"),
             ("simulate", "teams.json"),

@@ -140,9 +140,9 @@ def faults(done: Ended | None, names: Sequence[str]) -> list[str]:
 
 
 def is_placed(err: str, names: Sequence[str]) -> bool:
-    """Whether the error names a file, or a key: `'key'`, `key: value`, or a dotted one in front."""
+    """Whether the error names a file, or begins with the argument that it is about."""
     said = err[err.find("gpumix: ") :]
-    return any(name in said for name in names)
+    return said.startswith("gpumix: --") or any(name in said for name in names)
 
 
 # -- processes -------------------------------------------------------------------------------------
