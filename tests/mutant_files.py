@@ -86,7 +86,8 @@ cluster:
 strategy: optimal
 techniques:
   {{zero_stages: [3, 1], heads: whole, boundaries: device, state_on: device,
-   tensor: [1, 2], most_stages: 2, leave_out: no, schedules: [1f1b], shardings: all, orders: layered}}
+   tensor: [1, 2], most_stages: 2, leave_out: no,
+   schedules: [1f1b], shardings: all, orders: layered}}
 output: run
 log_every_steps: 1
 trace_step: 2
