@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +12,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from verbs import gpumix, measured, refused, write_job
 
+import mutants
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import Profile
+from mutants import INFINITY, NAN, Keys, at, places
 
 GOOD = json.loads(measured().model_dump_json())
-NAN, INFINITY = float("nan"), float("inf")
-
-Key = str | int
-Keys = tuple[Key, ...]
-
 QUICK = ("classes", 0)
 TARDY = ("classes", 1)
 TIMES = (*TARDY, "units", "block")
 BUS = ("network", 0, "times")
 
 
-def at(value: Any, keys: Keys) -> Any:
-    return reduce(lambda v, key: v[key], keys, value)
-
-
 def with_value(keys: Keys, value: Any, of: Any = GOOD) -> Any:
     """The good profile, or another document, with another value at `keys`."""
-    changed = deepcopy(of)
-    at(changed, keys[:-1])[keys[-1]] = value
-    return changed
+    return mutants.with_value(keys, value, of)
 
 
 def without(keys: Keys, of: Any = GOOD) -> Any:
-    changed = deepcopy(of)
-    del at(changed, keys[:-1])[keys[-1]]
-    return changed
+    return mutants.without(keys, of)
 
 
 def twice(keys: Keys) -> Any:
@@ -161,17 +148,6 @@ def test_a_network_that_was_measured_at_one_size_is_enough(job):
 
 
 # -- anything --------------------------------------------------------------------------------------
-
-
-def places(value: Any, keys: Keys = ()) -> list[Keys]:
-    """The keys of everything in there."""
-    inside: list[tuple[Key, Any]] = []
-    if isinstance(value, dict):
-        inside = list(value.items())
-    elif isinstance(value, list):
-        inside = list(enumerate(value))
-    below = [place for key, item in inside for place in places(item, (*keys, key))]
-    return [keys, *below] if keys else below
 
 
 def _negative(value: Any) -> Any:

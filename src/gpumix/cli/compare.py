@@ -6,6 +6,7 @@ import typer
 
 from gpumix.cli.common import Debug, Json, answer, verb
 from gpumix.cli.source import Asked, planning
+from gpumix.spec.placed import placed
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +24,8 @@ def compare(asked: Asked, as_json: Json = False, debug: Debug = False) -> None:
     from gpumix.planner.compare import compare as compared
 
     source = asked.source()
-    found = compared(source.profile, source.request)
+    with placed(source.place):
+        found = compared(source.profile, source.request)
     answer(
         lambda: found.model_dump(mode="json"),
         lambda: comparison_table(found),

@@ -9,6 +9,7 @@ import typer
 
 from gpumix.cli.common import Debug, Json, answer, verb
 from gpumix.cli.source import Asked, planning, profile_beside
+from gpumix.spec.placed import placed
 
 
 def register(app: typer.Typer) -> None:
@@ -49,12 +50,13 @@ def plan(
     if strategy is not None:
         check_strategy(strategy)
     source = asked.source()
-    made = make_plan(
-        source.profile,
-        source.request.global_batch,
-        strategy=strategy or source.strategy,
-        space=source.request.space,
-    )
+    with placed(source.place):
+        made = make_plan(
+            source.profile,
+            source.request.global_batch,
+            strategy=strategy or source.strategy,
+            space=source.request.space,
+        )
     if output is not None:
         made.save(output)
         source.profile.save(profile_beside(output))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.spec.placed import placed
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
 
@@ -33,8 +34,9 @@ def profile(
     from gpumix.train.pipeline import Pipeline
     from gpumix.train.tables import efficiency_table, profile_table
 
-    pipeline = Pipeline.of_file(job, overrides, debug=debug)
-    found = pipeline.profile(fresh=fresh)
+    with placed(job):
+        pipeline = Pipeline.of_file(job, overrides, debug=debug)
+        found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:
         return
     if output is not None:

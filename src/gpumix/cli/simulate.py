@@ -12,6 +12,7 @@ import typer
 from gpumix.cli.common import Debug, Json, Overrides, answer, verb
 from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, found_beside
 from gpumix.spec.errors import InputError
+from gpumix.spec.placed import placed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,7 +64,8 @@ def simulate(
     planned = Plan.load(plan)
     asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
     if cluster is not None and profile is None:
-        _refuse_other_cards(planned, cluster, network)
+        with placed(plan):
+            _refuse_other_cards(planned, cluster, network)
     if job is None:
         asked = replace(
             asked,
@@ -74,7 +76,8 @@ def simulate(
     if profile is None and job is None and cluster is None:
         profile = found_beside(plan)
     times, note = _times(profile, asked)
-    replay = replay_of(times, planned)
+    with placed(plan):
+        replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)
     answer(

@@ -19,7 +19,8 @@ import typer
 
 from gpumix.cli.common import Overrides
 from gpumix.spec.errors import InputError
-from gpumix.spec.units import LARGEST_BATCH
+from gpumix.spec.placed import placed
+from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
 if TYPE_CHECKING:
     from gpumix.hardware.decoder import Decoder
@@ -61,11 +62,13 @@ _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Source:
-    """What is planned: a profile, a request, and one line about what was taken for granted."""
+    """What is planned: a profile, a request, the files or arguments that ask for it, and one line
+    about what was taken for granted."""
 
     profile: Profile
     request: PlanRequest
     strategy: str
+    place: str
     note: str = ""
 
 
@@ -99,12 +102,12 @@ class Asked:
         from gpumix.spec.read import read_job
 
         job = read_job(self.job, self.overrides)
-        profile, note = self._of_job(job, self.job)
-        return Source(
-            profile, _request(job.global_batch, job.techniques.leaving_out()), job.strategy, note
-        )
+        profile = self._of_job(job, self.job)
+        request = _request(job.global_batch, job.techniques.leaving_out())
+        place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
+        return Source(profile, request, job.strategy, place)
 
-    def _of_job(self, job: Job, path: Path) -> tuple[Profile, str]:
+    def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.spec.profile import Profile
 
         if self.cluster is not None:
@@ -117,17 +120,19 @@ class Asked:
                 )
             if not isinstance(config, dict):
                 config = _read_config(path.absolute().parent / config)
-            return self._estimate(config, job.sequence_length, job.precision, job.optimizer), ""
+            with placed(path):
+                return self._estimate(config, job.sequence_length, job.precision, job.optimizer)
         if self.profile is not None:
             profile = Profile.load(self.profile)
-            _check_profile(profile, job, self.profile, path.absolute().parent)
-            return profile, ""
-        found = cached(path, job)
+            _check_profile(profile, job, self.profile, path)
+            return profile
+        with placed(path):
+            found = cached(path, job)
         if found is None and not self.measures:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
             )
-        return found or measured(path, self.overrides, as_json=self.as_json), ""
+        return found or measured(path, self.overrides, as_json=self.as_json)
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
@@ -140,7 +145,8 @@ class Asked:
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
-            profile = self._estimate(config, length, precision, OptimizerSpec())
+            with placed(model):
+                profile = self._estimate(config, length, precision, OptimizerSpec())
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
             shaped = llama_shaped(float(size[1]) * scale)
@@ -149,7 +155,7 @@ class Asked:
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
             f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
         )
-        return Source(profile, _request(batch), "optimal", note)
+        return Source(profile, _request(batch), "optimal", "--cluster", note)
 
     def _estimate(
         self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
@@ -253,7 +259,12 @@ def _options(
     model: ModelText = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--sequence-length", min=2, help="Without a job: tokens in a sample; 2048."),
+        typer.Option(
+            "--sequence-length",
+            min=2,
+            max=LARGEST_LENGTH,
+            help="Without a job: tokens in a sample; 2048.",
+        ),
     ] = None,
     global_batch: Annotated[
         int | None,
@@ -328,14 +339,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_profile(profile: Profile, job: Job, path: Path, folder: Path) -> None:
+def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> None:
     """What is planned must be what is trained; a model that no job named is compared when it is
     built."""
     from gpumix.profiler.cache import model_hash
     from gpumix.spec.dtypes import compute_dtypes
 
     fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
-    wanted_dtypes = compute_dtypes(job.precision, profile.cluster)
+    with placed(job_path):
+        wanted_dtypes = compute_dtypes(job.precision, profile.cluster)
     dtypes = {c.device_class: wanted_dtypes[c.device_class] for c in profile.classes}
     for what, found, wanted in (
         ("sequence_length", profile.sequence_length, job.sequence_length),
@@ -356,7 +368,7 @@ def _check_profile(profile: Profile, job: Job, path: Path, folder: Path) -> None
                 where=str(path),
                 fix=fix,
             )
-    if profile.job_model not in ("", model_hash(job, folder)):
+    if profile.job_model not in ("", model_hash(job, job_path.absolute().parent)):
         raise InputError("the profile is of another model than the job's", where=str(path), fix=fix)
     if job.cluster not in ("auto", profile.cluster):
         raise InputError(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.spec.placed import placed
 
 
 def register(app: typer.Typer) -> None:
@@ -54,9 +55,12 @@ def train(
     given = Plan.load(plan) if plan is not None else None
     if trace is not None:
         overrides = [*overrides, f"trace_step={trace}"]
-    pipeline = Pipeline.of_file(job, overrides, debug=debug)
     made_from = beside(plan, given) if plan is not None and given is not None else None
-    summary = pipeline.train(given, resume=resume, made_from=made_from)
+    with placed(job):
+        pipeline = Pipeline.of_file(job, overrides, debug=debug)
+        summary = pipeline.train(
+            given, resume=resume, made_from=made_from, plan_file=str(plan or "")
+        )
     if not pipeline.speaks:
         return
     pipeline.show_summary(summary)

@@ -9,6 +9,7 @@ import typer
 from gpumix.cli.common import Debug, Json, answer, verb
 from gpumix.cli.source import Asked, planning
 from gpumix.spec.errors import InputError
+from gpumix.spec.placed import placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,9 @@ def whatif(
     source = asked.source()
     variants = _variants(source.profile, add, remove, {"network": network, "inside": inside})
     names = {c.name for _, variant in variants for c in variant.cluster.classes}
-    found = outlooks(variants, source.request, _prices(price, names))
+    prices = _prices(price, names)
+    with placed(source.place):
+        found = outlooks(variants, source.request, prices)
     answer(
         lambda: [outlook.model_dump(mode="json") for outlook in found],
         lambda: outlook_table(found),
@@ -81,7 +84,8 @@ def _variants(
         )
     variants = [("now", profile)]
     for name, change, text in changes:
-        changed = change(profile, text)
+        with placed(f"--{name}"):
+            changed = change(profile, text)
         variants.append((f"{name}{_where(profile, changed)}", changed))
     if len(changes) > 1:
         together = profile
@@ -91,6 +95,7 @@ def _variants(
             except InputError as error:
                 raise InputError(
                     f"{name} is not possible after the other changes: {error.what}",
+                    where=f"--{name}",
                     why=error.why,
                     fix="give fewer changes at once",
                 ) from error

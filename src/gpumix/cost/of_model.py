@@ -156,9 +156,18 @@ def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
             where=where,
             fix=f"set 'root' to {json.dumps(needs.root)}",
         )
-    taken = {(one.call, one.output) for one in stage.takes}
+    taken = {(one.call, one.output): one for one in stage.takes}
     for one in needs.outputs:
-        if (one.call, one.output) not in taken:
+        given = taken.get((one.call, one.output))
+        if given is not None and given != one:
+            raise InputError(
+                f"output {one.output} of call {one.call} has 'differentiable' "
+                f"{json.dumps(given.differentiable)}, in this model it is "
+                f"{json.dumps(one.differentiable)}",
+                where=where,
+                fix=f"set 'differentiable' to {json.dumps(one.differentiable)} in its 'takes'",
+            )
+        if given is None:
             unit = model.calls[one.call]
             raise InputError(
                 f"the stage needs output {one.output} of call {one.call} (unit '{unit}'), which "

@@ -14,6 +14,7 @@ from typing import Any
 from gpumix.cost.head import chunk_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
+from gpumix.spec.job import MOST_LAYERS
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Taken
 from gpumix.spec.profile import (
     ROOT,
@@ -26,6 +27,7 @@ from gpumix.spec.profile import (
     TeamTraffic,
     UnitKind,
 )
+from gpumix.spec.read_yaml import show_value
 from gpumix.spec.units import LARGEST, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
@@ -45,6 +47,7 @@ HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden
 
 MOST_SAMPLES = 4096  # far end of the straight lines: more than any device is given
 KIND = "block"
+LARGEST_SIZE = 2**31  # beyond any model
 MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 
@@ -332,6 +335,7 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
 def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
+    _check_heads(heads, kv_heads)
     head_dim = _size(config, "head_dim", HEAD_DIMS.get(kind) or hidden // heads)
     bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
@@ -464,13 +468,22 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
             f"the model's configuration does not say its '{name}'",
             fix=f"give `{name}` in the configuration",
         )
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    most = MOST_LAYERS if "layer" in name else LARGEST_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise InputError(
-            f"'{name}' of the model's configuration must be a positive whole number, it is "
-            f"{value!r}",
+            f"'{name}' of the model's configuration must be a whole number from 1 to {most}, it "
+            f"is {show_value(value)}",
             fix=f"correct `{name}` in the configuration",
         )
     return value
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise InputError(
+            f"{heads} attention heads cannot share {kv_heads} heads of keys and values evenly",
+            fix="correct `num_key_value_heads` in the configuration",
+        )
 
 
 def _line(per_sample: float, start: float = 0.0) -> Curve:

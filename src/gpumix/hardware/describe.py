@@ -17,6 +17,7 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, LinkOf, Network, link
+from gpumix.spec.placed import placed
 from gpumix.spec.plan import ComputeDtype
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
@@ -78,7 +79,8 @@ def cluster(
         InputError: the text is wrong, a card is not known or cannot compute in what it is to,
             hosts without a link between them, or such a link for one host.
     """
-    hosts = list(_hosts(text))
+    with placed("--cluster"):
+        hosts = list(_hosts(text))
     if not hosts:
         raise InputError(f"there are no hosts in '{text.strip()}'")
     if len(hosts) == 1 and network is not None:
@@ -90,6 +92,7 @@ def cluster(
     if len(hosts) > 1 and network is None:
         raise InputError(
             f"nothing says how the {len(hosts)} hosts are linked",
+            where="--cluster",
             fix=f"give it: {option} 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
             "joined by commas",
         )

@@ -26,6 +26,7 @@ from gpumix.planner.options import (
     ClassOptions,
     Paces,
     PoolOptions,
+    corners,
     pool_options,
     tabulate,
 )
@@ -40,6 +41,7 @@ from gpumix.spec.space import Space
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class: so many are tabulated at once
 FEW_SIZES = 24  # beyond, so many micro-batch sizes come first
 SMALL_SIZES = 96  # that are all tried where there is little room
+EXACT_SIZES, LARGE_SIZES = 512, 128  # all up to the first are tried, and so many beyond
 
 NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
 FEW_DEVICES = 64  # up to this many the answer is exact
@@ -237,7 +239,7 @@ class _Search:
         room, and large ones take more of it.
         """
         largest = max(self._largest.values())
-        every = np.arange(1, largest + 1)
+        every = self._every(largest)
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
         least = self.paces.least_seconds(self.setting)
@@ -262,6 +264,17 @@ class _Search:
             return None
         found = self._among(np.union1d(every[:SMALL_SIZES], _few(largest)), within_s)
         return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
+
+    def _every(self, largest: int) -> IntArray:
+        """All sizes of a micro-batch; of large ones, where one sample more or less makes no
+        difference, those that are a little larger than the one before, and points of curves."""
+        if largest <= EXACT_SIZES:
+            return np.arange(1, largest + 1)
+        steps = np.geomspace(EXACT_SIZES, largest, LARGE_SIZES).astype(np.int64)
+        classes = self.setting.classes
+        points = {n for name in classes for n in corners(self.setting.profile, name, largest)}
+        exact = np.arange(1, EXACT_SIZES + 1)
+        return np.unique(np.concatenate([exact, steps, _few(largest), sorted(points)]))
 
     @cached_property
     def _largest(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from gpumix.cost.memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.network import free_links
 from gpumix.cost.time import pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ComputeDtype, Mode, Place, ZeroStage
 from gpumix.spec.profile import Profile
 
@@ -29,6 +30,8 @@ FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to boun
 FEW_SIZES = 96  # of a micro-batch that are looked at to see what finds room at all
 
 WORTH_THINNING = 4096  # options; to look through fewer takes less time than to drop any
+
+MOST_CELLS = 2_000_000  # of a grid; one takes half a kilobyte while it is looked through
 
 ROWS_AT_ONCE = 16  # grids differ by so many rows
 
@@ -208,7 +211,19 @@ class Grids:
         self._known: dict[tuple[int, int, bytes], Grid] = {}
 
     def of(self, least: int, most: int, sizes: IntArray) -> Grid:
-        """A grid with at least all samples from `least` to `most`."""
+        """A grid with at least all samples from `least` to `most`.
+
+        Raises:
+            InputError: that is more than can be looked through.
+        """
+        if (most - least) * len(sizes) > MOST_CELLS:
+            raise InputError(
+                f"'global_batch' is {self._batch}: so many samples of so small a model can be cut "
+                "in too many ways to look through",
+                why=f"a device may do {least} to {most} of them, in micro-batches of {sizes[0]} to "
+                f"{sizes[-1]}",
+                fix="lower `global_batch`; samples may be longer instead (`sequence_length`)",
+            )
         least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         key = (least, most, sizes.tobytes())

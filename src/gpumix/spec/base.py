@@ -49,7 +49,8 @@ class Document(Value):
         """Read the document from `path`.
 
         Raises:
-            InputError: the file is missing, unreadable, no JSON, or of another kind or schema.
+            InputError: the file is missing, unreadable, no JSON, says one thing twice, or is of
+                another kind or schema.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ class Document(Value):
         fix = f"make one with `gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json`"
         _check_kind(cls, text, path, fix)
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are no 4
         except ValidationError as error:
             raise _invalid(cls, text, error, path, fix) from error
 
@@ -110,9 +111,11 @@ def refuse_twins(what: str, names: Iterable[str], said: str = "is named twice") 
 
 
 def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
-    """Refuse JSON that says it is something else; what is no JSON at all is told elsewhere."""
+    """Refuse JSON that says it is something else, or that says a thing twice, of which any reader
+    would take the last; what is no JSON at all is told elsewhere."""
+    twice: list[str] = []
     try:
-        fields = _fields(text)
+        fields = _fields(text, twice)
     except ValueError:
         return
     kind, schema = fields.get("kind"), fields.get("schema_version", 1)
@@ -122,6 +125,12 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
             f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
             where=str(path),
             fix=fix,
+        )
+    if twice:
+        raise InputError(
+            f"this is not a valid {cls.KIND}: {twice[0]}",
+            where=str(path),
+            fix=f"leave one of them; or {fix}",
         )
 
 
@@ -146,10 +155,23 @@ def _invalid(
     )
 
 
-def _fields(text: str) -> dict[str, object]:
-    """The fields of a document's JSON, none of any other JSON; raises ValueError if it is none."""
+def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
+    """The fields of a document's JSON, none of any other JSON; raises ValueError if it is none.
+
+    Args:
+        twice: takes, in words, each key that one mapping has twice.
+    """
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if twice is not None and len(found) < len(pairs):
+            name = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
+            of = [f" of '{found[n]}'" for n in _NAMES if n in found and n != name][:1]
+            twice.append(f"key '{name}'{''.join(of)} is given twice")
+        return found
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=mapping)
     except RecursionError as error:
         raise ValueError(str(error)) from error
     return value if isinstance(value, dict) else {}

@@ -125,6 +125,9 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
     if parts is None:
         return None, problems
     problems = [*_class_problems(parts), *_row_problems(parts), *_network_problems(parts, keys)]
+    if (total := sum(row.count for _, row in parts.rows)) > MOST_DEVICES:
+        what = f"the rows have {total} devices in all, a cluster has {MOST_DEVICES} at most"
+        problems.append(Problem(keys, what, "lower 'count'"))
     if problems:
         return None, problems
     devices, problems = _devices(parts)

@@ -17,9 +17,11 @@ from gpumix.spec.dtypes import Precision
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.profile import ModelProfile
 from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.units import LARGEST_BATCH, Seconds
+from gpumix.spec.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+MOST_LAYERS = 1024  # beyond any model; to build and to plan more would take for ever
+MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # of a device; more would only take memory
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -102,12 +104,12 @@ class DataSpec(Value):
         "stream of them: an iterable, a generator, or a function that makes one for each pass",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
-    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
         default="auto",
         description="threads or processes that fetch samples for each device: `auto` measures what "
         "is needed; 0 is one thread",
     )
-    prefetch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_BATCHES)] = Field(
         default="auto", description="batches that are fetched ahead"
     )
     bad_samples: Literal["stop", "skip"] = Field(
@@ -323,11 +325,13 @@ class Job(Value):
     tokenizer: Literal["bytes"] | Path = Field(
         default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
     )
-    sequence_length: int = Field(gt=1, description="tokens in a sample")
+    sequence_length: int = Field(gt=1, le=LARGEST_LENGTH, description="tokens in a sample")
     global_batch: int = Field(
         gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
     )
-    steps: int = Field(gt=0, description="steps of the whole run, those before a resume included")
+    steps: int = Field(
+        gt=0, le=MOST_STEPS, description="steps of the whole run, those before a resume included"
+    )
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
     schedule: ScheduleSpec = Field(
         default=ScheduleSpec(), description="how the learning rate changes"
@@ -346,7 +350,7 @@ class Job(Value):
         default=EfficiencySpec(), description="how devices compute, beside dtype and compiled code"
     )
     seed: int = Field(
-        default=0, ge=0, description="of initial weights, order of samples and dropout"
+        default=0, ge=0, le=LARGEST, description="of initial weights, order of samples and dropout"
     )
     cluster: Literal["auto"] | Cluster = Field(
         default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"

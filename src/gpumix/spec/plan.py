@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.reasons import Reasons
+from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -26,8 +28,13 @@ DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 GatherForm = Literal["native", "padded", "broadcast", "list"]
 ReduceForm = Literal["native", "padded", "all_to_all", "list"]
 ZeroStage = Literal[0, 1, 2, 3]
-TokenRate = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+TokenRate = Annotated[
+    float,
+    Field(ge=0, allow_inf_nan=True),
+    BeforeValidator(lambda v: inf if v == "Infinity" else v),  # which JSON has no number for
+]
 """Tokens a second: infinite where a step takes no time."""
+Seconds = Annotated[float, Field(ge=0)]
 Sharding = Literal["all", "host"]
 Place = Literal["device", "host"]
 Head = Literal["whole", "chunked"]
@@ -190,6 +197,12 @@ class Stage(Value):
         return self
 
     @model_validator(mode="after")
+    def _nothing_twice(self) -> Self:
+        refuse_twins("parameter of 'root'", self.root or ())
+        refuse_twins("entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes))
+        return self
+
+    @model_validator(mode="after")
     def _whole_teams(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("only workers that are a team divide the positions of a sample")
@@ -242,10 +255,10 @@ class WorkerPrediction(Value):
     """What the cost model expects of one worker in one step."""
 
     device: str
-    forward_s: float = Field(description="waits for gathers included")
-    backward_s: float = Field(description="waits for gathers and reductions included")
-    optimizer_s: float
-    busy_s: float = Field(description="of all these, what is no waiting")
+    forward_s: Seconds = Field(description="waits for gathers included")
+    backward_s: Seconds = Field(description="waits for gathers and reductions included")
+    optimizer_s: Seconds
+    busy_s: Seconds = Field(description="of all these, what is no waiting")
     memory_bytes: dict[str, int] = Field(description="peak by cause; the sum is the peak")
     memory_limit_bytes: int
     host_bytes: int = Field(default=0, description="what the host keeps for it")
@@ -264,15 +277,15 @@ class WorkerPrediction(Value):
 class Prediction(Value):
     """What the cost model expects of one step of the plan."""
 
-    step_s: float
+    step_s: Seconds
     tokens_per_s: TokenRate
-    exposed_communication_s: float
-    input_s: float = Field(
+    exposed_communication_s: Seconds
+    input_s: Seconds = Field(
         default=0.0,
         description="that reading its samples takes on the host where it takes longest, while the "
         "step before is computed: no step is shorter",
     )
-    bound_s: float | None = Field(
+    bound_s: Seconds | None = Field(
         default=None,
         description="no plan of these devices and techniques takes less, unless units are joined, "
         "single graphs kept, or devices of one stage of several differ in mode or share its state "
@@ -290,8 +303,8 @@ class Plan(Document):
 
     strategy: str
     model: str = Field(description="fingerprint of the model's units and parameter shapes")
-    sequence_length: int = Field(gt=0)
-    global_batch: int = Field(gt=0)
+    sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
+    global_batch: int = Field(gt=0, le=LARGEST_BATCH)
     communication_dtype: ComputeDtype = Field(
         default="fp32",
         description="parameters are rounded to it before any rank computes with them; gradients "
@@ -335,6 +348,10 @@ class Plan(Document):
                 f"'ranks' must name each device of the stages once ({', '.join(sorted(there))}), "
                 f"and names {', '.join(self.ranks)}"
             )
+        told = [w.device for w in self.prediction.workers] if self.prediction is not None else []
+        refuse_twins("device", told, "is predicted twice")
+        if strangers := set(told) - there:
+            raise ValueError(f"device '{min(strangers)}' is predicted, and is in no stage")
         if self.collectives.padding > len(self.workers):
             raise ValueError(
                 f"intervals padded to {self.collectives.padding:g} times an equal one are longer "

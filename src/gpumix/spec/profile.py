@@ -20,7 +20,7 @@ from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives, ComputeDtype, Taken
-from gpumix.spec.units import Count, show_seconds
+from gpumix.spec.units import LARGEST_LENGTH, Count, show_seconds
 
 ROOT = "(root)"
 
@@ -182,7 +182,20 @@ class ModelProfile(Value):
             raise ValueError(f"unit kind '{min(missing)}' is used but not described")
         units = sorted(set(zip(self.calls, self.kind_of_call)))
         refuse_twins("unit", (name for name, _ in units), "is of two kinds")
+        self._check_needs()
         return self
+
+    def _check_needs(self) -> None:
+        """What is needed is there: parameters of the root, and earlier calls."""
+        known = {parameter.name for parameter in self.root.parameters}
+        for number, needs in enumerate(self.needs):
+            if known and (unknown := set(needs.root) - known):
+                raise ValueError(
+                    f"call {number} needs '{min(unknown)}', which 'root.parameters' does not name"
+                )
+            late = [taken.call for taken in needs.outputs if taken.call >= number]
+            if late:
+                raise ValueError(f"call {number} needs what call {late[0]} returns, a later one")
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -390,7 +403,7 @@ class Profile(Document):
     KIND: ClassVar[str] = "profile"
     kind: Literal["profile"] = "profile"
 
-    sequence_length: int = Field(gt=0)
+    sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
     optimizer_bytes_per_element: StateBytes = Field(
         description="optimizer state, 8 for AdamW; the mean over the model"
     )

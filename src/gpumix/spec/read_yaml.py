@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -117,11 +118,31 @@ def parse_yaml(text: str, source: Source, *, lines: bool = True) -> Tree | None:
     return Tree(reader.value(node, ()), reader.places)
 
 
+class _TooMany(yaml.MarkedYAMLError):
+    """More values than are read."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Stops at more than it may read: each node takes a kilobyte, and time."""
+
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.nodes += 1
+        if self.nodes > 2 * MAX_VALUES:  # keys are nodes too
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _TooMany(None, None, f"there are more than {MAX_VALUES} values", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
 def _compose(text: str, reader: _Reader) -> yaml.Node | None:
     """PyYAML's node tree, and its errors in our words."""
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
+    except _TooMany as error:
+        raise InputError(str(error.problem), where=reader.exact(error.problem_mark)) from error
     except yaml.MarkedYAMLError as error:
         where = reader.exact(error.problem_mark or error.context_mark)
         what = f"this is not YAML: {error.problem or error.context}"

@@ -40,6 +40,9 @@ def _parse_bytes(value: object) -> object:
 # Nothing has more than this, and up to it floats tell all whole numbers apart.
 LARGEST = 2**53
 LARGEST_BATCH = 2**20  # samples of a step
+LARGEST_LENGTH = 2**30  # tokens of a sample
+MOST_STEPS = 2**40  # whose samples can be counted in 64 bits
+LONGEST_S = 1e9  # thirty years; what waits for longer overflows
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=LARGEST)]
@@ -49,7 +52,9 @@ FlopRate = Annotated[
     Field(gt=0, allow_inf_nan=False),
 ]
 Seconds = Annotated[
-    float, BeforeValidator(lambda v: _parse(v, _SECONDS, "90 s")), Field(gt=0, allow_inf_nan=False)
+    float,
+    BeforeValidator(lambda v: _parse(v, _SECONDS, "90 s")),
+    Field(gt=0, le=LONGEST_S, allow_inf_nan=False),
 ]
 
 

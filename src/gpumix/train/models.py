@@ -13,8 +13,8 @@ from torch import nn
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
-from gpumix.spec.errors import InputError, MachineError, first_line
-from gpumix.spec.job import Job, ModelSpec
+from gpumix.spec.errors import GpumixError, InputError, MachineError, first_line
+from gpumix.spec.job import MOST_LAYERS, Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     auto_class = getattr(_transformers(), _AUTO_CLASSES[spec.task])
     try:
         return build(lambda: auto_class.from_config(config), seed)
-    except (ValueError, TypeError, KeyError) as error:
+    except GpumixError:
+        raise
+    except Exception as error:  # sizes that are negative, huge or do not go together
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
@@ -80,6 +82,13 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     values = _values(spec)
     model_type = values.pop("model_type", None)
     where = f"model.config of type '{model_type}'"
+    for key, value in values.items():
+        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(
+                f"'model.config.{key}' is {value}, models have {MOST_LAYERS} layers at most",
+                where=where,
+                fix=f"correct `{key}` in the configuration",
+            )
     make = _transformers().AutoConfig.for_model
     try:
         config, usual = make(model_type, **values), make(model_type)

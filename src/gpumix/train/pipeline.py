@@ -19,6 +19,7 @@ from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import DeviceFailure, InputError, MachineError, RankInterrupted
 from gpumix.spec.job import Job
+from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
@@ -89,12 +90,18 @@ class Pipeline:
         return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
     def train(
-        self, plan: Plan | None, *, resume: bool, made_from: Profile | None = None
+        self,
+        plan: Plan | None,
+        *,
+        resume: bool,
+        made_from: Profile | None = None,
+        plan_file: str = "",
     ) -> Summary:
         """Train by `plan`, or by one that is made first.
 
         Args:
             made_from: the profile that the plan was made from, if it is known.
+            plan_file: what the plan was read from.
         """
         restart = self._restart()
         if restart is None:
@@ -104,7 +111,8 @@ class Pipeline:
             plan = None
         profile = None
         if plan is not None:
-            plan, profile = self._checked(plan, made_from)
+            with placed(plan_file):
+                plan, profile = self._checked(plan, made_from)
             for line in overruled(plan, self.job):
                 self.show(line)
         with self._output_for_one():

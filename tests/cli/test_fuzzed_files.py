@@ -1,0 +1,185 @@
+"""A few of the mutants of `benchmarks/fuzz.py`: each is read, or refused with one error that names
+a file; and what it has found before."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mutant_files import JOB, write_all
+from mutant_runs import Ended, clean, faults, is_placed, run
+from mutants import Mutant, mutants, of_text, with_value, written
+
+EACH = 12  # of a kind of file
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzzed") / "a" / "files"
+    return folder, write_all(folder)
+
+
+@pytest.fixture
+def folder(files, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return files[0]
+
+
+def spoilt(folder: Path, name: str, content: bytes, *command: str) -> Ended:
+    """How a command ends while a file is spoilt."""
+    path, kept = folder / name, [path.name for path in folder.iterdir()]
+    good = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        return run(command, folder)
+    finally:
+        clean(folder, kept)
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("kind", ["job", "cluster", "profile", "plan"])
+def test_whatever_a_file_holds_it_is_read_or_refused_in_one_error(files, folder, kind):
+    rng, of_kind = random.Random(3), [good for good in files[1] if good.kind == kind]
+    ended = []
+    for _ in range(EACH):
+        good = rng.choice(of_kind)
+        mutant = next(mutants(good.text, good.form, rng, content=0.7))
+        # Verbs that search take longer, and are tried by the benchmark.
+        uses = [u for u in good.uses if u[0] in ("devices", "simulate")] or good.uses[:1]
+        done = spoilt(folder, good.name, mutant.content, *rng.choice(uses))
+        names = [path.name for path in folder.rglob("*.*")]
+        assert not faults(done, names), (good.name, mutant.change, done.err)
+        ended.append(done.code)
+    assert any(ended)
+
+
+def test_every_good_file_is_accepted(files, folder):
+    for good in files[1]:
+        quick = [use for use in good.uses if use[0] not in ("plan", "compare", "whatif")]
+        done = run((quick or good.uses)[0], folder)
+        assert done.code == 0, (good.name, done.err)
+
+
+def test_faults_are_seen():
+    good = Ended(2, "", "gpumix: job.yaml:3: wrong", launched=False, seconds=0.1)
+    assert faults(good, ["job.yaml"]) == []
+    assert faults(None, []) == ["hang"]
+    bug = Ended(1, "", "gpumix: x: a bug in gpumix: KeyError: 1", launched=False, seconds=0.1)
+    assert faults(bug, []) == ["traceback", "other exit"]
+    assert faults(good, ["plan.json"]) == ["unplaced"]
+    assert not is_placed("table of job.yaml\ngpumix: wrong", ["job.yaml"])
+
+
+def test_a_seed_gives_the_same_mutants_again():
+    def some() -> list[Mutant]:
+        rng = random.Random(7)
+        return [next(mutants(JOB, "yaml", rng, 0.5)) for _ in range(20)]
+
+    assert some() == some()
+    rng = random.Random(7)
+    assert all(of_text(JOB.encode(), rng).content != JOB.encode() for _ in range(3))
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+
+def test_what_a_plan_cannot_be_for_the_model_is_told_with_its_file(folder):
+    plan = json.loads((folder / "stages.json").read_text())
+    plan["stages"][0]["units"][0] += "s"
+    done = spoilt(folder, "stages.json", written(plan, "json"), "simulate", "stages.json")
+    assert done.err.startswith("gpumix: stages.json: stage 1: the plan is not one for this model")
+    done = spoilt(
+        folder, "stages.json", written(plan, "json"), "train", "job.yaml", "--plan", "stages.json"
+    )
+    assert done.err.startswith("gpumix: stages.json: stage 1: the plan is not one for this model")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (("seed",), 10**30, "'seed' must be 9.0072e+15 or less"),
+        (("sequence_length",), 10**12, "'sequence_length' must be 1.07374e+09 or less"),
+        (("steps",), 10**30, "'steps' must be 1.09951e+12 or less"),
+        (("timeout",), 1e300, "'timeout' must be 1e+09 or less"),
+        (("data", "workers"), 10**12, "'data.workers' must be "),
+        (("model", "config", "num_hidden_layers"), 10**30, "models have 1024 layers at most"),
+        (("model", "config", "hidden_size"), 2**40, "transformers cannot build"),
+        (("model", "config", "num_attention_heads"), -1, "job.yaml: model.config of type 'llama'"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_meant_are_refused(folder, keys, value, said):
+    job = with_value(keys, value, yaml.safe_load(JOB))
+    done = spoilt(folder, "job.yaml", written(job, "yaml"), "profile", "job.yaml")
+    assert done.code == 2
+    assert "gpumix: job.yaml" in done.err
+    assert said in done.err
+
+
+def test_a_batch_that_can_be_cut_in_too_many_ways_is_refused(folder):
+    done = run(
+        ["plan", "small.yaml", "--profile", "cards.json", "--set", "global_batch=1000000"], folder
+    )
+    assert done.code == 2
+    assert done.err.startswith("gpumix: small.yaml, cards.json: 'global_batch' is 1000000: so many")
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "said"),
+    [
+        (lambda p: p["stages"][0].update(joined="1"), "stages.0.joined", "a whole number"),
+        (lambda p: p["stages"][0].update(sequence=0), "stages.0.sequence", "true or false"),
+        (lambda p: p["stages"][1]["root"].append(p["stages"][1]["root"][0]), "stages.1", "twice"),
+        (lambda p: p["prediction"]["workers"].append(p["prediction"]["workers"][0]), "", "is pred"),
+        (lambda p: p["prediction"]["workers"][0].update(device="nobody"), "", "is in no stage"),
+        (lambda p: p["prediction"].update(step_s=-1), "prediction.step_s", "0 or more"),
+        (lambda p: p.update(global_batch=2**40), "global_batch", "1.04858e+06 or less"),
+        (
+            lambda p: p["stages"][1]["takes"][0].update(differentiable=False),
+            "stage 2",
+            "has 'differentiable' false, in this model it is true",
+        ),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(folder, change, place, said):
+    plan = json.loads((folder / "stages.json").read_text())
+    change(plan)
+    done = spoilt(folder, "stages.json", written(plan, "json"), "simulate", "stages.json")
+    assert done.code == 2
+    assert f"stages.json: {place}" in done.err
+    assert said in done.err
+
+
+def test_a_key_that_is_given_twice_is_told(folder):
+    text = (folder / "one.json").read_text().replace('"samples": ', '"samples": 1, "samples": ', 1)
+    done = spoilt(folder, "one.json", text.encode(), "simulate", "one.json")
+    assert "one.json: this is not a valid plan: key 'samples' of 'fast-0' is given" in done.err
+
+
+def test_what_the_root_lacks_is_told(folder):
+    profile = json.loads((folder / "cards.json").read_text())
+    del profile["model"]["root"]["parameters"][-1]
+    done = spoilt(
+        folder, "cards.json", written(profile, "json"),
+        "plan", "small.yaml", "--profile", "cards.json",
+    )  # fmt: skip
+    assert "cards.json: model: " in done.err
+    assert "which 'root.parameters' does not name" in done.err
+
+
+def test_devices_of_all_rows_are_counted(folder):
+    rows = [{"class": "fast", "memory": 1, "count": 65_536}] * 1000
+    done = spoilt(folder, "short.yaml", written(rows, "yaml"), "devices", "--cluster", "short.yaml")
+    assert "the rows have 65536000 devices in all" in done.err
+    assert done.seconds < 30
+
+
+def test_heads_that_cannot_be_shared_are_no_estimate(folder):
+    done = run(
+        ["plan", "small.yaml", "--cluster", "2x rtx3090", "--set",
+         "model.config.num_key_value_heads=3"], folder,
+    )  # fmt: skip
+    assert done.err.startswith("gpumix: small.yaml: 8 attention heads cannot share 3")

@@ -1,0 +1,322 @@
+"""The files that are spoilt, whole: jobs, clusters, a profile and plans that go together; and what
+a user does with each of them.
+
+The profile is an estimate of cards, whose names are exchanged for those of emulated devices and
+of a model's real units and parameters; so nothing is measured, and the plans can be trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpumix.cli.source import Asked
+from gpumix.engine.units import dissect
+from gpumix.planner.explain import plan as make_plan
+from gpumix.spec.job import Job
+from gpumix.spec.profile import Profile
+from gpumix.spec.read import read_job
+from gpumix.spec.space import EVERYTHING
+from gpumix.train.models import model_of
+
+CLUSTER = """\
+classes:
+  fast: {memory: 24 GiB, emulate: 60 GFLOP/s, peak_flops: 60 GFLOP/s}
+  slow: {memory: 16 GiB, emulate: 20 GFLOP/s, product: old one}
+devices:
+  - {class: fast, count: 4, host: a}
+  - {class: slow, id: slow-0, host: b}
+  - {class: slow, id: slow-1, host: b}
+network:
+  inside: pcie3
+  between: 25GbE
+  exceptions:
+    - {where: between, classes: [fast, slow], link: 1 GB/s}
+"""
+
+SHORT = """\
+# devices and their classes in one
+- {class: fast, emulate: 60 GFLOP/s, memory: 24 GiB, count: 4, host: a}
+- {class: slow, emulate: 20 GFLOP/s, memory: 16 GiB, host: b}
+- {class: slow, emulate: 20 GFLOP/s, memory: 16 GiB, host: b}
+"""
+
+JOB = f"""\
+model:
+  config:
+    model_type: llama
+    hidden_size: 64
+    num_hidden_layers: 4
+    num_attention_heads: 4
+    num_key_value_heads: 4
+    intermediate_size: 128
+    max_position_embeddings: 64
+    vocab_size: 264
+  task: causal-lm
+  units: [LlamaDecoderLayer]
+data:
+  text: [corpus]
+  pattern: "*.txt"
+  document: file
+  workers: auto
+  prefetch: 2
+  bad_samples: stop
+  packing: concatenate
+  tokenize: ahead
+  bucketing: off
+  held_out: 0.1
+tokenizer: bytes
+sequence_length: 32
+global_batch: 24
+steps: 2
+optimizer:
+  {{name: adamw, lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0,
+   groups: [{{match: "*norm.weight", lr: 1e-4, weight_decay: 0}}]}}
+schedule: {{warmup_steps: 1, kind: cosine, final_ratio: 0.1}}
+precision: {{fast: fp32, slow: fp32}}
+compile: {{fast: off}}
+efficiency:
+  {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on}}
+seed: 1
+cluster:
+{CLUSTER.replace(chr(10), chr(10) + "  ").rstrip().replace("classes", "  classes", 1)}
+strategy: optimal
+techniques:
+  {{zero_stages: [3, 1], heads: whole, boundaries: device, state_on: device,
+   tensor: [1, 2], most_stages: 2, leave_out: no,
+   schedules: [1f1b], shardings: all, orders: layered}}
+output: run
+log_every_steps: 1
+trace_step: 2
+evaluation: {{every_steps: 2, batches: 1}}
+checkpoint: {{every_steps: 0, keep: 1}}
+profile: {{budget: 2 min, cache: profiles}}
+timeout: 90 s
+"""
+
+# For estimates, which know nothing but sizes.
+SMALL = """\
+model:
+  config: {model_type: llama, hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 8,
+           num_key_value_heads: 4, intermediate_size: 1024, vocab_size: 1000}
+data: {text: [corpus]}
+sequence_length: 128
+global_batch: 16
+steps: 10
+optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
+precision: fp32
+techniques: {zero_stages: [3, 0], most_stages: 2, tensor: 1, heads: whole, state_on: device}
+"""
+
+OWN = """\
+model:
+  factory: mine:model
+  arguments: {width: 8}
+data:
+  factory: mine:samples
+  arguments: {number: 40, length: 32}
+  workers: 0
+  packing: none
+sequence_length: 32
+global_batch: 24
+steps: 2
+optimizer: {name: muon, lr: 1e-3, momentum: 0.9, ns_steps: 3, adjust_lr: original}
+cluster: cluster.yaml
+output: run
+profile: {cache: profiles}
+"""
+
+MINE = """\
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = torch.nn.Embedding(16, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(), x.shape[0]
+
+
+def model(width):
+    return Model(width)
+
+
+def samples(number, length):
+    return [{"input_ids": torch.arange(length) % 16} for _ in range(min(number, 99))]
+"""
+
+# Of estimates, and what a Llama of transformers calls them.
+CARDS = {"rtx3090": "fast", "p40": "slow"}
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+
+USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "job": {
+        "job.yaml": (
+            ("plan", "job.yaml", "--profile", "profile.json"),
+            ("compare", "job.yaml", "--profile", "profile.json"),
+            ("whatif", "job.yaml", "--profile", "profile.json", "--remove", "slow"),
+            ("devices", "job.yaml"),
+            ("profile", "job.yaml"),
+            ("train", "job.yaml"),
+            ("train", "job.yaml", "--plan", "one.json"),
+        ),
+        "small.yaml": (
+            ("plan", "small.yaml", "--cluster", "2x rtx3090, 1x p40"),
+            ("whatif", "small.yaml", "--cluster", "1x rtx3090; 1x p40",
+             "--between", "25GbE", "--add", "2x t4"),
+            ("plan", "small.yaml", "--profile", "cards.json"),
+        ),
+        "own.yaml": (("plan", "own.yaml"), ("profile", "own.yaml"), ("train", "own.yaml")),
+    },
+    "cluster": {
+        name: (
+            ("devices", "--cluster", name),
+            ("profile", f"of-{name}"),
+            ("plan", f"of-{name}", "--profile", "profile.json"),
+            ("train", f"of-{name}", "--plan", "stages.json"),
+        )[: 2 if name == "short.yaml" else 4]
+        for name in ("cluster.yaml", "cluster.json", "short.yaml")
+    },
+    "profile": {
+        "profile.json": (
+            ("plan", "job.yaml", "--profile", "profile.json"),
+            ("compare", "job.yaml", "--profile", "profile.json"),
+            ("whatif", "job.yaml", "--profile", "profile.json", "--remove", "slow",
+             "--add", "1x fast", "--inside", "10GbE"),
+            ("simulate", "one.json"),
+            ("simulate", "stages.json", "--profile", "profile.json"),
+            ("simulate", "teams.json"),
+            ("train", "job.yaml", "--plan", "one.json"),
+        ),
+        "cards.json": (
+            ("plan", "small.yaml", "--profile", "cards.json"),
+            ("whatif", "small.yaml", "--profile", "cards.json", "--add", "t4", "--remove", "p40"),
+        ),
+    },
+    "plan": {
+        name: (
+            ("simulate", name),
+            ("simulate", name, "--trace", "trace.json"),
+            ("train", "job.yaml", "--plan", name),
+        )
+        for name in ("one.json", "stages.json", "teams.json")
+    }
+    | {
+        f"alone/{name}": (("train", "job.yaml", "--plan", f"alone/{name}"),)
+        for name in ("one.json", "stages.json", "teams.json")
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Good:
+    """A file before it is spoilt.
+
+    Attributes:
+        kind: job, cluster, profile or plan.
+        uses: what a user runs on it.
+    """
+
+    kind: str
+    name: str
+    text: str
+    uses: tuple[tuple[str, ...], ...]
+
+    @property
+    def form(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def write_all(folder: Path) -> list[Good]:
+    """All files, with what else they name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text("one and two and three\n" * 200)
+    (folder / "mine.py").write_text(MINE)
+    texts = {"job.yaml": JOB, "own.yaml": OWN, "cluster.yaml": CLUSTER, "short.yaml": SHORT}
+    texts["small.yaml"] = SMALL
+    texts["cluster.json"] = json.dumps(_as_json(CLUSTER))
+    inline = JOB[JOB.index("cluster:\n") : JOB.index("strategy:")]
+    for name in ("cluster.yaml", "cluster.json", "short.yaml"):
+        texts[f"of-{name}"] = JOB.replace(inline, f"cluster: {name}\n")
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    job = read_job(folder / "job.yaml")
+    small = Asked(folder / "small.yaml", [], cluster="2x rtx3090, 1x p40")
+    small.source().profile.save(folder / "cards.json")
+    profile = _estimated(job, folder)
+    profile.save(folder / "profile.json")
+    for name, shape in {
+        "one": {"most_stages": 1, "tensor": (1,), "zero_stages": (3,)},
+        "stages": {"least_stages": 2, "most_stages": 3, "tensor": (1,)},
+        "teams": {"most_stages": 1, "tensor": (2,)},
+    }.items():
+        space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
+        made = make_plan(profile, job.global_batch, space=space)
+        made.save(folder / f"{name}.json")
+        made.save(folder / "alone" / f"{name}.json")  # without a profile beside it
+    return [
+        Good(kind, name, (folder / name).read_text(encoding="utf-8"), uses)
+        for kind, files in USES.items()
+        for name, uses in files.items()
+    ]
+
+
+def _as_json(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def _estimated(job: Job, folder: Path) -> Profile:
+    """Of the job's own model on its own devices, as if these were cards."""
+    config = job.model.config
+    assert isinstance(config, dict)
+    asked = Asked(None, [], cluster="4x rtx3090, 2x p40", precision="fp32")
+    found = asked._estimate(config, job.sequence_length, "fp32", job.optimizer)
+    anatomy = dissect(model_of(job.model, folder=folder, seed=0))
+    units = [unit.name for unit in anatomy.units]
+    names = CARDS | NAMES | dict(zip(found.model.calls, units))
+    names[found.model.fingerprint] = anatomy.fingerprint()
+    renamed = _renamed(found.model_dump(mode="json"), names)
+    renamed["cluster"] = job.cluster.model_dump(mode="json")  # type: ignore[union-attr]
+    return Profile.model_validate_json(json.dumps(renamed))
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    """The same with other names; keys are those of the values' own fields."""
+    if isinstance(value, dict):
+        return {
+            CARDS.get(key, key): item if key == "mode" else _renamed(item, names)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def good_uses(files: Sequence[Good]) -> list[tuple[str, ...]]:
+    """Every command once."""
+    return list(dict.fromkeys(use for file in files for use in file.uses))
