@@ -101,11 +101,12 @@ def test_a_card_that_cannot_compute_in_a_dtype_is_refused():
 
 
 def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
-    fp32 = ("--cluster", CARDS, "--set", "precision=fp32")
+    several = ("--cluster", "2x rtx3090, p40", "--set", "techniques={most_stages: 1, tensor: 1}")
+    fp32 = (*several, "--set", "precision=fp32")
     plan = planned(job, *fp32)
     assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "fp32")
-    assert planned(job, "--cluster", CARDS).communication_dtype == "bf16"
-    assert LABEL in gpumix("plan", job, "--cluster", CARDS).stderr
+    assert planned(job, *several).communication_dtype == "bf16"
+    assert LABEL in gpumix("plan", job, *several).stderr
     momentum = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.9")
     states = [
         sum(w.memory_bytes["state"] for w in found.prediction.workers)
