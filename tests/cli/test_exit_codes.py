@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import chdir
 from pathlib import Path
 
 import pytest
-import verbs
 from jobs import CLUSTER, gpumix, plan_for, toy, train, write_job
+from verbs import here
 
 from commands import Done
 from gpumix.spec.plan import Plan
@@ -19,14 +18,8 @@ from gpumix.spec.profile import Profile
 QUICK_S = 30
 
 
-def here(*arguments: str | Path, folder: Path) -> Done:
-    """The command line in this process. Of each code one test starts a process, as users do."""
-    with chdir(folder):
-        done = verbs.gpumix(*arguments)
-    return Done(done.exit_code, done.stdout, done.stderr)
-
-
 def refused(folder: Path, code: int, *arguments: str | Path, run=here, **options) -> Done:
+    """Asked in this process; of each code one test starts one, as users do."""
     done = run(*arguments, folder=folder, **options)
     assert done.code == code, done.err
     assert "Traceback" not in done.err
