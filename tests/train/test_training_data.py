@@ -163,6 +163,7 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
     plan = plan_for(job)
     plan.save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", "--json", folder=tmp_path)
+    assert done.code == 0, done.err
     read = GlobalOrder(64, 0).span(0, 6 * 8).reshape(6, 8)
     bad = [int((read[:, own] % 10 == 9).sum()) for own in (range(4), range(4, 6), range(6, 8))]
     assert [device["skipped"] for device in done.json()["devices"]] == bad and sum(bad)
