@@ -17,6 +17,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from draws import USUAL
+from gpumix.train import launch
+
+# A process of tests has one server of ranks, whether a test or gpumix starts it.
+launch.PRELOAD.append("forked")
 
 # Examples that start processes take as long as they take.
 settings.register_profile(

@@ -23,20 +23,13 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError
+from gpumix.train import launch
 
-PRELOADED = [
-    "__main__",
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "gpumix.engine.prepare",
-    "transformers.models.gpt2.modeling_gpt2",  # brings in what all models share
-]
 # A rank that fails takes its peers along: so long, they may tell of it before they are killed.
 GRACE_S = 2.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(PRELOADED)
+_CONTEXT.set_forkserver_preload(["__main__", *launch.PRELOAD, "forked"])
 
 
 class RankDied(RuntimeError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import CLUSTER, gpumix, plan_for, toy, train, write_job
+from verbs import here
 
 from commands import Done
 from gpumix.spec.plan import Plan
@@ -17,8 +18,9 @@ from gpumix.spec.profile import Profile
 QUICK_S = 30
 
 
-def refused(folder: Path, code: int, *arguments: str | Path, **options) -> Done:
-    done = gpumix(*arguments, folder=folder, **options)
+def refused(folder: Path, code: int, *arguments: str | Path, run=here, **options) -> Done:
+    """Asked in this process; of each code one test starts one, as users do."""
+    done = run(*arguments, folder=folder, **options)
     assert done.code == code, done.err
     assert "Traceback" not in done.err
     assert re.search(r"^gpumix: .+", done.err, re.MULTILINE), done.err
@@ -46,7 +48,7 @@ def planned(tmp_path_factory):
 def test_an_unknown_key_is_told_with_its_line(tmp_path):
     job = write_job(tmp_path, global_batsh=8)
     line = next(k for k, text in enumerate(job.read_text().splitlines(), 1) if "batsh" in text)
-    done = refused(tmp_path, 2, "train", "job.yaml")
+    done = refused(tmp_path, 2, "train", "job.yaml", run=gpumix)
     assert f"job.yaml:{line}" in done.err
     assert "global_batch" in done.err.replace("global_batsh", "")
 
@@ -81,7 +83,7 @@ def test_a_profile_is_no_plan(planned):
 def test_a_plan_for_other_devices_is_told_before_torch_is_needed(planned, tmp_path):
     write_job(tmp_path, cluster=[{**CLUSTER[0], "count": 3}])
     plan = planned / "plan.json"
-    done = refused(tmp_path, 2, "train", "job.yaml", "--plan", plan, timeout_s=QUICK_S)
+    done = refused(tmp_path, 2, "train", "job.yaml", "--plan", plan, run=gpumix, timeout_s=QUICK_S)
     assert "the plan was made for other devices" in done.err
 
 
@@ -179,7 +181,7 @@ def test_an_export_that_cannot_be_is_told(planned, run, to, said):
 
 @pytest.mark.parametrize("arguments", [("train",), ("train", "job.yaml", "--fast"), ("trane",)])
 def test_a_wrong_call_is_told(job, arguments):
-    done = gpumix(*arguments, folder=job.parent)
+    done = here(*arguments, folder=job.parent)
     assert done.code == 2
     assert "Traceback" not in done.err
     assert done.err
@@ -205,7 +207,8 @@ def test_a_missing_package_is_told(tmp_path):
         model={"config": {"model_type": "gpt2", "n_positions": 8}},
         cluster=CLUSTER[:1],
     )
-    done = refused(tmp_path, 3, "train", "job.yaml", env={"PYTHONPATH": str(tmp_path / "absent")})
+    env = {"PYTHONPATH": str(tmp_path / "absent")}
+    done = refused(tmp_path, 3, "train", "job.yaml", run=gpumix, env=env)
     assert "needs the package transformers" in done.err
     assert "pip install 'gpumix[transformers]'" in done.err
 
@@ -221,7 +224,7 @@ def test_a_model_that_fits_nowhere_is_told_in_bytes(planned, tmp_path):
     small = [{**row, "memory": 20_000} for row in CLUSTER]
     done = refused(
         planned, 4, "plan", "job.yaml", "--profile", tmp_path / "small.json", "--json",
-        "--set", f"cluster={json.dumps(small)}",
+        "--set", f"cluster={json.dumps(small)}", run=gpumix,
     )  # fmt: skip
     assert re.search(r"short of \d+ bytes", done.err)
     assert done.json()["exit_code"] == 4
@@ -239,7 +242,9 @@ def broken(tmp_path):
 
 @pytest.mark.slow
 def test_a_failed_run_is_told_in_few_lines(broken):
-    done = refused(broken.parent, 5, "train", "job.yaml", "--plan", "plan.json", "--json")
+    done = refused(
+        broken.parent, 5, "train", "job.yaml", "--plan", "plan.json", "--json", run=gpumix
+    )
     last = done.err[done.err.index("gpumix: ") :]
     assert "the job's own code failed: ValueError: no such token" in last
     assert "rank 1 (device 'small-1' on localhost)" in last
@@ -249,7 +254,7 @@ def test_a_failed_run_is_told_in_few_lines(broken):
 
 @pytest.mark.slow
 def test_debug_shows_the_way_to_the_error(broken):
-    done = gpumix("train", "job.yaml", "--plan", "plan.json", "--debug", folder=broken.parent)
+    done = here("train", "job.yaml", "--plan", "plan.json", "--debug", folder=broken.parent)
     assert done.code == 5
     assert "Traceback" in done.err
     assert "in _raise" in done.err

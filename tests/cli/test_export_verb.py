@@ -7,6 +7,7 @@ import torch
 from jobs import gpumix, train, write_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
+from verbs import here
 
 LLAMA = {
     "model_type": "llama",
@@ -53,7 +54,7 @@ def test_transformers_loads_the_weights_of_the_checkpoint(folder, trained):
 
 def test_json_is_one_document_on_stdout(folder, trained):
     checkpoint = "run/checkpoints/step-00000002"
-    done = gpumix("export", checkpoint, "--to", "half", "--dtype", "bf16", "--json", folder=folder)
+    done = here("export", checkpoint, "--to", "half", "--dtype", "bf16", "--json", folder=folder)
     assert done.code == 0, done.err
     assert done.json() == {"folder": "half"}
     assert done.err == ""

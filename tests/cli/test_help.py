@@ -76,7 +76,7 @@ def test_help_does_not_import_torch(tmp_path, arguments):
     "arguments", [("plan",), ("compare",), ("whatif", "--add", "1x p40")], ids=lambda a: a[0]
 )
 def test_what_answers_before_anything_is_there_does_not_import_torch(tmp_path, arguments):
-    given = ("--cluster", "2x rtx3090, 1x p40", "--model", "300M")
+    given = ("--cluster", "rtx3090, p40", "--model", "300M")
     assert heavy_imports(tmp_path, *arguments, *given) == set()
 
 
@@ -93,7 +93,7 @@ def test_planning_from_the_cache_does_not_import_torch(tmp_path):
 
 @pytest.mark.parametrize("model", [(), ("--model", "3B")])
 def test_simulating_an_estimate_does_not_import_torch(tmp_path, model):
-    cards = ("--cluster", "4x rtx3090, 2x p40", *model)
+    cards = ("--cluster", "2x rtx3090, p40", *model)
     assert heavy_imports(tmp_path, "plan", *cards, "--output", "plan.json") == set()
     assert heavy_imports(tmp_path, "simulate", "plan.json", *cards, "--trace", "t.json") == set()
     assert (tmp_path / "t.json").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from jobs import gpumix, train, write_job
+from verbs import here
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def folder(tmp_path_factory):
 
 
 def test_what_a_checkpoint_holds_is_told(folder):
-    done = gpumix("inspect", "run/checkpoints/step-00000006", "--json", folder=folder)
+    done = here("inspect", "run/checkpoints/step-00000006", "--json", folder=folder)
     assert done.code == 0, done.err
     (found,) = done.json()
     assert (found["step"], found["of_steps"], found["damage"]) == (6, 6, None)
@@ -41,13 +42,13 @@ def test_of_a_run_all_are_told_the_newest_first(folder):
 def test_damage_is_told(folder):
     file = folder / "run/checkpoints/step-00000004/__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    found = gpumix("inspect", "run", "--json", folder=folder).json()
+    found = here("inspect", "run", "--json", folder=folder).json()
     assert [one["damage"] is None for one in found] == [True, False, True]
     assert "__1_0.distcp" in found[1]["damage"]
-    assert "damaged: " in gpumix("inspect", "run", folder=folder).err
+    assert "damaged: " in here("inspect", "run", folder=folder).err
 
 
 def test_no_checkpoint(folder):
-    done = gpumix("inspect", ".", folder=folder)
+    done = here("inspect", ".", folder=folder)
     assert done.code == 2
     assert "there is no checkpoint here" in done.err

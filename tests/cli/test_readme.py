@@ -1,4 +1,7 @@
-"""The README's job and commands, run one after the other, on a smaller model and tiny devices."""
+"""The README's job and commands, run one after the other, on a smaller model and tiny devices.
+
+In this process: what commands are as processes is the subject of `test_documents_on_stdout.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from jobs import checkpoints, gpumix
+from jobs import checkpoints
 from transformers import AutoModelForCausalLM
+from verbs import gpumix
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALLER = [
@@ -38,7 +42,8 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_job_of_the_readme_goes_its_whole_way(tmp_path):
+def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(block_after("A job is one YAML file"), encoding="utf-8")
     (tmp_path / "my-texts").mkdir()
     (tmp_path / "my-texts" / "one.txt").write_text(README * 4, encoding="utf-8")
@@ -48,8 +53,8 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path):
         part = "resume" if "--resume" in words else words[0]
         sets = [*SMALLER, *steps.get(part, ["steps=3"])] if "job.yaml" in words else []
         given = [word for word in words if not word.startswith("steps=") and word != "--set"]
-        done = gpumix(*given, *(w for s in sets for w in ("--set", s)), folder=tmp_path)
-        assert done.code == 0, f"{words}: {done.err}"
+        done = gpumix(*given, *(w for s in sets for w in ("--set", s)))
+        assert done.exit_code == 0, f"{words}: {done.stderr}"
         ran.append(part)
     assert ran == ["devices", "plan", "train", "resume", "simulate", "export", "inspect"]
     assert checkpoints(tmp_path / "runs" / "first")[-1] == "step-00000005"

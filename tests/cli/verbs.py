@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from click.testing import Result
 from profiles import GIB, MIB, Card, Network, block, curve, line, profile, root
 from typer.testing import CliRunner
 
+from commands import Done
 from gpumix.cli import app
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
@@ -37,6 +39,13 @@ JOB = {
 def gpumix(*arguments: str | Path) -> Result:
     """The command line, here: `stdout`, `stderr` and `exit_code`."""
     return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def here(*arguments: str | Path, folder: Path) -> Done:
+    """The same in a folder, told as of a process (`jobs.gpumix`)."""
+    with chdir(folder):
+        done = gpumix(*arguments)
+    return Done(done.exit_code, done.stdout, done.stderr)
 
 
 def refused(*arguments: str | Path, code: int = 2) -> str:

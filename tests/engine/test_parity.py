@@ -16,7 +16,7 @@ from models import ARCHITECTURES
 from reference import Share, random_shares, train_alone, train_by_plan, worst_error
 from strategies import share_lists
 
-STEPS = 3
+STEPS = 2
 TOLERANCE = 2e-5
 
 
@@ -59,7 +59,7 @@ def test_all_architectures_train_like_one_process():
 @pytest.mark.slow
 def test_the_benchmark_tells_its_figures():
     script = Path(__file__).parents[2] / "benchmarks" / "parity.py"
-    command = [sys.executable, str(script), "--json", "--only", "gpt2", "--steps", "2"]
+    command = [sys.executable, str(script), "--json", "--only", "gpt2", "--steps", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["architectures"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from models import ARCHITECTURES, causal_model
 from reference import SEED, batches, initialised, mean_loss, train_alone, worst_error
 from staging import own_samples, rows, staged_engine, staged_plan, train_in_stages
 
-STEPS = 3
+STEPS = 2
 TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 LLAMA = ARCHITECTURES["llama"]
@@ -41,7 +43,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_layouts(layout, stage):
     assert_parity("llama", LAYOUTS[layout], zero_stage=stage)
 
@@ -61,7 +63,8 @@ def test_a_team_whose_stage_has_nothing_to_divide(stage):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_a_team_sums(layout, stage):
-    """Of norms inside of heads. Units take turns in the memory of gradients."""
+    """Of norms inside of heads, in what else is a Llama. Units take turns in the memory of
+    gradients."""
     assert_parity("qwen3", LAYOUTS[layout], zero_stage=stage)
 
 
@@ -207,16 +210,15 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("styles", STYLES)
-def test_a_plan_of_ones_own(styles):
-    losses = run_ranks(_own, 2, styles)
+def test_a_plan_of_ones_own():
     model = initialised(Own)
     loss, count = model(_vectors())
-    assert losses == pytest.approx([(loss / count).item()] * 2, rel=1e-6)
+    for of_rank in run_ranks(_own, 2):
+        assert of_rank == pytest.approx(dict.fromkeys(STYLES, (loss / count).item()), rel=1e-6)
 
 
-def _own(styles: str) -> float:
-    return _prepared(Own, STYLES[styles]).step(_vectors()).item()
+def _own() -> dict[str, float]:
+    return {name: _prepared(Own, of).step(_vectors()).item() for name, of in STYLES.items()}
 
 
 def _vectors() -> torch.Tensor:
@@ -249,11 +251,24 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def refusals():
+    """What each rank says of each."""
+    return run_ranks(_refusals, 2)
+
+
 @pytest.mark.parametrize("message", BAD)
-def test_bad_plans(message):
-    with pytest.raises(InputError, match=message):
-        run_ranks(_bad, 2, message)
+def test_bad_plans(message, refusals):
+    for of_rank in refusals:
+        assert re.search(message, of_rank[message])
 
 
-def _bad(message: str) -> None:
-    _prepared(*BAD[message])
+def _refusals() -> dict[str, str]:
+    said = {}
+    for message, (factory, styles) in BAD.items():
+        try:
+            _prepared(factory, styles)
+            said[message] = "nothing"
+        except InputError as error:
+            said[message] = str(error)
+    return said

@@ -11,7 +11,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+torch.set_num_threads(1)
 sys.path.append(str(Path(__file__).parents[1] / "planner"))
 
 

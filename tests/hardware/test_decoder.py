@@ -76,7 +76,7 @@ def test_biases_and_tied_heads_are_counted():
     assert found.parameters == elements
 
 
-LENGTH, BATCH = 128, 4
+LENGTH, BATCH = 128, 2
 SHORT = 16  # where no time is looked at
 
 

@@ -133,7 +133,7 @@ def best_of_all(found: Profile, batch: int) -> float:
     return min(steps)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     speeds=st.lists(st.sampled_from([1e-3, 2e-3, 3.5e-3]), min_size=2, max_size=3),
     batch=st.integers(2, 4),

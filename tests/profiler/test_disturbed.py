@@ -13,7 +13,7 @@ from gpumix.profiler.measure import Shape, Subject, measure_class
 from gpumix.spec.cluster import DeviceClass
 from models import ARCHITECTURES, LENGTH
 
-BATCH = 4
+BATCH = 2
 STALL_S = 100.0
 
 

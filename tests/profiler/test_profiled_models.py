@@ -77,11 +77,15 @@ def profiled(request) -> tuple[str, Profile]:
     return request.param, Profile.model_validate_json(found[0])
 
 
-def test_the_plans_flops_are_those_of_the_whole_model(profiled):
+@pytest.fixture(scope="module")
+def planned(profiled) -> Plan:
+    return make_plan(profiled[1], BATCH)
+
+
+def test_the_plans_flops_are_those_of_the_whole_model(profiled, planned):
     """As torch counts them, which counts attention only where it is made of products."""
-    name, profile = profiled
+    name, prediction = profiled[0], planned.prediction
     architecture = ARCHITECTURES[name]
-    prediction = make_plan(profile, BATCH).prediction
     assert prediction is not None
     told = sum(worker.model_flops or 0.0 for worker in prediction.workers)
     model, batch = architecture.factory(), architecture.batch(BATCH, torch.Generator())
@@ -138,13 +142,12 @@ def test_gradients_reach_every_unit(profiled):
             assert backward > max(gradient, forward)
 
 
-def test_its_plan_runs_within_its_memory(profiled):
-    name, profile = profiled
-    plan = make_plan(profile, BATCH)
-    results = run_ranks(_train, 2, name, plan.model_dump_json())
+def test_its_plan_runs_within_its_memory(profiled, planned):
+    name = profiled[0]
+    results = run_ranks(_train, 2, name, planned.model_dump_json())
     loss = _loss_alone(name)
-    assert plan.prediction is not None
-    for (found, peak), predicted in zip(results, plan.prediction.workers):
+    assert planned.prediction is not None
+    for (found, peak), predicted in zip(results, planned.prediction.workers):
         assert found == pytest.approx(loss, rel=1e-5)
         assert predicted.peak_bytes >= PEAK_TOLERANCE * (peak - BESIDE_THE_MODEL_BYTES)
 

@@ -21,7 +21,7 @@ from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
 from gpumix.spec.plan import Mode
 
-EASY = examples(40)
+EASY = examples(20)
 
 
 @EASY

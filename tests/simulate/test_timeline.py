@@ -16,7 +16,7 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.spec.plan import Mode
 
-EASY = examples(40)
+EASY = examples(20)
 
 
 @EASY

@@ -19,7 +19,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.trace import STREAMS, Trace, event, wait
 
 COMMUNICATION = STREAMS.index("communication")
-EASY = examples(25)
+EASY = examples(12)
 
 
 def document(trace: Trace):

@@ -160,19 +160,17 @@ def test_other_data_cannot_go_on(tmp_path):
 def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
     data = {"factory": "toys:damaged_tokens", "held_out": 0, "bad_samples": "skip"}
     job = write_job(tmp_path, data=data)
-    plan_for(job).save(tmp_path / "plan.json")
-    train_it = ("train", "job.yaml", "--plan", "plan.json", "--json")
-    done = gpumix(*train_it, folder=tmp_path)
+    plan = plan_for(job)
+    plan.save(tmp_path / "plan.json")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", "--json", folder=tmp_path)
+    assert done.code == 0, done.err
     read = GlobalOrder(64, 0).span(0, 6 * 8).reshape(6, 8)
     bad = [int((read[:, own] % 10 == 9).sum()) for own in (range(4), range(4, 6), range(6, 8))]
     assert [device["skipped"] for device in done.json()["devices"]] == bad and sum(bad)
     told = " ".join(done.err.split())
     assert told.count(f"others took their places: {bad[0]} of rank 0 (device 'big-0'") == 1
-    sets = ("--set", "data.bad_samples=stop", "--set", "output=other")
-    done = gpumix(*train_it, *sets, folder=tmp_path)
-    assert done.code == 5
-    told = " ".join(done.err.split())
-    assert re.search(r"sample \d*9 of .* cannot be read: OSError: a bad", told)
+    with pytest.raises(TrainingError, match=r"sample \d*9 of .* cannot be read: OSError: a bad"):
+        train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan)
 
 
 def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):

@@ -135,6 +135,7 @@ def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     job = write_job(
         tmp_path,
         data={"factory": "toys:slow_tokens", "held_out": 0.1, "workers": 0, "prefetch": 1},
+        global_batch=2,  # each sample is waited for
         steps=steps,
         log_every_steps=10,
         cluster=[{"class": "big", "accelerator": "cpu", "memory": "64 MiB", "count": 2}],

@@ -1,0 +1,32 @@
+"""What ranks of tests import: the process that they are forked from has imported it already.
+
+A rank would need 0.3 s of its own for it, more than most have to do; for `transformers` a second.
+"""
+# ruff: noqa: F401
+
+import hypothesis.strategies
+import pytest
+import torch
+import torch.distributed.tensor.debug
+import torch.distributed.tensor.parallel
+import transformers.models.bert.modeling_bert
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.models.t5.modeling_t5
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gpumix.doctor.function.preload
+import gpumix.train.preload
+import reference
+import staging
+from models import ARCHITECTURES
+
+
+def _without_values() -> None:
+    """Shapes are found by tables of PyTorch's that take it 0.3 s to fill."""
+    gpt2 = ARCHITECTURES["gpt2"]
+    with torch.random.fork_rng(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        gpt2.factory()(**gpt2.batch(2, torch.Generator().manual_seed(0)))
+
+
+_without_values()
