@@ -22,7 +22,7 @@ def seal(home: Home, one: Held) -> None:
     (place / folder.data_file(one.rank, one.slot)).touch()
     told = {"world": one.world, "manifest": {"step": one.step}}
     file = place / folder.seal_file(one.rank, one.slot)
-    folder.write_at_once(file, json.dumps(told))
+    file.write_text(json.dumps(told))
 
 
 def test_the_newest_step_that_all_ranks_have():

@@ -28,6 +28,7 @@ from gpumix.train.host_copy import HostCopy, Tensors, index_of, room_for, size_o
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_folder import Home
 from gpumix.train.memory_map import made
+from gpumix.train.progress import write_at_once
 
 
 class MemoryCheckpointer:
@@ -120,7 +121,7 @@ class MemoryCheckpointer:
             copy = self._room(slot, now.tensors, pinned=stream is not None)
         copy.fill(now.tensors, stream)
         told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
-        folder.write_at_once(seal, json.dumps(told))
+        write_at_once(seal, json.dumps(told))
 
     def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
         """Room for a copy in a slot.
@@ -140,7 +141,7 @@ class MemoryCheckpointer:
         memory = _memory_in(file, size, pinned=pinned)
         index = index_of(tensors, file.name).model_dump(mode="json")
         told = json.dumps({"extra": self._extra, "index": index})
-        folder.write_at_once(self._folder / folder.index_file(self._rank, slot), told)
+        write_at_once(self._folder / folder.index_file(self._rank, slot), told)
         self._copies[slot] = HostCopy(tensors, pinned=False, memory=memory)
         return self._copies[slot]
 

@@ -145,13 +145,6 @@ def index_file(rank: int, slot: int) -> str:
     return f"{data_file(rank, slot)}.index"
 
 
-def write_at_once(file: Path, text: str) -> None:
-    """Whoever finds the file finds all of it."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
-
-
 def _held_in(path: Path, generation: int) -> Iterator[Held]:
     for file in path.iterdir():
         if found := _SEAL.fullmatch(file.name):

@@ -22,6 +22,7 @@ from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
+from gpumix.train.progress import write_at_once
 from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
@@ -212,7 +213,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / run_files.METRICS
-        _replace(path, "".join(_until(path, self.done)) if self.done else "")
+        write_at_once(path, "".join(_until(path, self.done)) if self.done else "")
         self._file = path.open("a", encoding="utf-8")
         self.progress("training")
         return self
@@ -281,7 +282,7 @@ class RunLog:
             "remaining_s": (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
-        _replace(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")
+        write_at_once(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -301,24 +302,6 @@ class RunLog:
         self._file.flush()
 
 
-def mark_failed(folder: Path) -> None:
-    """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
-    if none of them could."""
-    path = folder / run_files.PROGRESS
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if value["state"] == "training":
-            _replace(path, json.dumps(value | {"state": "failed", "time": time.time()}) + "\n")
-
-
-def last_heard(folder: Path) -> float | None:
-    """When a run said something last (`time.time()`), by its `progress.json`."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads((folder / run_files.PROGRESS).read_text(encoding="utf-8"))
-        return float(told["time"])
-    return None
-
-
 def _until(path: Path, step: int) -> Iterator[str]:
     """The lines of a former run up to a step; the last one may have been cut short."""
     if path.is_file():
@@ -326,10 +309,3 @@ def _until(path: Path, step: int) -> Iterator[str]:
             with suppress(ValueError, KeyError):
                 if json.loads(line)["step"] <= step:
                     yield line
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one step, so that no reader finds half of it."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

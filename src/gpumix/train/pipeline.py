@@ -29,7 +29,7 @@ from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
-from gpumix.train.metrics import last_heard, mark_failed
+from gpumix.train.progress import last_heard, mark_failed
 from gpumix.train.recovery import Again, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr

@@ -1,0 +1,35 @@
+"""A run's `progress.json`, for those who watch it from outside. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from gpumix.train import run_files
+
+
+def mark_failed(folder: Path) -> None:
+    """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
+    if none of them could."""
+    path = folder / run_files.PROGRESS
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["state"] == "training":
+            write_at_once(path, json.dumps(value | {"state": "failed", "time": time.time()}) + "\n")
+
+
+def last_heard(folder: Path) -> float | None:
+    """When a run said something last (`time.time()`), by its `progress.json`."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((folder / run_files.PROGRESS).read_text(encoding="utf-8"))
+        return float(told["time"])
+    return None
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file in one step, so that no reader finds half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
