@@ -30,8 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common  # finds the tests' modules
 from checkpoints import assert_same, blank, checkpointer, model_values, trained
-from common import emulated_cluster, print_figures
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
@@ -48,11 +48,7 @@ MEMORY_BYTES = 2**30  # of each device
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 FOUR = {"fast": (2, 60e9), "slow": (2, 30e9)}
 OTHERS = {"two": {"other": (1, 60e9), "old": (1, 30e9)}, "alone": {"single": (1, 60e9)}}
-GPT = {
-    "model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "n_positions": 32,
-    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT = common.small_gpt2(512, positions=32, layers=6, heads=8)
 ALONE = [Share(6, 2, 1)]
 
 
@@ -66,7 +62,7 @@ def main() -> None:
         figures = _costs(Path(name), arguments.saves)
     with tempfile.TemporaryDirectory() as name:
         figures |= _damage(Path(name), arguments.corruptions)
-    print_figures(figures, as_json=arguments.json)
+    common.print_figures(figures, as_json=arguments.json)
 
 
 # -- what they cost --------------------------------------------------------------------------------
@@ -109,7 +105,7 @@ def loading(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], sou
 
 def _costs(folder: Path, saves: int) -> dict[str, Any]:
     job = _job(folder / "run")
-    four = emulated_cluster(FOUR, memory_bytes=MEMORY_BYTES)
+    four = common.emulated_cluster(FOUR, memory_bytes=MEMORY_BYTES)
     plan = _planned(job, four, folder)
     devices = four.in_rank_order()
     by_rank = launch(saving, devices, Task(job, four, folder), plan, devices, saves)
@@ -133,7 +129,7 @@ def _costs(folder: Path, saves: int) -> dict[str, Any]:
     }
     for name, cluster in {
         "same": four,
-        **{n: emulated_cluster(c, memory_bytes=MEMORY_BYTES) for n, c in OTHERS.items()},
+        **{n: common.emulated_cluster(c, memory_bytes=MEMORY_BYTES) for n, c in OTHERS.items()},
     }.items():
         devices = cluster.in_rank_order()
         task = Task(job, cluster, folder)

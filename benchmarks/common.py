@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 
@@ -23,6 +25,36 @@ def print_figures(figures: Figures, *, as_json: bool) -> None:
     """The result, as the last line of stdout: one flat JSON object, or words."""
     words = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in figures.items())
     print(json.dumps(figures) if as_json else words)
+
+
+def small_gpt2(
+    width: int, *, positions: int, layers: int = 4, heads: int = 4, dropout: float = 0.0
+) -> dict[str, int | float | str]:
+    """The configuration of a GPT-2 for tokens that are bytes."""
+    return {
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": positions,
+        "vocab_size": 264,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+    }
+
+
+def records(run_folder: Path, event: str) -> list[dict[str, Any]]:
+    """Those of one kind in the metrics of a run, which may be under way: the last line may be half
+    there, and before the first there is no file."""
+    told = []
+    with suppress(OSError):
+        for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                told.append(json.loads(line))
+    return [one for one in told if one["event"] == event]
 
 
 def emulated_cluster(classes: dict[str, tuple[int, float]], *, memory_bytes: int) -> Cluster:

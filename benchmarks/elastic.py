@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -26,22 +25,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from common import Figures, print_figures
+from common import Figures, print_figures, records, small_gpt2
 
 HERE = Path(__file__).parent
 HOSTS, STEPS = 4, 160
 # After so many steps: what happens.
 CHANGES = ((20, "3"), (50, "2"), (80, "4"))
 LAST_CALL_S = 3  # how long torchrun waits for more hosts than it needs
-GPT = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 32,
-    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT = small_gpt2(64, positions=32)
 
 
 def main() -> None:
@@ -79,7 +73,7 @@ def _alone(folder: Path) -> dict[int, float]:
     _job(folder)
     command = [sys.executable, "-m", "gpumix", "train", "job.yaml"]
     subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
-    return {one["step"]: one["loss"] for one in _records(folder, "step")}
+    return {one["step"]: one["loss"] for one in records(folder / "run", "step")}
 
 
 def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
@@ -91,15 +85,15 @@ def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
     try:
         for step, devices in CHANGES:
             _until(folder, step, agents[0])
-            at, starts = time.time(), len(_records(folder, "restart"))
+            at, starts = time.time(), len(records(folder / "run", "restart"))
             if devices == "4":
                 agents += [_agent(folder, port, HOSTS + n) for n in range(2)]
             else:
                 os.killpg(agents.pop().pid, signal.SIGKILL)
-            while len(_records(folder, "restart")) == starts:
+            while len(records(folder / "run", "restart")) == starts:
                 _check(agents[0], folder)
                 time.sleep(0.1)
-            took[devices] = _records(folder, "restart")[-1]["time"] - at
+            took[devices] = records(folder / "run", "restart")[-1]["time"] - at
             print(f"{devices} devices after {took[devices]:.1f} s", file=sys.stderr, flush=True)
         code = agents[0].wait(timeout=600)
         if code:
@@ -109,8 +103,8 @@ def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
-    steps = [one["step"] for one in _records(folder, "step")]
-    losses = {one["step"]: one["loss"] for one in _records(folder, "step")}
+    steps = [one["step"] for one in records(folder / "run", "step")]
+    losses = {one["step"]: one["loss"] for one in records(folder / "run", "step")}
     return {
         "worst_relative_error": max(abs(losses[n] / alone[n] - 1) for n in losses),
         "steps_missing": len(set(alone) - set(losses)),
@@ -143,7 +137,7 @@ def _agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
 
 def _until(folder: Path, more: int, agent: subprocess.Popen[bytes]) -> None:
     """Until a run has done so many steps."""
-    while max((one["step"] for one in _records(folder, "step")), default=0) < more:
+    while max((one["step"] for one in records(folder / "run", "step")), default=0) < more:
         _check(agent, folder)
         time.sleep(0.1)
 
@@ -151,16 +145,6 @@ def _until(folder: Path, more: int, agent: subprocess.Popen[bytes]) -> None:
 def _check(agent: subprocess.Popen[bytes], folder: Path) -> None:
     if agent.poll() is not None:
         raise SystemExit(f"the run ended:\n{(folder / 'said-0').read_text()}")
-
-
-def _records(folder: Path, event: str) -> list[dict[str, Any]]:
-    """Of the run's metrics; its last line may be half there."""
-    told = []
-    with contextlib.suppress(OSError):
-        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                told.append(json.loads(line))
-    return [one for one in told if one["event"] == event]
 
 
 if __name__ == "__main__":

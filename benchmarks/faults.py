@@ -36,7 +36,7 @@ from typing import Any
 
 import yaml
 
-from common import print_figures
+from common import print_figures, records, small_gpt2
 from faulted.places import PLACES
 
 HERE = Path(__file__).parent
@@ -47,11 +47,7 @@ RANKS = 4
 # Ones that last are rarer: each takes its timeout.
 SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
 NAMES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "asked": signal.SIGTERM}
-GPT = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 32,
-    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
-    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False,
-}  # fmt: skip
+GPT = small_gpt2(64, positions=32, dropout=0.1)
 
 
 def main() -> None:
@@ -150,7 +146,7 @@ def _run(folder: Path, faults: int, chance: random.Random, *, plan: Path | None)
             process.wait()
     if code:
         raise SystemExit(f"a run failed:\n{(folder / 'said').read_text()}")
-    losses = {one["step"]: one["loss"] for one in _records(folder, "step")}
+    losses = {one["step"]: one["loss"] for one in records(folder / "run", "step")}
     return _Outcome(losses, _done(folder), met + _gone_off(folder))
 
 
@@ -202,27 +198,17 @@ def _harm_someone(
     process: subprocess.Popen[bytes], folder: Path, chance: random.Random
 ) -> Iterator[_Fault]:
     """From outside, at some moment while it trains."""
-    before = len(_records(folder, "step"))
-    while process.poll() is None and len(_records(folder, "step")) < before + 2:
+    before = len(records(folder / "run", "step"))
+    while process.poll() is None and len(records(folder / "run", "step")) < before + 2:
         time.sleep(0.05)
     time.sleep(chance.uniform(0.0, 0.5))
     with contextlib.suppress(OSError, ValueError):  # it ends just then
         number = chance.choice(SIGNALS)
         pid = int((folder / f"pid-{chance.randrange(RANKS)}").read_text())
-        if len(_records(folder, "step")) < STEPS - 5:
+        if len(records(folder / "run", "step")) < STEPS - 5:
             at = time.time()
             os.kill(pid, number)
             yield _Fault(int(number), "outside", at)
-
-
-def _records(folder: Path, event: str) -> list[dict[str, Any]]:
-    """Of the run's metrics; its last line may be half there."""
-    told = []
-    with contextlib.suppress(OSError):
-        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                told.append(json.loads(line))
-    return [one for one in told if one["event"] == event]
 
 
 # -- what came out ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common import emulated_cluster
+from common import emulated_cluster, small_gpt2
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.spec.plan import Plan, Stage, Worker
@@ -36,11 +36,7 @@ BATCH = 16
 MEMORY_BYTES = 2**29  # of each device
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 
-GPT = {
-    "model_type": "gpt2", "n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 64,
-    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT = small_gpt2(96, positions=64)
 
 
 def main() -> None:

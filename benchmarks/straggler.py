@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Figures, emulated_cluster, print_figures
+from common import Figures, emulated_cluster, print_figures, small_gpt2
 from gpumix.spec.cluster import Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.spec.plan import Plan
@@ -40,11 +40,7 @@ DEVICES = 4
 SLOW_FROM, SLOW_UNTIL, STEPS = 20, 60, 90
 SETTLE_STEPS = 5
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
-GPT = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
-    "vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT = small_gpt2(64, positions=64)
 
 
 def main() -> None:
