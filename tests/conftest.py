@@ -19,8 +19,11 @@ from hypothesis import HealthCheck, settings
 from draws import USUAL
 from gpumix.train import launch
 
-# A process of tests has one server of ranks, whether a test or gpumix starts it.
+# A process of tests has one server of ranks, whether a test or gpumix starts it. Where all tests
+# run, each has use for it: whoever came first would else choose what ranks have imported already.
 launch.PRELOAD.append("forked")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    launch.warm_up()
 
 # Examples that start processes take as long as they take.
 settings.register_profile(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
+import transformers.models.auto.modeling_auto
 import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama

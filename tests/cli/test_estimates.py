@@ -161,10 +161,6 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "t4", "--model", "0B"), "no model of 0 G parameters"),
         (("--cluster", "t4", "--strategy", "best"), "no strategy 'best'"),
         (("--cluster", "t4, mi300x"), "t4 and mi300x cannot train together"),
-        (
-            ("--cluster", "t4", "--model", "1B", "--sequence-length", "1000000000000"),
-            "one sample of this model would take",
-        ),
     ],
 )
 def test_a_wrong_question_is_one_error(arguments, said):
@@ -181,7 +177,7 @@ def test_a_wrong_question_is_one_error(arguments, said):
         (("--cluster", "t4", "--set", 'model={"factory": "a:b"}'), "need a model with a `config`"),
         (("--cluster", "t4", "--set", "model.config.model_type=bert"), "models of type 'bert'"),
         (("--cluster", "t4", "--set", "model.config.hidden_size=many"),
-         "'hidden_size' of the model's configuration must be a positive whole number"),
+         "'hidden_size' of the model's configuration must be a whole number from 1"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_about_a_job_is_one_error(job, arguments, said):

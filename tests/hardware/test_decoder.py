@@ -249,3 +249,8 @@ def test_a_size_that_is_none_is_named(kind):
                 asked += 1
                 assert f"'{name}'" in error.what
     assert asked >= 6 * 4
+
+
+def test_samples_that_no_device_could_hold_are_told():
+    with pytest.raises(InputError, match="one sample of this model would take"):
+        llama_shaped(3e8).model(10**13, "bf16", "300M")

@@ -102,7 +102,6 @@ def run_ranks(tmp_path):
 
     def run(wrap):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
         results = context.Queue()
         for rank in range(RANKS):
             arguments = (rank, wrap, str(tmp_path / "store"), results)

@@ -7,7 +7,7 @@ code makes, and is an estimate. Pure: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,7 +299,7 @@ class Decoder:
             )
             for size in sizes
         )
-        return Curve(sizes=sizes, values=tuple(n * stream + c for n, c in zip(sizes, chunks)))
+        return _points((n, n * stream + chunk) for n, chunk in zip(sizes, chunks))
 
     def _widest(self) -> int:
         return max(self.feed_forward * max(1, self.experts_used), self.hidden)
@@ -486,6 +486,20 @@ def _check_heads(heads: int, kv_heads: int) -> None:
         )
 
 
+def _points(found: Iterable[tuple[float, float]]) -> Curve:
+    """Bytes by samples, as far as any device could ever have so many.
+
+    Raises:
+        InputError: one sample takes more.
+    """
+    points = list(found)
+    kept = [(size, value) for size, value in points if value <= LARGEST]
+    if not kept:
+        raise _too_large(points[0][1])
+    sizes, values = zip(*kept)
+    return Curve(sizes=sizes, values=values)
+
+
 def _line(per_sample: float, start: float = 0.0) -> Curve:
     """Bytes that grow evenly with samples.
 
@@ -494,9 +508,13 @@ def _line(per_sample: float, start: float = 0.0) -> Curve:
     """
     most = (LARGEST - start) / per_sample if per_sample > 0 else MOST_SAMPLES
     if most < 1:
-        raise InputError(
-            f"one sample of this model would take {show_bytes(int(start + per_sample))}",
-            fix="shorten the sequence, or choose a smaller model",
-        )
+        raise _too_large(start + per_sample)
     sizes = (1.0, min(most, float(MOST_SAMPLES))) if most > 1 else (1.0,)
     return Curve(sizes=sizes, values=tuple(start + per_sample * n for n in sizes))
+
+
+def _too_large(size: float) -> InputError:
+    return InputError(
+        f"one sample of this model would take {show_bytes(int(size))}",
+        fix="shorten the sequence, or choose a smaller model",
+    )

@@ -133,13 +133,13 @@ def available_host_bytes() -> int:
     ends a process."""
     free = [host_memory_bytes()]
     with suppress(OSError, StopIteration):
-        told = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        told = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = next(line for line in told if line.startswith("MemAvailable:")).split()[1]
         free.append(int(kib) * 1024)
     for limit, used in zip(MEMORY_LIMITS, MEMORY_USED):
         with suppress(OSError, ValueError):
-            most = int(limit.read_text(encoding="ascii"))
-            free.append(most - int(used.read_text(encoding="ascii")))
+            most = int(limit.read_text(encoding="utf-8"))
+            free.append(most - int(used.read_text(encoding="utf-8")))
     return max(0, min(free))
 
 
@@ -148,7 +148,7 @@ def host_memory_bytes() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in MEMORY_LIMITS:
         try:
-            limits.append(int(path.read_text(encoding="ascii")))
+            limits.append(int(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):  # there is none, or "max"
             continue
     return min(limits)

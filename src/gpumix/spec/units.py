@@ -54,7 +54,8 @@ FlopRate = Annotated[
 Seconds = Annotated[
     float,
     BeforeValidator(lambda v: _parse(v, _SECONDS, "90 s")),
-    Field(gt=0, le=LONGEST_S, allow_inf_nan=False),
+    Field(allow_inf_nan=False),
+    Field(gt=0, le=LONGEST_S),
 ]
 
 
