@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import rank_server
 from draws import USUAL
-from gpumix.train import launch
 
-# A process of tests has one server of ranks, whether a test or gpumix starts it. Where all tests
-# run, each has use for it: whoever came first would else choose what ranks have imported already.
-launch.PRELOAD.append("forked")
+# Where all tests run, each process of them has use for it.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    launch.warm_up()
+    rank_server.warm_up()
 
 # Examples that start processes take as long as they take.
 settings.register_profile(

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import rank_server
 from gpumix.engine.comm import CommunicationError
-from gpumix.train import launch
 
 # A rank that fails takes its peers along: so long, they may tell of it before they are killed.
 GRACE_S = 2.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["__main__", *launch.PRELOAD, "forked"])
 
 
 class RankDied(RuntimeError):
@@ -66,6 +65,7 @@ def run_ranks(
         RankDied: a rank that is not mortal died, or time is up.
         Exception: what a rank raised, with the rank's traceback as its cause.
     """
+    rank_server.warm_up()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = (world, store.port, backend, group_timeout_s, timeout_s)
     ranks: dict[Connection, int] = {}

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, util
@@ -29,6 +29,7 @@ from typing import Any
 
 from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
 from gpumix.engine.heartbeat import LOOK_S, Pulse
+from gpumix.hardware.environment import is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
@@ -67,7 +68,8 @@ Work = Callable[..., Any]
 def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
     """Start the server of ranks, which imports torch, and `imports`, while this process does
     something else. One that runs already is left as it is."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *imports])
+    modules = [*preload, *imports, "gpumix.train.frozen"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():
         forkserver.ensure_running()
 
@@ -196,7 +198,7 @@ class _Child:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            self.error = _death(self, self.process.exitcode, self._sample())
+            self.error = self._died(self.process.exitcode)
             return
         if kind == "result":
             self.result = value
@@ -216,18 +218,39 @@ class _Child:
 
     def end_silent(self, silence_s: float) -> None:
         """It says nothing any more: end it, whatever it does."""
-        stopped = _is_stopped(self.process.pid)
+        stopped = is_stopped(self.process.pid)
         self.process.kill()
         self.process.join()
         self.ended = True
-        self.error = RankLost(
-            f"{self.name()} stopped answering",
-            where=f"host {socket.gethostname()}",
+        self.error = self._lost(
+            "stopped answering",
             why="its process was stopped (SIGSTOP)"
             if stopped
             else f"nothing was heard of it for {silence_s:.0f} s",
-            fix="look at its device and its file systems, then run the same command again, with "
-            "--resume if a checkpoint was saved",
+            first="look at its device and its file systems, then ",
+        )
+
+    def _died(self, exit_code: int | None) -> RankLost:
+        how = f"left with exit code {exit_code}"
+        why = "something in it ended the process, such as os._exit or a crash of a library"
+        sample = self._sample()
+        if sample:
+            why += f"; {sample} was being read then"
+        if exit_code is not None and exit_code < 0:
+            how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+            if -exit_code in SIGNALS:
+                why = ""
+            if -exit_code == signal.SIGKILL:
+                why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
+        look = "look at that sample, then " if sample and sample in why else ""
+        return self._lost(how, why=why, first=look)
+
+    def _lost(self, how: str, *, why: str, first: str) -> RankLost:
+        return RankLost(
+            f"{self.name()} {how}",
+            where=f"host {socket.gethostname()}",
+            why=why,
+            fix=f"{first}run the same command again, with --resume if a checkpoint was saved",
             device=self.seat.device.id,
             device_class=self.seat.device.device_class,
         )
@@ -247,36 +270,6 @@ class _Child:
 def _mapped(note: Path) -> mmap.mmap:
     with note.open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped; False where the system does not say."""
-    with suppress(OSError, IndexError):
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return told.rpartition(")")[2].split()[0] in ("T", "t")
-    return False
-
-
-def _death(child: _Child, exit_code: int | None, sample: str) -> RankLost:
-    how = f"left with exit code {exit_code}"
-    why = "something in it ended the process, such as os._exit or a crash of a library"
-    if sample:
-        why += f"; {sample} was being read then"
-    if exit_code is not None and exit_code < 0:
-        how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        if -exit_code in SIGNALS:
-            why = ""
-        if -exit_code == signal.SIGKILL:
-            why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
-    return RankLost(
-        f"{child.name()} {how}",
-        where=f"host {socket.gethostname()}",
-        why=why,
-        fix=("look at that sample, then " if sample and sample in why else "")
-        + "run the same command again, with --resume if a checkpoint was saved",
-        device=child.seat.device.id,
-        device_class=child.seat.device.device_class,
-    )
 
 
 def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
