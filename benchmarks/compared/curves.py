@@ -26,7 +26,8 @@ from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.record import Recording
 from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import ComputeDtype, Plan, Stage, Worker, split_micro_batches
+from gpumix.spec.cut import split_micro_batches
+from gpumix.spec.plan import ComputeDtype, Plan, Stage, Worker
 from gpumix.train.launch import Seat, launch
 
 Optimizers = list[torch.optim.Optimizer]

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import gpumix
 from emulated.setting import Setting
 from gpumix.hardware.runtime import DeviceRuntime
-from gpumix.spec.plan import Plan, split_micro_batches
+from gpumix.spec.cut import split_micro_batches
+from gpumix.spec.plan import Plan
 
 LEARNING_RATE = 1e-3
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import curve
 
 from gpumix.cost.curves import MicroBatches, bytes_at, seconds_at
-from gpumix.spec.plan import split_micro_batches
+from gpumix.spec.cut import split_micro_batches
 
 
 def test_measured_points_are_exact_and_joined_by_lines():

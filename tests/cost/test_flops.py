@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.cost.flops import _Counted
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import split_micro_batches
+from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.profile import UnitKind
 
 NOTHING = Curve(sizes=(1.0,), values=(0.0,))

@@ -15,8 +15,9 @@ from math import ceil, log2
 
 from gpumix.cost.slots import Buffer, share_slots
 from gpumix.spec.curve import Curve
+from gpumix.spec.cut import cut_sizes
 from gpumix.spec.network import Link
-from gpumix.spec.plan import Plan, Worker, cut_sizes
+from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}

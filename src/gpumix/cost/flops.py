@@ -13,7 +13,8 @@ from functools import cache
 from typing import NamedTuple
 
 from gpumix.cost.teams import team_of
-from gpumix.spec.plan import Plan, Prediction, split_micro_batches
+from gpumix.spec.cut import split_micro_batches
+from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import ModelProfile, Profile, UnitKind
 
 

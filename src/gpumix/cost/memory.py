@@ -5,7 +5,7 @@ step; what samples hold is largest at one of the moments in `cost.phases`. What 
 linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
 choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, which the
 planner searches with. `cost.predict` counts a finished plan exactly, by the intervals that
-`spec.plan.cut` gives.
+`spec.cut.cut` gives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gpumix.cost.network import Links
 from gpumix.cost.phases import Pass, Phase, phases
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, Place, ZeroStage, cut_sizes
+from gpumix.spec.cut import cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, Place, ZeroStage
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.

@@ -23,8 +23,9 @@ from gpumix.cost.buckets import (
     buckets_of,
 )
 from gpumix.cost.wire import Operation, Wire
+from gpumix.spec.cut import cut_sizes
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Sharding, ZeroStage, cut_sizes
+from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Sharding, ZeroStage
 from gpumix.spec.profile import ROOT, Profile, RankGroup
 
 

@@ -34,6 +34,7 @@ from gpumix.cost.slots import aligned
 from gpumix.cost.stage_cost import StageCost, larger
 from gpumix.cost.teams import end_seconds, in_team
 from gpumix.cost.wire import Messages, wire_among
+from gpumix.spec.cut import cut_sizes
 from gpumix.spec.plan import (
     DTYPE_BYTES,
     MicroBatchOf,
@@ -42,7 +43,6 @@ from gpumix.spec.plan import (
     Taken,
     Worker,
     WorkerPrediction,
-    cut_sizes,
 )
 from gpumix.spec.profile import Profile
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from gpumix.engine.comm import Borrowed, Communicator, Pending
-from gpumix.spec.plan import Plan, Worker, ZeroStage, cut
+from gpumix.spec.cut import cut
+from gpumix.spec.plan import Plan, Worker, ZeroStage
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
+from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
-from gpumix.spec.plan import Plan, split_micro_batches
+from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
 
 ROW = 4  # what each rank tells all others in a step: losses, their count, its notice and report

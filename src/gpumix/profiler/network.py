@@ -11,7 +11,8 @@ import torch
 from gpumix.cost.wire import Operation
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import Collectives, GatherForm, ReduceForm, cut
+from gpumix.spec.cut import cut
+from gpumix.spec.plan import Collectives, GatherForm, ReduceForm
 from gpumix.spec.profile import CollectiveTimes, LinkMeasurement, RankGroup
 from gpumix.spec.units import show_bytes
 

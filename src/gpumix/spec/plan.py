@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
+from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
@@ -580,35 +580,3 @@ def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str
         if len(stages) > 1:
             found.setdefault(tuple(stages), []).append(name)
     return found
-
-
-def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:
-    """`samples` cut into micro-batches of `micro_batch`, the last one smaller if need be."""
-    if samples == 0:
-        return ()
-    full, rest = divmod(samples, micro_batch)
-    return (micro_batch,) * full + ((rest,) if rest else ())
-
-
-def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Where each worker's interval of a flat buffer starts, and the end: len(shares) + 1 offsets.
-
-    Worker r owns [offsets[r], offsets[r + 1]). Rounding follows the running sum of the shares, so a
-    worker is never more than one element off its share; a share of zero owns nothing.
-    """
-    total, running, offsets = sum(shares), 0.0, [0]
-    for share in shares:
-        running += share
-        offsets.append(max(offsets[-1], min(numel, round(numel * (running / total)))))
-    offsets[-1] = numel
-    last_owner = max((r for r, share in enumerate(shares) if share > 0), default=len(shares) - 1)
-    for r in range(last_owner + 1, len(shares)):
-        offsets[r] = numel
-    return tuple(offsets)
-
-
-def cut_sizes(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Elements of a flat buffer that each worker owns; they add up to `numel`."""
-    if numel == 0:
-        return (0,) * len(shares)
-    return tuple(b - a for a, b in pairwise(cut(numel, shares)))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
 
+from gpumix.spec.cut import cut
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Worker, cut
+from gpumix.spec.plan import Plan, Worker
 
 Shares = Sequence[int] | Plan
 """Samples of each global batch per rank, in rank order; or the plan that says so."""
