@@ -109,6 +109,7 @@ PAIRS = (pair_of(0, 1), pair_of(2, 3), pair_of(0, 2, message_s=2**26 / 3e9))
 JOB = JobFacts(
     checkpoint_bytes=12 * GIB,
     checkpoints=3,
+    copies=4,
     on_hosts={host: JobOnHost(data="3 files, abc", shared=True) for host in HOSTS},
 )
 HEALTHY = Survey(

@@ -179,12 +179,14 @@ class JobFacts(Value):
     Attributes:
         checkpoint_bytes: of one, at the most; None: not known.
         checkpoints: how many are there at once.
+        copies: how many of the state the hosts are to keep in memory.
         saved_bytes: of the checkpoints that the output holds.
         named_cluster: whether it names its devices, or takes those that are found.
     """
 
     checkpoint_bytes: int | None = None
     checkpoints: int = 1
+    copies: int = 0
     saved_bytes: int = 0
     named_cluster: bool = False
     on_hosts: Mapping[str, JobOnHost] = {}

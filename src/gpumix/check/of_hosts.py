@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from gpumix.check.facts import FolderFacts, HostFacts, JobOnHost, Survey
 from gpumix.check.finding import Finding, Severity
+from gpumix.hardware.environment import COPIES_PART
 from gpumix.spec.units import show_bytes
 
 CACHE_BYTES = 2**30  # for profiles, compiled code and the like
@@ -14,8 +15,8 @@ SHM_BYTES = 2**27  # of /dev/shm for each device: NCCL's buffers beside others
 MEMORY_BYTES = 2**31  # of the host for each process: libraries, CUDA, batches
 OPEN_FILES = 4096
 PROCESSES = 4096
+WITHOUT_COPIES = "without them a run that loses a rank goes on from its last checkpoint"
 LOCKED_BYTES = 2**30  # that a network card may write into
-HOST_PART = 0.5  # of what is free, that copies of the state may take
 
 
 def disk(survey: Survey) -> Iterator[Finding]:
@@ -109,11 +110,11 @@ def shared_memory(survey: Survey) -> Iterator[Finding]:
             continue
         ranks = len(survey.on(host))
         needed = SHM_BYTES * ranks if ranks > 1 and _has_gpus(survey, host) else 0
-        copies = state_on(survey, host)
+        copies = _copies_on(survey, host)
         if free < needed:
             yield _shm(host, free, needed, f"{ranks} devices talk through it", Severity.WARNING)
-        elif copies and free < copies:
-            said = f"a copy of the state of its devices takes {show_bytes(copies)}"
+        elif free < copies:
+            said = f"copies of the state of its devices take {show_bytes(copies)}: {WITHOUT_COPIES}"
             yield _shm(host, free, copies, said, Severity.NOTE)
 
 
@@ -141,33 +142,36 @@ def state_on(survey: Survey, host: str) -> int:
     return survey.job.checkpoint_bytes * len(survey.on(host)) // max(1, len(survey.ranks))
 
 
+def _copies_on(survey: Survey, host: str) -> int:
+    """Bytes of the copies that a host is to keep in memory, beside that of a checkpoint."""
+    return 0 if survey.job is None else survey.job.copies * state_on(survey, host)
+
+
 def memory(survey: Survey) -> Iterator[Finding]:
-    """Room on the host for its processes, and for a copy of the state while it is saved."""
+    """Room on the host for its processes, for copies of the state, and for one more while it is
+    saved."""
     for host, facts in survey.hosts.items():
         ranks, free = len(survey.on(host)), facts.available_bytes
         needed = MEMORY_BYTES * ranks if _has_gpus(survey, host) else 0
-        copies = state_on(survey, host)
+        state, copies = state_on(survey, host), _copies_on(survey, host)
         fix = "end what else runs there, or give the container more: docker run --memory"
-        measured = {"available_bytes": free, "needed_bytes": needed + copies}
+        room = COPIES_PART * free
+        told, severity = "", Severity.NOTE
         if free < needed:
+            told, severity = f"{ranks} processes take {show_bytes(needed)}", Severity.WARNING
+        elif state > room:
+            told = f"a copy of the state takes {show_bytes(state)}: training waits for checkpoints"
+            fix += "; or save more rarely: checkpoint.every_steps"
+        elif copies > room:
+            told = f"copies of the state take {show_bytes(copies)}: {WITHOUT_COPIES}"
+        if told:
             yield Finding(
                 check="memory",
-                severity=Severity.WARNING,
-                what=f"{show_bytes(free)} of its memory are free, {ranks} processes take about "
-                f"{show_bytes(needed)}",
+                severity=severity,
+                what=f"{show_bytes(free)} of its memory are free, {told}",
                 fix=fix,
                 host=host,
-                measured=measured,
-            )
-        elif copies > HOST_PART * free:
-            yield Finding(
-                check="memory",
-                severity=Severity.NOTE,
-                what=f"{show_bytes(free)} of its memory are free, a copy of the state takes "
-                f"{show_bytes(copies)}: training waits while checkpoints are written",
-                fix=f"{fix}; or save more rarely: checkpoint.every_steps",
-                host=host,
-                measured=measured,
+                measured={"available_bytes": free, "needed_bytes": needed + state + copies},
             )
 
 

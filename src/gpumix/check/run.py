@@ -33,11 +33,10 @@ from gpumix.spec.read import read_job
 from gpumix.train.context import store_of, without_paths
 from gpumix.train.launch import Seat, loopback_store, warm_up
 from gpumix.train.runner import LocalRunner
-from gpumix.train.torchrun import TorchrunRunner, own_device, seat_in
+from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
 
 LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
 MEET_S = 20.0  # to reach the store
-NOWHERE = Device(id="none", device_class="none")
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _speaker(
 ) -> Outcome:
     """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
     it does: torchrun would wait for minutes where one host fails and another does not."""
-    store = _store(seat_in(place, NOWHERE))
+    store = _store(seat_in(place, NO_DEVICE))
     crew = Crew(store, place.world, deadline)
     failed = True
     with ExitStack() as stack:
@@ -146,7 +145,7 @@ def _speaker(
 def _attend(place: TorchrunPlace, read: Callable[[], _Given]) -> bool:
     """Another of torchrun's processes; whether the check failed. What is wrong with this one the
     first one tells."""
-    store = _store(seat_in(place, NOWHERE))
+    store = _store(seat_in(place, NO_DEVICE))
     words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
     try:
         given = read()

@@ -26,6 +26,7 @@ from gpumix.check.rounds import Pair, rounds, turns
 from gpumix.hardware.gpu_health import GpuHealth
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.job import Job
+from gpumix.train.memory_folder import copies
 
 HELLO_S = START_S + 2.0  # for all ranks to come
 FACTS_S, COPY_S = 12.0, 3.0
@@ -214,6 +215,7 @@ class Surveyor:
         return JobFacts(
             checkpoint_bytes=size.get("checkpoint_bytes"),
             checkpoints=job.checkpoint.keep + 1,
+            copies=copies(len(self._hosts)) if job.checkpoint.memory_every_steps else 0,
             saved_bytes=size.get("saved_bytes", 0),
             named_cluster=job.cluster != "auto",
             on_hosts=on_hosts,

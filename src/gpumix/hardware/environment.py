@@ -26,6 +26,8 @@ MEMORY_USED = (
     Path("/sys/fs/cgroup/memory.current"),
     Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+# Of what is free of it, copies of a run's state may take this part.
+COPIES_PART = 0.5
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -121,6 +123,25 @@ def talking_settings() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith("NCCL_") or name in (*named, "TORCH_DISTRIBUTED_DEBUG")
     }
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process was stopped (SIGSTOP); False where the system does not say."""
+    return _stat_of(process)[:1] in (["T"], ["t"])
+
+
+def begun(process: int) -> str:
+    """When a process began, in a word that another one of the same number does not have; empty
+    where the system does not say."""
+    return next(iter(_stat_of(process)[19:20]), "")
+
+
+def _stat_of(process: int) -> list[str]:
+    """What Linux says of a process, from its state on; see proc_pid_stat(5)."""
+    with suppress(OSError):
+        told = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        return told.rpartition(")")[2].split()
+    return []
 
 
 def installed() -> Installed:

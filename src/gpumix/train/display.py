@@ -165,6 +165,14 @@ def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
 
 
+def not_copied(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+    """Who cannot copy its state into memory, and why; by rank. Empty if all can: what some lack
+    the others keep for nothing."""
+    told = [f"{name}: {one.not_copied}" for name, one in zip(names, records) if one.not_copied]
+    more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+    return told[0] + more if told else ""
+
+
 def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     """Whose samples could not be read so far; by rank. Empty if all could."""
     told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from gpumix.cost.slots import aligned
-from gpumix.hardware.environment import available_host_bytes
+from gpumix.hardware.environment import COPIES_PART, available_host_bytes
 from gpumix.hardware.memory import host_memory
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, StoredTensor
 
 # Tensors by nested names, as they are saved.
 Tensors = Mapping[str, Any]
-# Of the memory that is free on the host now, all ranks of this host together take no more.
-HOST_PART = 0.5
 
 
 class HostCopy:
@@ -101,7 +99,7 @@ def size_of(tensors: Tensors) -> int:
 
 def room_for(size: int, ranks: int) -> bool:
     """Whether the host has memory for copies of `size` bytes of each of so many ranks."""
-    return size * ranks <= HOST_PART * available_host_bytes()
+    return size * ranks <= COPIES_PART * available_host_bytes()
 
 
 def _views(tensors: Tensors) -> Iterator[torch.Tensor]:

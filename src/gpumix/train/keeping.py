@@ -170,8 +170,8 @@ class Keeping:
         self._every_steps = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
 
     @property
-    def memory_refused(self) -> str:
-        """Why this rank does not copy into memory any more. Not collective."""
+    def not_copied(self) -> str:
+        """Why this rank does not copy into memory any more, if it began to. Not collective."""
         return "" if self._memory is None else self._memory.refused
 
     def forget(self) -> None:

@@ -27,7 +27,7 @@ from gpumix.train import run_files
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
-from gpumix.train.display import Display, input_bound, unread
+from gpumix.train.display import Display, input_bound, not_copied, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
@@ -128,7 +128,7 @@ class Trainer:
         self._display: Display | None = None
         stamps = stamps_of(self.engine.device)
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
-        self._told_of_starvation = False
+        self._told_of_starvation = self._told_of_copies = False
         self._balancing = Balancing(plan, profile, context) if job.rebalance else None
         self._waited_s = 0.0
         self._since = time.perf_counter()
@@ -383,6 +383,7 @@ class Trainer:
             starved_share=self.watch.starvation.share,
             input_limit=self.loader.limit,
             skipped=len(self.loader.skipped),
+            not_copied=self.keeping.not_copied,
             **self._speed(watched.steps),
         )
         self._gather(mine)
@@ -391,6 +392,7 @@ class Trainer:
             self._log.ranks(self.step, self._records)
             self._display.classes(self._classes)
             self._tell_of_starvation()
+            self._tell_of_copies(not_copied(self.context.ranks.names, self._records))
             missed = unread(self.context.ranks.names, self._records)
             if missed and self.step == self.job.steps:
                 self._display.say(missed)
@@ -415,6 +417,15 @@ class Trainer:
         starved = [one for one in self._records if one.starved_share is not None]
         self._log.starved(self.step, starved)
         self._display.say(told)
+
+    def _tell_of_copies(self, refused: str) -> None:
+        """Once in a run."""
+        if refused and self._display is not None and not self._told_of_copies:
+            self._told_of_copies = True
+            self._display.say(
+                f"no copies of the state in memory: {refused}; a run that loses a rank goes on "
+                "from its last checkpoint"
+            )
 
     def _overruns(self) -> int:
         """Of this rank, in those steps that count for speed."""
@@ -465,12 +476,7 @@ class Trainer:
         return saved
 
     def _open_memory(self) -> None:
-        refused = self.keeping.open_memory(fresh=self.step == 0)
-        if refused and self._display is not None:
-            self._display.say(
-                f"no copies of the state in memory: {refused}; a run that loses a rank goes on "
-                "from its last checkpoint"
-            )
+        self._tell_of_copies(self.keeping.open_memory(fresh=self.step == 0))
 
     def _remember(self) -> None:
         """Have this step's state copied into memory."""

@@ -130,7 +130,7 @@ class MemoryCheckpointer:
             MachineError: the host has none.
         """
         size = size_of(tensors)
-        copies = folder.SLOTS * (1 if self._buddies is None else 2)
+        copies = folder.copies(hosts=1 if self._buddies is None else 2)
         if not self._copies and not room_for(copies * size, self._ranks_here):
             raise MachineError(
                 f"the host has no memory for {copies} copies of {show_bytes(size)} for each of "

@@ -34,6 +34,12 @@ _SEAL = re.compile(r"rank_(\d{4,})\.slot_(\d)\.seal")
 _OUTPUT = "output"
 
 
+def copies(hosts: int) -> int:
+    """How often the state of each rank is in the memory of a run's hosts, or of one of them: where
+    there are several hosts, another one has it too."""
+    return SLOTS * (1 if hosts == 1 else 2)
+
+
 @dataclass(frozen=True)
 class Held:
     """One whole copy of a rank's state: in which slot, after which step, of how many ranks."""

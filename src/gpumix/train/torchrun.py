@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import TorchrunPlace
+from gpumix.hardware.environment import TorchrunPlace, begun
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.train import run_files
@@ -27,6 +27,7 @@ from gpumix.train.launch import Seat
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
+NO_DEVICE = Device(id="none", device_class="none")  # of who only asks the store
 
 
 class Store(Protocol):
@@ -85,17 +86,14 @@ class TorchrunRunner:
 
     def started_again(self, output: Path) -> bool:
         """Collective."""
-        word, arrivals = self._arrive()
+        word, _ = self._arrive()
         store = self._store(f"{word}/again")
-        agents = sorted({arrival.agent for arrival in arrivals})
         if self.speaks:
-            store.set("again", "yes" if _was_there(output, agents) else "")
+            store.set("again", "yes" if _was_there(output, self._agents()) else "")
         return bool(_heard(store, "again", "rank 0"))
 
     def begins(self, output: Path) -> None:
-        _, arrivals = self._arrive()
-        agents = sorted({arrival.agent for arrival in arrivals})
-        (output / run_files.AGENTS).write_text(json.dumps(agents), encoding="utf-8")
+        (output / run_files.AGENTS).write_text(json.dumps(self._agents()), encoding="utf-8")
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
@@ -124,10 +122,14 @@ class TorchrunRunner:
             )
         return self._arrived
 
+    def _agents(self) -> list[str]:
+        _, arrivals = self._arrive()
+        return sorted({arrival.agent for arrival in arrivals})
+
     def _store(self, prefix: str) -> Store:
         from gpumix.train.context import store_of
 
-        return store_of(replace(seat_in(self._place, _NO_DEVICE), run=prefix), MEETING_S)
+        return store_of(replace(seat_in(self._place, NO_DEVICE), run=prefix), MEETING_S)
 
 
 def seat_in(place: TorchrunPlace, device: Device) -> Seat:
@@ -158,9 +160,6 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
         )
     device = mine.devices[place.local_rank]
     return device, mine.class_named(device.device_class)
-
-
-_NO_DEVICE = Device(id="none", device_class="none")
 
 
 def arrive(
@@ -224,11 +223,8 @@ def _heard(store: Store, key: str, who: str) -> str:
 def agent() -> str:
     """The process that started this one: its host, its number, and when it began, so that another
     of the same number is another."""
-    parent, begun = os.getppid(), ""
-    with suppress(OSError, IndexError):
-        told = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8", errors="replace")
-        begun = told.rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}/{parent}/{begun}"
+    parent = os.getppid()
+    return f"{socket.gethostname()}/{parent}/{begun(parent)}"
 
 
 def _was_there(output: Path, agents: Sequence[str]) -> bool:
