@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -68,6 +68,10 @@ class Division:
             return 0, numel
         offsets = self.offsets(numel)
         return offsets[self.comm.rank], offsets[self.comm.rank + 1]
+
+    def by(self, plan: Plan) -> Division:
+        """The same with the shares of a plan that has no others than this one's."""
+        return replace(self, shares=plan.stages[0].shares)
 
     @classmethod
     def of_stage(

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +29,7 @@ from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
-from gpumix.engine.micro_batch import Loss, MicroBatch
+from gpumix.engine.micro_batch import Loss, MicroBatch, closing
 from gpumix.engine.objective import Objective, mean_over_labels
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
@@ -37,7 +37,7 @@ from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, untouched
-from gpumix.engine.resplit import check_resplit
+from gpumix.engine.replan import move_state, moves_state
 from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
@@ -53,10 +53,9 @@ ROW = 4  # what each rank tells all others in a step: losses, their count, its n
 class Engine:
     """A model sharded over ranks by a plan. Made by `prepare`.
 
-    `overflowed` says whether the last step's fp16 gradients overflowed: then there are none.
-    `notice` is a number that this rank tells all others in the next step, at no further cost;
-    `notices_by_rank` is what all ranks said in the last one; so are `report` and `reports_by_rank`.
-    `losses_counted` is what the sum of
+    `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
+    this rank tells all others in the next step, at no further cost; `notices_by_rank` is what all
+    said in the last one; so are `report` and `reports_by_rank`. `losses_counted` is what the sum of
     all losses of the last step was divided by, float64 on the device. `copies` is the clock of what
     the device waits for batches, and for what was kept on the host.
     """
@@ -164,14 +163,17 @@ class Engine:
                 self._check_overflow()
         return table[:, 0].sum() / table[:, 1].sum()
 
-    def replan(self, plan: Plan) -> None:
-        """Go on by `plan`, which splits the samples of a single stage in another way and is this
-        engine's plan in all else. All ranks do so between the same two steps.
+    def replan(self, plan: Plan, optimizer: Optimizer | None = None) -> None:
+        """Go on by `plan`, which is this engine's but for how it splits the samples of a single
+        stage, or its state; then what `optimizer` keeps moves too. All ranks do so between the same
+        two steps; there are no gradients.
 
         Raises:
-            InputError: more than that differs.
+            InputError: more than that differs, or this state cannot be moved.
         """
-        check_resplit(self.plan, plan)
+        if moves_state(self.plan, plan):
+            self._parts = replace(self._parts, division=self._parts.division.by(plan))
+            move_state(self._buckets, self._parts.division, optimizer)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
         self._rows = plan.rows_of(self.comm.rank)
@@ -207,7 +209,7 @@ class Engine:
         self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
-        with _closing(batches):
+        with closing(batches):
             turns = layered.Turns(batches, in_order=bool(self._keepers))
             begun = layered.Begun()
             layered.forward(self._parts, turns, keep=True)
@@ -344,7 +346,7 @@ class Engine:
         # With all parameters here, one after the other: so the least is held at once.
         whole = self._parts.division.whole_parameters and len(batches) > 1
         results: list[Loss] = []
-        with _closing(batches):
+        with closing(batches):
             for some in [[b] for b in batches] if whole else [batches]:
                 turns = layered.Turns(some)
                 layered.forward(self._parts, turns, keep=False)
@@ -590,12 +592,3 @@ class _Samples:
 def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
     exchanged.wait()
     return (1.0 / (table[:, 1].sum() * scale)).float()
-
-
-@contextlib.contextmanager
-def _closing(batches: list[MicroBatch]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for micro_batch in batches:
-            micro_batch.close()

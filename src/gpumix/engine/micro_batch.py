@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -190,3 +191,13 @@ def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
         why="the order of unit calls must be the same on every rank and in every step",
         fix="profile and plan again for this model and its current settings",
     )
+
+
+@contextmanager
+def closing(batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """All of them are closed at the end, however it comes."""
+    try:
+        yield
+    finally:
+        for micro_batch in batches:
+            micro_batch.close()

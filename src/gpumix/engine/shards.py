@@ -13,7 +13,7 @@ interval of the sum (at stages 0 and 1 a view of `gradient`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -173,10 +173,8 @@ class FlatGroup:
         own_masters = alike.own_masters and not self._on_host
         # Whether an update of the masters is none of `full` yet.
         self.diverges = alike.trainable and not (division.replicated and own_masters)
-        if division.whole_parameters and own_masters:
-            self.master = full[self.start : self.end]
-        else:
-            self.master = self._own(self.end - self.start, alike.master_dtype)
+        self._masters_in_full = division.whole_parameters and own_masters
+        self.master = self._masters(alike.master_dtype)
         self.pieces = list(self._fill(alike, source))
         self._install(alike)
         self._gradients: list[_Gradient] = []
@@ -192,14 +190,18 @@ class FlatGroup:
             return empty_on_host(numel, dtype, self.full.device)
         return torch.empty(numel, dtype=dtype, device=self.full.device)
 
+    def _masters(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's interval of the masters."""
+        if self._masters_in_full:
+            return self.full[self.start : self.end]
+        return self._own(self.end - self.start, dtype)
+
     def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
         begin, division = 0, self._division
         leads = division.team is None or division.team.rank == 0
         for slot, numel in zip(alike.slots, alike.numels):
-            start = min(max(self.start - begin, 0), numel)
-            end = min(max(self.end - begin, start), numel)
-            offset = min(max(begin + start - self.start, 0), self.master.numel())
+            start, end, offset = self._part(begin, numel)
             view = self.master[offset : offset + end - start]
             if end > start:
                 view.copy_(_values(source, slot, start, end))
@@ -207,6 +209,13 @@ class FlatGroup:
             first = division.first and (leads or not slot.window.whole)
             yield Piece(slot.name, slot.window, start, end, local, first)
             begin += numel
+
+    def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
+        """Of a parameter at `begin` of the buffer: where this rank's part of it starts and ends,
+        and where that is in the masters."""
+        start = min(max(self.start - begin, 0), numel)
+        end = min(max(self.end - begin, start), numel)
+        return start, end, min(max(begin + start - self.start, 0), self.end - self.start)
 
     def _install(self, alike: Alike) -> None:
         """Put views of the buffer in the places of the parameters."""
@@ -233,16 +242,41 @@ class FlatGroup:
         for view in self.views:
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        own, size = self.gradient[self.start : self.end], self.end - self.start
-        self.master_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
-        self._piece_gradients = self.master_gradient.split(
-            [piece.end - piece.start for piece in self.pieces]
-        )
+        self._own_gradients()
         for view, gradient in zip(self.views, self.gradient.split(numels)):
             place = gradient.view(view.shape)
             view.grad = place
             put = view.register_post_accumulate_grad_hook(partial(_put, place))
             self._gradients.append(_Gradient(view, place, put))
+
+    def _own_gradients(self) -> None:
+        """Memory for this rank's interval of the gradients' sums."""
+        own, size = self.gradient[self.start : self.end], self.end - self.start
+        self.master_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
+        self._piece_gradients = self.master_gradient.split(
+            [piece.end - piece.start for piece in self.pieces]
+        )
+
+    def divide(self, division: Division, masters: torch.Tensor) -> None:
+        """From now on this rank has what `division` says, and there these values. Pieces' `local`
+        are the same parameters, of other elements. Between two steps, without gradients."""
+        self._division = division
+        self.offsets = division.offsets(self.numel)
+        self.start, self.end = division.interval(self.numel)
+        dtype = self.master.dtype
+        del self.master
+        self.master = self._masters(dtype).copy_(masters)
+        begin, pieces = 0, []
+        for piece in self.pieces:
+            numel = piece.window.numel
+            start, end, offset = self._part(begin, numel)
+            piece.local.grad = None
+            piece.local.data = self.master[offset : offset + end - start]
+            pieces.append(replace(piece, start=start, end=end))
+            begin += numel
+        self.pieces = pieces
+        if self.trainable:
+            self._own_gradients()
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """What the modules may hold in the places of parameters, with the name of the piece."""

@@ -1,0 +1,137 @@
+"""What a running engine goes on by: another split of the samples, other shares of the state.
+
+Ranks send each other what they lack of each flat buffer, one buffer after the other, so that no
+more than one of them is there twice. Buffers that steps compute with stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gpumix.engine.buckets import Bucket
+from gpumix.engine.comm import Communicator
+from gpumix.engine.division import Division
+from gpumix.engine.shards import FlatGroup
+from gpumix.engine.updates import updates_elements
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+
+
+def moves_state(before: Plan, after: Plan) -> bool:
+    """Whether plans that differ in nothing but samples, and shares of the state, differ in these.
+
+    Raises:
+        InputError: they differ in more, or what differs cannot be changed while a run trains.
+    """
+    if len(after.stages) > 1 or _but_parts(before) != _but_parts(after):
+        raise InputError(
+            "a running engine takes only a plan of one stage that splits the samples or the state "
+            "anew",
+            fix="save a checkpoint, and load it into an engine with that plan",
+        )
+    moved = before.stages[0].shares != after.stages[0].shares
+    if moved and not may_move(after):
+        raise InputError(
+            "a running engine moves no state of this plan",
+            why="state moves where it is divided over all ranks (ZeRO 1 to 3, sharding 'all', no "
+            "teams) by collectives that take any shares",
+            fix="save a checkpoint, and load it into an engine with that plan",
+        )
+    return moved
+
+
+def may_move(plan: Plan) -> bool:
+    """Whether ranks of this plan can give each other state while they train."""
+    forms = (plan.collectives.gather, plan.collectives.reduce)
+    return (
+        len(plan.stages) == 1
+        and plan.zero_stage > 0
+        and plan.sharding == "all"
+        and not plan.in_teams
+        and "native" not in forms
+    )
+
+
+def _but_parts(plan: Plan) -> list[Any]:
+    undivided = {"samples": 0, "micro_batch": 0, "state_share": 0.0}
+    stages = [
+        s.model_copy(update={"workers": tuple(w.model_copy(update=undivided) for w in s.workers)})
+        for s in plan.stages
+    ]
+    unsaid = {"stages": (), "prediction": None, "reasons": None}
+    return [*stages, plan.model_copy(update=unsaid)]
+
+
+def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimizer | None) -> None:
+    """Divide the parameters of `buckets`, and what `optimizer` keeps for them, by `division`.
+    Collective, between two steps; there are no gradients.
+
+    Raises:
+        InputError: the optimizer looks at more than single elements.
+    """
+    if optimizer is None or not updates_elements(optimizer):
+        what = "an optimizer that is not given" if optimizer is None else type(optimizer).__name__
+        raise InputError(
+            f"what {what} keeps cannot be divided anew while a run trains",
+            fix="save a checkpoint, and load it into an engine with the other plan",
+        )
+    for bucket in buckets:
+        for group in bucket.groups:
+            _move(group, division, optimizer)
+        bucket.values_changed()
+    trained = [group for bucket in buckets for group in bucket.trainable]
+    if trained:
+        max(trained, key=lambda group: group.numel).expect_reduce()
+
+
+def _move(group: FlatGroup, division: Division, optimizer: Optimizer) -> None:
+    before, after = group.offsets, division.offsets(group.numel)
+    if before == after:
+        return
+    comm = division.comm
+    label = f"move of the state of unit '{group.label}'"
+    # All ranks have the same keys: each of them has a piece of every parameter.
+    kept = {}
+    for key in _keys(group, optimizer):
+        parts = [optimizer.state[piece.local].pop(key) for piece in group.pieces]
+        kept[key] = _moved(torch.cat(parts), before, after, comm, label)
+        del parts
+    group.divide(division, _moved(group.master, before, after, comm, label))
+    for key, flat in kept.items():
+        sizes = [piece.end - piece.start for piece in group.pieces]
+        for piece, part in zip(group.pieces, flat.split(sizes)):
+            optimizer.state[piece.local][key] = part
+
+
+def _keys(group: FlatGroup, optimizer: Optimizer) -> list[str]:
+    """Under which the optimizer keeps a value for each element of a group."""
+    if not group.trainable or any(p.local not in optimizer.state for p in group.pieces):
+        return []
+    return sorted(
+        key
+        for key, value in optimizer.state[group.pieces[0].local].items()
+        if isinstance(value, torch.Tensor) and value.shape == group.pieces[0].local.shape
+    )
+
+
+def _moved(
+    own: torch.Tensor, before: Sequence[int], after: Sequence[int], comm: Communicator, label: str
+) -> torch.Tensor:
+    """This rank's interval by `after`; `own` is that by `before`. Both are offsets of a buffer."""
+    rank = comm.rank
+    given = [_common(before, rank, after, other) for other in range(comm.world)]
+    taken = [_common(before, other, after, rank) for other in range(comm.world)]
+    sent = own.to(comm.device)  # from a host too
+    received, pending = comm.exchange_parts(sent, given, taken, label)
+    pending.wait()
+    return received.to(own.device)
+
+
+def _common(before: Sequence[int], giver: int, after: Sequence[int], taker: int) -> int:
+    """How much of a buffer `giver` had, and `taker` is to have."""
+    low = max(before[giver], after[taker])
+    return max(0, min(before[giver + 1], after[taker + 1]) - low)
