@@ -6,11 +6,16 @@ back to the last checkpoint. The samples of the steps that count must be the glo
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import numpy as np
+import torch
 from data_helpers import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumix.data.arena import Arena
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
 
@@ -82,3 +87,28 @@ def test_any_cut_of_a_batch_is_the_batch(data, n, batch, step):
     parts = [loader.indices(step) for loader in loaders]
     assert [len(part) for part in parts] == cut
     assert np.array_equal(np.concatenate(parts), order.span(step * batch, (step + 1) * batch))
+
+
+def test_a_batch_that_is_forgotten_while_it_is_put_together_gives_its_memory_back_once(monkeypatch):
+    """Else two batches would lie in the same memory later."""
+    lent, forgotten, times = threading.Event(), threading.Event(), itertools.count()
+    lend = Arena.lend
+
+    def slowly(arena: Arena, slot: int, nbytes: int) -> torch.Tensor:
+        found = lend(arena, slot, nbytes)
+        if next(times) == 1:
+            lent.set()
+            assert forgotten.wait(30)
+        return found
+
+    monkeypatch.setattr(Arena, "lend", slowly)
+    with Loader(Numbers(100), [8], 0, workers=1, kind="processes", prefetch=2) as loader:
+        next(loader)
+        assert lent.wait(30)
+        loader.replan([8])
+        forgotten.set()
+        found = [next(loader)["k"].tolist() for _ in range(6)]
+        assert found == [loader.indices(step).tolist() for step in range(1, 7)]
+        arena = loader._feed._arena
+        assert arena is not None
+        assert len(set(arena._free)) == len(arena._free)

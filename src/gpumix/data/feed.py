@@ -51,6 +51,7 @@ class _Ahead:
     Attributes:
         missing: chunks that are not there yet, by their first rows; `begun`: that were given out.
         skipped: samples that could not be read, by the first rows of their chunks.
+        whole: all of it is there; who brought the last of it puts it together, with its memory.
         done: all of it, put together.
         dropped: nobody wants it any more, but somebody may still write into its memory.
     """
@@ -65,6 +66,7 @@ class _Ahead:
     target: Batch | None = None
     parts: dict[int, Batch] = field(default_factory=dict)
     skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
+    whole: bool = False
     done: Batch | None = None
     error: Exception | None = None
     dropped: bool = False
@@ -175,10 +177,9 @@ class Feed:
             for batch in self._by_position.values():
                 batch.dropped = True
                 batch.missing = {s: chunk for s, chunk in batch.missing.items() if s in batch.begun}
-                if not batch.missing:
-                    self._by_number.pop(batch.number, None)
-                    if batch.done is None:
-                        batch.give_back()
+                if not batch.missing and not batch.whole:
+                    del self._by_number[batch.number]
+                    batch.give_back()
             self._by_position.clear()
 
     def drain(self) -> tuple[list[Cost], list[Skipped]]:
@@ -292,7 +293,7 @@ class Feed:
                 if found.values is not None:
                     batch.parts[chunk.start] = found.values
                 batch.layout = batch.layout or found.layout
-            whole = not batch.missing
+            whole = batch.whole = not batch.missing
             if whole:
                 del self._by_number[batch.number]
             self._dispatch()
