@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from jobs import SHARED_PROFILES
 
 from gpumix.train import launch
+
+sys.path.append(str(Path(__file__).parents[1] / "planner"))  # profiles that are made up
 
 torch.set_num_threads(1)
 

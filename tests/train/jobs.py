@@ -94,6 +94,7 @@ def plan_for(
         Worker(
             device=device.id,
             device_class=device.device_class,
+            host=device.host,
             samples=count,
             micro_batch=count,
             state_share=share,

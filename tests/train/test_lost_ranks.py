@@ -85,6 +85,17 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
     assert error.why == "its process was stopped (SIGSTOP)"
 
 
+@pytest.mark.slow  # it is waited for until the timeout
+def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(tmp_path):
+    """Its process lives, its device does not get on: the others wait in a collective."""
+    error = failure(harmed(tmp_path, "hang", timeout=5))
+    assert error.exit_code == 5
+    assert error.what == "rank 1 (device 'small-0' on localhost) did not take part"
+    assert re.search(r"the (reduction|all-gather) of unit '.+' failed|exchange", error.why)
+    told = r"; rank 1 \(device 'small-0' on localhost\) stands at toys\.py:\d+ in _hang, "
+    assert re.search(told + r"toys\.py:\d+ in forward", error.why)
+
+
 def test_what_a_rank_raises_is_told_with_its_place(tmp_path):
     error = failure(harmed(tmp_path, "raise"))
     assert error.exit_code == 5

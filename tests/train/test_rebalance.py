@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -14,14 +15,18 @@ from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
+    Fixed,
+    Moved,
     Pace,
     Rebalancer,
     described,
     split,
     with_samples,
 )
+from gpumix.train.rebalance_room import with_shares
 
 PLENTY = 10**6
+TOTAL = 48
 
 
 def plan(*samples: int, micro_batch: int = 4, tensor: int = 1) -> Plan:
@@ -46,11 +51,32 @@ def plan(*samples: int, micro_batch: int = 4, tensor: int = 1) -> Plan:
     )
 
 
+class Roomy:
+    """Memory for so many samples, and for any if state moves, which takes `moving_s`: None if it
+    does not."""
+
+    def __init__(self, most: list[int]) -> None:
+        self.most = most
+        self.moving_s: float | None = None
+        self.asked = 0
+
+    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+        self.asked += 1
+        if self.moving_s is None:
+            return None
+        samples = split(TOTAL, paces, [PLENTY] * len(paces))
+        assert samples is not None
+        return Moved(samples, (0.1, 0.2, 0.3, 0.4), self.moving_s)
+
+
 class Run:
     """Devices of which each takes a time for every sample."""
 
-    def __init__(self, *samples: int, most: int = PLENTY, noise: float = 0.0) -> None:
-        self.rebalancer = Rebalancer(plan(*samples), [most] * len(samples))
+    def __init__(
+        self, *samples: int, most: int = PLENTY, noise: float = 0.0, steps: int = 10**6
+    ) -> None:
+        self.room = Roomy([most] * len(samples))
+        self.rebalancer = Rebalancer(plan(*samples), self.room, steps=steps)
         self.sample_s = [1.0] * len(samples)
         self.noise, self.chance = noise, random.Random(3)
         self._before = [0.0] * len(samples)
@@ -171,7 +197,7 @@ def test_who_has_no_samples_gets_none_and_who_has_some_keeps_one():
 
 
 def test_steps_that_do_not_count_are_no_evidence():
-    rebalancer = Rebalancer(plan(4, 4), [PLENTY] * 2)
+    rebalancer = Rebalancer(plan(4, 4), Fixed([PLENTY] * 2), steps=100)
     for _ in range(20):
         assert rebalancer.observe([12.0, 4.0]) is None
         assert rebalancer.observe([12.0, 4.0]) is None
@@ -179,7 +205,7 @@ def test_steps_that_do_not_count_are_no_evidence():
 
 
 def test_of_a_team_the_slowest_counts():
-    rebalancer = Rebalancer(plan(8, 8, tensor=2), [PLENTY] * 2)
+    rebalancer = Rebalancer(plan(8, 8, tensor=2), Fixed([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 24.0, 8.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[:-1] == [None] * (WINDOW_STEPS - 1)
     assert changes[-1] is not None
@@ -191,6 +217,78 @@ def test_a_change_is_told_in_a_line():
     assert described(["a", "b"], (4, 4), change) == (
         "samples split anew, for device 'a' takes 2.00 times as long: a 4 to 3, b 4 to 5; a step's "
         "computing is to take 300 ms instead of 400 ms"
+    )
+
+
+# -- where memory stands in the way ----------------------------------------------------------------
+
+
+def slowed(**room: object) -> Run:
+    """Devices that have memory for a sample more each; the last takes three times as long."""
+    run = Run(12, 12, 12, 12, most=13, **room)
+    run.steps(5)
+    run.sample_s[3] = 3.0
+    return run
+
+
+def test_state_moves_where_that_takes_less_time():
+    run = slowed()
+    run.room.moving_s = 100.0
+    ((_, change),) = run.steps(20)
+    assert change.samples == (15, 15, 14, 4)
+    assert change.shares == (0.1, 0.2, 0.3, 0.4)
+    assert change.moving_s == 100.0
+
+
+@pytest.mark.parametrize("moving_s", [None, 1e9])
+def test_state_stays_where_it_cannot_move_or_that_takes_too_long(moving_s):
+    run = slowed()
+    run.room.moving_s = moving_s
+    ((_, change),) = run.steps(20)
+    assert change.samples == (13, 13, 13, 9)
+    assert change.shares is None
+
+
+def test_state_stays_where_few_steps_are_left():
+    run = slowed(steps=12)
+    run.room.moving_s = 30.0
+    ((_, change),) = run.steps(7)
+    assert change.shares is None
+
+
+def test_it_is_not_asked_again_and_again_whether_state_can_move():
+    run = slowed()
+    run.steps(100)
+    assert run.room.asked <= 2
+
+
+def test_where_samples_have_room_nobody_asks():
+    run = Run(12, 12, 12, 12)
+    run.sample_s[3] = 3.0
+    ((_, change),) = run.steps(20)
+    assert change.shares is None
+    assert run.room.asked == 0
+
+
+def test_what_has_moved_is_gone_on_from():
+    """A device that stores less updates less: what it takes besides its samples is the new
+    plan's."""
+    run = slowed()
+    run.room.moving_s = 0.0
+    ((_, change),) = run.steps(20)
+    run.rebalancer.go_on(with_shares(plan(*change.samples), change.shares), Fixed([PLENTY] * 4))
+    assert run.steps(50) == []
+    run.sample_s[3] = 1.0
+    ((_, change),) = run.steps(20)
+    assert change.samples == (12, 12, 12, 12)
+
+
+def test_a_move_is_told_in_a_line():
+    change = Change((3, 5), 0.4, 0.3, "device 'a' takes 2.00 times as long", (0.25, 0.75), 0.1)
+    assert described(["a", "b"], (4, 4), change, (0.5, 0.5)) == (
+        "samples split anew, for device 'a' takes 2.00 times as long: a 4 to 3, b 4 to 5; state "
+        "moves to make room: a 50% to 25%, b 50% to 75%; a step's computing is to take 300 ms "
+        "instead of 400 ms"
     )
 
 

@@ -331,6 +331,11 @@ def _small_disk() -> float:
     return 1.0
 
 
+def _hang() -> float:
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
 FAULTS: dict[str, Callable[[], float]] = {
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
@@ -345,4 +350,5 @@ FAULTS: dict[str, Callable[[], float]] = {
     "interrupt-launcher-twice": _interrupt_launcher_twice,
     "ctrl-c": _ctrl_c,
     "small-disk": _small_disk,
+    "hang": _hang,
 }

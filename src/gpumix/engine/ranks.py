@@ -21,6 +21,8 @@ import torch.distributed as dist
 from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
 from gpumix.engine.heartbeat import BEAT_S, ENDED
+from gpumix.engine.stands import where_main_stands
+from gpumix.engine.state import some_of
 from gpumix.spec.errors import (
     GpumixError,
     InputError,
@@ -37,6 +39,10 @@ from gpumix.spec.plan import Plan
 SILENCE_S = 3.0
 # Within this time all that wait for the same thing have noticed that it failed.
 NOTICE_S = 1.0
+# How long a rank that leaves waits for its last heartbeat to be taken.
+LEAVE_S = 5.0
+# Who waits in vain asks all ranks where they stand.
+ASKED = "asked"
 # What torch raises when the process that has the store is gone.
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # How long a rank that lost a peer waits for somebody's own account of what happened.
@@ -212,15 +218,18 @@ class Ranks:
         try:
             if isinstance(error, CommunicationError):
                 return self._explained(error)
-            return self._alone(error)
+            return self._alone(first_line(error))
         except STORE_ERRORS as gone:
-            return self._alone(gone)
+            others = some_of([name for name in self.names if name != self.names[self.rank]])
+            told = f"{error.what}, with {others}; " if isinstance(error, CommunicationError) else ""
+            return self._alone(told + first_line(gone))
 
     def _explained(self, error: CommunicationError) -> GpumixError:
         assert self._store is not None
         self._store.set(f"waiting/{self.rank}", error.what)
         time.sleep(NOTICE_S)
         late = [r for r in range(self.world) if not self._store.check([f"waiting/{r}"])]
+        self._store.set(ASKED, "")
         deadline = time.monotonic() + ACCOUNT_S
         while time.monotonic() < deadline:
             account = self._account_of_failure()
@@ -230,14 +239,25 @@ class Ranks:
         silent = self._silent()
         if not silent and not late:
             return error
+        stands = "" if silent else self._told_of_stands(late)
         return TrainingError(
             f"{' and '.join(self.names[r] for r in silent or late)} "
             + ("stopped answering" if silent else "did not take part"),
             where=self.names[self.rank],
-            why=f"{error.what}: {error.why}",
+            why=f"{error.what}: {error.why}{stands}",
             fix="look at that process: it was killed, stopped, is slow, or its host is gone; then "
             "run the same command with --resume",
         )
+
+    def _told_of_stands(self, late: list[int]) -> str:
+        """Where those stand that others wait for, as far as they say so."""
+        assert self._store is not None
+        told = []
+        for rank in late:
+            if self._store.check([f"stands/{rank}"]):
+                text = self._store.get(f"stands/{rank}").decode()
+                told.append(f"; {self.names[rank]} stands at {text}")
+        return "".join(told)
 
     def _account_of_failure(self) -> GpumixError | None:
         assert self._store is not None
@@ -246,12 +266,13 @@ class Ranks:
                 return _retold(self._store.get(f"failed/{rank}").decode(), self.names[rank])
         return None
 
-    def _alone(self, error: Exception) -> GpumixError:
+    def _alone(self, why: str) -> GpumixError:
         return TrainingError(
             "the process that holds the ranks together is gone",
             where=self.names[self.rank],
-            why=first_line(error),
-            fix="look at the launcher's host, then run the same command with --resume",
+            why=why,
+            fix="look at the launcher's host and the link to it, then run the same command with "
+            "--resume",
         )
 
     def _silent(self) -> list[int]:
@@ -267,10 +288,12 @@ class Ranks:
 
 
 class _Heart:
-    """Moves this rank's heartbeat in the store, from a thread of its own."""
+    """Moves this rank's heartbeat in the store, from a thread of its own; and tells, once others
+    ask, where the main thread stands."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
+        self._rank = rank
         self._key = f"beat/{rank}"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpumix-heart", daemon=True)
@@ -280,6 +303,8 @@ class _Heart:
         for beat in itertools.count():
             try:
                 self._store.set(self._key, str(beat))
+                if self._store.check([ASKED]):
+                    self._store.set(f"stands/{self._rank}", where_main_stands())
             except RuntimeError:  # the store is gone, and with it everybody who listens
                 return
             if self._stopped.wait(BEAT_S):
@@ -287,7 +312,9 @@ class _Heart:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(LEAVE_S)
+        if self._thread.is_alive():  # the store does not answer it
+            return
         with suppress(RuntimeError):
             self._store.set(self._key, ENDED)
 

@@ -15,11 +15,13 @@ from gpumix.train.metrics import Told
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
+    Fixed,
     Rebalancer,
+    Room,
     described,
-    most_by_memory,
     with_samples,
 )
+from gpumix.train.rebalance_room import Movable, most_by_memory, with_shares
 
 # It is looked at from here on: first steps take longer than others.
 FIRST_STEPS = 3
@@ -35,12 +37,18 @@ class Balancing:
     Attributes:
         plan: by which the next step goes.
         changes: how often the samples were split anew.
+
+    Args:
+        state_moves: whether the engine can move what a rank stores.
     """
 
-    def __init__(self, plan: Plan, profile: Profile | None, context: Context) -> None:
-        self.plan = self._first = plan
+    def __init__(
+        self, plan: Plan, profile: Profile | None, context: Context, *, state_moves: bool
+    ) -> None:
+        self.plan = self._planned = plan
         self._profile = profile
         self._context = context
+        self._state_moves = state_moves and profile is not None
         self._rebalancer: Rebalancer | None = None
         self.changes = 0
         self._steps = 0
@@ -57,39 +65,52 @@ class Balancing:
         if len(self.plan.stages) > 1 or len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
             return None
         if self._rebalancer is None:
-            self._rebalancer = Rebalancer(self._first, self._most())
+            steps = self._context.job.steps
+            self._rebalancer = Rebalancer(self._planned, self._room(), steps=steps)
         before = self._rebalancer.samples
         change = self._rebalancer.observe(compute_s)
         if change is None:
             return self._effect(times)
+        told = self._told(before, change)
         self.plan = self._with(change)
+        if change.shares is not None:
+            self._planned = self.plan
+            self._rebalancer.go_on(self.plan, self._room())
         self.changes += 1
         self._changed = (self._steps, fmean(times[-WINDOW_STEPS:]))
-        return self._told(before, change)
+        return told
 
-    def _most(self) -> Sequence[int]:
-        """The most samples for which each team has memory. Collective."""
-        if self._profile is not None:
-            return most_by_memory(self._profile, self._first)
-        (stage,) = self._first.stages
+    def _room(self) -> Room:
+        """Collective without a profile."""
+        if self._profile is None:
+            return Fixed(self._most_by_peak())
+        if self._state_moves:
+            return Movable(self._profile, self._planned)
+        return Fixed(most_by_memory(self._profile, self._planned))
+
+    def _most_by_peak(self) -> Sequence[int]:
+        """The most samples for which each team has memory, by what it took so far. Collective."""
+        (stage,) = self._planned.stages
         peak = self._context.runtime.peak_bytes()
         part = ROOM * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
-            return [self._first.global_batch] * len(stage.teams)
+            return [self._planned.global_batch] * len(stage.teams)
         size = stage.tensor
         of_teams = [min(parts[n : n + size]) for n in range(0, len(parts), size)]
         now = [team[0].samples for team in stage.teams]
         return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
 
     def _with(self, change: Change) -> Plan:
-        plan = with_samples(self._first, change.samples)
+        plan = with_samples(self._planned, change.samples)
+        if change.shares is not None:
+            plan = with_shares(plan, change.shares)
         if self._profile is None:
             return plan
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
     def _told(self, before: Sequence[int], change: Change) -> Told:
-        (stage,) = self._first.stages
+        (stage,) = self._planned.stages
         devices = [team[0].device for team in stage.teams]
         fields = {
             "samples": dict(zip(devices, change.samples)),
@@ -98,7 +119,11 @@ class Balancing:
             "computing_s": change.after_s,
             "computing_before_s": change.before_s,
         }
-        return Told("rebalance", fields, described(devices, before, change))
+        if change.shares is not None:
+            fields["shares"] = dict(zip(devices, change.shares))
+            fields["shares_before"] = dict(zip(devices, stage.shares))
+            fields["moving_s"] = change.moving_s
+        return Told("rebalance", fields, described(devices, before, change, stage.shares))
 
     def _effect(self, times: Sequence[float]) -> Told | None:
         """What the last change came to, once."""

@@ -33,6 +33,7 @@ from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
 from gpumix.train.models import check_fits, vocabulary_of
 from gpumix.train.tables import stderr
+from gpumix.train.unheard import give_up_after
 
 MEETING_S = 120.0  # how long ranks wait for each other's devices
 
@@ -151,6 +152,7 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
         timeout=timedelta(seconds=timeout_s),
         multi_tenant=True,
     )
+    give_up_after(timeout_s, port=seat.port)
     return dist.PrefixStore(seat.run, store)
 
 

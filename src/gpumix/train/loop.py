@@ -17,7 +17,9 @@ from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
 from gpumix.engine.record import SILENT, Recorder, Recording
+from gpumix.engine.replan import may_move
 from gpumix.engine.state import some_of
+from gpumix.engine.updates import updates_elements
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted, TrainingError
 from gpumix.spec.plan import Plan
@@ -129,7 +131,7 @@ class Trainer:
         stamps = stamps_of(self.engine.device)
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
         self._told_of_starvation = self._told_of_copies = False
-        self._balancing = Balancing(plan, profile, context) if job.rebalance else None
+        self._balancing = self._balancing_by(profile) if job.rebalance else None
         self._waited_s = 0.0
         self._since = time.perf_counter()
         self._step_times: list[float] = []
@@ -485,6 +487,10 @@ class Trainer:
             self.keeping.choose_interval(typical_s(self._step_times[1:]))
         self.keeping.remember(self.step)
 
+    def _balancing_by(self, profile: Profile | None) -> Balancing:
+        moves = may_move(self.plan) and updates_elements(self.optimizer)
+        return Balancing(self.plan, profile, self.context, state_moves=moves)
+
     def _rebalance(self) -> None:
         """Split the samples anew, if that is worth it by the last steps."""
         if self._balancing is None or self.step == self.job.trace_step:
@@ -492,7 +498,8 @@ class Trainer:
         told = self._balancing.after_step(self._step_times, self.engine.reports_by_rank())
         if self._balancing.plan is not self.plan:
             self.plan = self._balancing.plan
-            self.engine.replan(self.plan)
+            self.keeping.settle(self.step)  # what is copied may move
+            self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
         if told is not None and self._display is not None:
             self._log.rebalance(self.step, told)

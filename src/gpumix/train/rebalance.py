@@ -6,7 +6,8 @@ that was wrong. Pure: all ranks see the same times and come to the same split in
 
 A device that takes f times as long as the plan says is taken to do so for its samples and for its
 optimizer alike. The split is that of the smallest time of the slowest device: sample after sample
-goes to where it ends first, which is the optimum where more samples never take less time.
+goes to where it ends first, which is the optimum where more samples never take less time. Where
+memory forbids that, state moves to devices that have room, if that pays for itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from gpumix.cost.predict import predict
 from gpumix.spec.plan import Plan, Worker
-from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
 
 # A split is changed if steps come to take so much less time by the shortest times of so many steps
@@ -33,17 +33,24 @@ CALM_STEPS = 30
 WARIER_STEPS = 2
 FAILED_STEPS = 6
 MOST_WINDOW_STEPS = 60
+# State moves if the steps to come gain so many times what the move takes.
+WORTH = 2.0
 
 
 @dataclass(frozen=True)
 class Change:
     """A new split of the samples, by team of the plan, and why; times are those that the devices
-    compute in a step, where it takes longest."""
+    compute in a step, where it takes longest.
+
+    `shares` are those of the state, if that is to move, which is to take `moving_s`.
+    """
 
     samples: tuple[int, ...]
     before_s: float
     after_s: float
     why: str
+    shares: tuple[float, ...] | None = None
+    moving_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,28 +64,67 @@ class Pace:
         return self.fixed_s + samples * self.sample_s
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Samples of each device, what it stores of the state then, and what moving that takes."""
+
+    samples: tuple[int, ...]
+    shares: tuple[float, ...]
+    seconds: float
+
+
+class Room(Protocol):
+    """What memory lets devices compute. `most` samples each team has memory for, beside what it
+    stores."""
+
+    @property
+    def most(self) -> Sequence[int]: ...
+
+    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+        """The best split if state moves to where there is room for it, for teams of these paces;
+        None if it cannot."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Room where no state moves."""
+
+    most: Sequence[int]
+
+    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+        return None
+
+
 class Rebalancer:
     """Watches how long ranks compute, step after step, from the split of a plan of one stage on.
 
     Args:
-        most: the most samples that each team has memory for.
+        steps: how many there are to be.
     """
 
-    def __init__(self, plan: Plan, most: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, room: Room, *, steps: int) -> None:
         (stage,) = plan.stages
         leaders = [team[0] for team in stage.teams]
         self.samples = tuple(worker.samples for worker in leaders)
         """Of each team, now."""
         self._devices = [worker.device for worker in leaders]
         self._degree = stage.tensor
-        self._most = [limit if n else 0 for n, limit in zip(self.samples, most)]
-        self._planned = [_planned(plan, worker) for worker in leaders]
+        self._steps = steps
+        self.go_on(plan, room)
         self._times: deque[list[float]] = deque(maxlen=MOST_WINDOW_STEPS)
         self._changed: list[int] = []
         self._step = 0
         self._of_before = False  # what comes next is of the step before a change
         self._failures = 0
         self._to_beat_s: float | None = None  # by the last change, until that is known
+
+    def go_on(self, plan: Plan, room: Room) -> None:
+        """State has moved: what the same devices take, and have memory for, is by `plan` now."""
+        leaders = [team[0] for team in plan.stages[0].teams]
+        self._room = room
+        self._most = [limit if n else 0 for n, limit in zip(self.samples, room.most)]
+        self._planned = [_planned(plan, worker) for worker in leaders]
+        self._refused: list[Pace] = []  # those for which no state moves
 
     def observe(self, compute_s: Sequence[float]) -> Change | None:
         """Take in how long each rank computed in the step before this one; a change of the samples
@@ -128,12 +174,33 @@ class Rebalancer:
         if before_s * (1.0 - LEAST_GAIN) <= _bound_s(paces, now):
             return None
         samples = split(sum(now), paces, self._most)
-        if samples is None:
-            return None
-        after_s = max(pace.seconds(n) for pace, n in zip(paces, samples))
-        if after_s > before_s * (1.0 - LEAST_GAIN):
+        after_s = before_s if samples is None else _slowest_s(paces, samples)
+        moved = self._moved(paces, min(before_s, after_s))
+        if moved is not None:
+            after_s = _slowest_s(paces, moved.samples)
+            why = self._why(seconds)
+            return Change(moved.samples, before_s, after_s, why, moved.shares, moved.seconds)
+        if samples is None or after_s > before_s * (1.0 - LEAST_GAIN):
             return None
         return Change(samples, before_s, after_s, self._why(seconds))
+
+    def _moved(self, paces: list[Pace], still_s: float) -> Moved | None:
+        """A split for which state moves, if it takes clearly less time than one without, which
+        takes `still_s`, and so much less that the steps to come make up for the move."""
+        limits = [sum(self.samples) if most else 0 for most in self._most]
+        best = split(sum(self.samples), paces, limits)
+        if best is None or _slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
+            return None
+        if self._refused and all(map(_alike, paces, self._refused)):
+            return None
+        moved = self._room.moved(paces)
+        if moved is not None:
+            after_s = _slowest_s(paces, moved.samples)
+            gained_s = (still_s - after_s) * (self._steps - self._step)
+            if after_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * moved.seconds:
+                return moved
+        self._refused = paces
+        return None
 
     def _paces(self, seconds: Sequence[float]) -> list[Pace]:
         every = zip(self._planned, self.samples, seconds)
@@ -141,8 +208,7 @@ class Rebalancer:
 
     def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
         """Whether the change would have been right in one step."""
-        paces = self._paces(seconds)
-        after_s = max(pace.seconds(n) for pace, n in zip(paces, change.samples))
+        after_s = _slowest_s(self._paces(seconds), change.samples)
         return after_s <= max(seconds) * (1.0 - LEAST_GAIN_EACH)
 
     def _why(self, seconds: list[float]) -> str:
@@ -169,6 +235,14 @@ def _planned(plan: Plan, worker: Worker) -> Pace:
 def _measured(planned: Pace, samples: int, seconds: float) -> Pace:
     factor = seconds / planned.seconds(samples) if samples else 1.0
     return Pace(planned.fixed_s * factor, planned.sample_s * factor)
+
+
+def _slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
+    return max(pace.seconds(n) for pace, n in zip(paces, samples))
+
+
+def _alike(one: Pace, other: Pace) -> bool:
+    return abs(one.sample_s - other.sample_s) <= LEAST_GAIN_EACH * other.sample_s
 
 
 def _bound_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
@@ -213,34 +287,30 @@ def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
     return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})
 
 
-def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
-    """The most samples for which each team has memory, by the cost model; those of the plan it has
-    room for."""
-    (stage,) = plan.stages
-    least = [team[0].samples for team in stage.teams]
-    most = [plan.global_batch if n else 0 for n in least]
-    while any(a < b for a, b in zip(least, most)):
-        tried = [(a + b + 1) // 2 for a, b in zip(least, most)]
-        expected = predict(profile, with_samples(plan, tried)).workers
-        by_team = [expected[n : n + stage.tensor] for n in range(0, len(expected), stage.tensor)]
-        for number, team in enumerate(by_team):
-            if all(one.peak_bytes <= one.memory_limit_bytes for one in team):
-                least[number] = tried[number]
-            else:
-                most[number] = max(least[number], tried[number] - 1)
-    return tuple(least)
-
-
-def described(devices: Sequence[str], before: Sequence[int], change: Change) -> str:
+def described(
+    devices: Sequence[str], before: Sequence[int], change: Change, shares: Sequence[float] = ()
+) -> str:
     """A change in a line.
 
     Args:
         devices: the first one of each team; `before` are their samples until now.
+        shares: what they store of the state until now.
     """
     every = zip(devices, before, change.samples)
-    moved = [f"{device} {a} to {b}" for device, a, b in every if a != b]
-    some = ", ".join(moved[:6]) + (f" and {len(moved) - 6} more" if len(moved) > 6 else "")
+    samples = _some([f"{device} {a} to {b}" for device, a, b in every if a != b])
+    told = f"samples split anew, for {change.why}: {samples}; "
+    if change.shares is not None:
+        stored = [
+            f"{device} {a:.0%} to {b:.0%}"
+            for device, a, b in zip(devices, shares, change.shares)
+            if f"{a:.0%}" != f"{b:.0%}"
+        ]
+        told += f"state moves to make room: {_some(stored)}; "
     return (
-        f"samples split anew, for {change.why}: {some}; a step's computing is to take "
-        f"{show_seconds(change.after_s)} instead of {show_seconds(change.before_s)}"
+        f"{told}a step's computing is to take {show_seconds(change.after_s)} instead of "
+        f"{show_seconds(change.before_s)}"
     )
+
+
+def _some(told: Sequence[str]) -> str:
+    return ", ".join(told[:6]) + (f" and {len(told) - 6} more" if len(told) > 6 else "")

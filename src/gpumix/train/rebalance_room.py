@@ -1,0 +1,147 @@
+"""What memory lets devices compute and store when samples are split anew. Pure.
+
+Memory bounds samples by what is stored beside them. Where that stands in the way, state can go to
+devices that have room: then samples can go to where they are computed soonest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gpumix.cost.predict import predict
+from gpumix.cost.wire import on_hosts, wire_for
+from gpumix.spec.plan import Plan, Prediction
+from gpumix.spec.profile import Profile
+from gpumix.train.rebalance import Moved, Pace, split, with_samples
+
+# Of the room for state that is predicted, what is used: cuts are rounded.
+USED = 0.98
+# How much of what samples could gain by moves is tried: all of it, then less.
+PARTS = (1.0, 0.75, 0.5, 0.25)
+
+
+def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
+    """The most samples for which each team has memory, by the cost model; those of the plan it has
+    room for."""
+    (stage,) = plan.stages
+
+    def fits(samples: Sequence[int]) -> list[bool]:
+        expected = predict(profile, with_samples(plan, samples)).workers
+        by_team = [expected[n : n + stage.tensor] for n in range(0, len(expected), stage.tensor)]
+        return [all(w.peak_bytes <= w.memory_limit_bytes for w in team) for team in by_team]
+
+    return _most([team[0].samples for team in stage.teams], plan.global_batch, fits)
+
+
+def _most(
+    least: Sequence[int], batch: int, fits: Callable[[Sequence[int]], list[bool]]
+) -> tuple[int, ...]:
+    """The most samples that fit each team; those with none get none."""
+    low = list(least)
+    high = [batch if n else 0 for n in least]
+    while any(a < b for a, b in zip(low, high)):
+        tried = [(a + b + 1) // 2 for a, b in zip(low, high)]
+        for number, fitting in enumerate(fits(tried)):
+            if fitting:
+                low[number] = tried[number]
+            else:
+                high[number] = max(low[number], tried[number] - 1)
+    return tuple(low)
+
+
+class Movable:
+    """Room of the devices of a plan of one stage without teams, whose state can move."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile = profile
+        self._plan = plan
+        self._shares = plan.stages[0].shares
+        self._slopes = self._bytes_per_share()
+        self.most = most_by_memory(profile, plan)
+        self._most_without = _most(
+            self.most,
+            plan.global_batch,
+            lambda samples: [room >= 0 for room in self._room(samples)],
+        )
+
+    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+        """How samples would be split if state made room for them; None if it cannot.
+
+        Args:
+            paces: of the devices, in the order of the plan.
+        """
+        for part in PARTS:
+            every = zip(self.most, self._most_without)
+            most = [here + int(part * (without - here)) for here, without in every]
+            samples = split(self._plan.global_batch, paces, most)
+            shares = None if samples is None else self._shares_beside(samples)
+            if samples is not None and shares is not None:
+                return Moved(samples, shares, self._seconds(shares))
+        return None
+
+    def _shares_beside(self, samples: Sequence[int]) -> tuple[float, ...] | None:
+        """Of the state, so that as little as possible moves; None if there is no room for all."""
+        most = [USED * min(room, self._largest) for room in self._room(samples)]
+        if min(most) < 0 or sum(most) < 1.0:
+            return None
+        kept = [min(share, limit) for share, limit in zip(self._shares, most)]
+        free = [limit - share for limit, share in zip(most, kept)]
+        left = 1.0 - sum(kept)
+        shares = tuple(k + left * f / sum(free) if left > 0 else k for k, f in zip(kept, free))
+        expected = self._expected(samples, shares)
+        fits = all(w.peak_bytes <= w.memory_limit_bytes for w in expected.workers)
+        return shares if fits else None
+
+    @property
+    def _largest(self) -> float:
+        """Share that collectives of this plan can have."""
+        forms = self._plan.collectives
+        padded = "padded" in (forms.gather, forms.reduce)
+        return forms.padding / len(self._shares) if padded else 1.0
+
+    def _room(self, samples: Sequence[int]) -> list[float]:
+        """The share of the state that each has memory for beside samples; negative: not even for
+        these."""
+        found = []
+        expected = self._expected(samples, self._shares).workers
+        for worker, share, slope in zip(expected, self._shares, self._slopes):
+            free = worker.memory_limit_bytes - (worker.peak_bytes - slope * share)
+            found.append(free / slope if slope else (1.0 if free >= 0 else -1.0))
+        return found
+
+    def _bytes_per_share(self) -> list[float]:
+        """What each would hold more with all of the state than with nothing of it."""
+        ranks = len(self._shares)
+        equal, half = (1.0 / ranks,) * ranks, (ranks + 1) // 2
+        other = (1.0 / half,) * half + (0.0,) * (ranks - half)
+        samples = [worker.samples for worker in self._plan.workers]
+        one, two = (self._expected(samples, shares).workers for shares in (equal, other))
+        return [
+            max(0.0, (b.peak_bytes - a.peak_bytes) / (after - before))
+            for a, b, before, after in zip(one, two, equal, other)
+        ]
+
+    def _expected(self, samples: Sequence[int], shares: Sequence[float]) -> Prediction:
+        return predict(self._profile, with_shares(with_samples(self._plan, samples), shares))
+
+    def _seconds(self, shares: Sequence[float]) -> float:
+        """As of a reduction in which ranks send each other as much."""
+        every = zip(shares, self._shares, self._slopes)
+        most = max(abs(after - before) * slope for after, before, slope in every)
+        ranks = len(shares)
+        workers = self._plan.workers
+        wire = wire_for(self._profile, on_hosts((w.host, w.device_class) for w in workers))
+        form = self._plan.collectives.reduce
+        size = most * ranks / (ranks - 1)
+        return wire.seconds("reduce", "native" if form == "padded" else form, "all", size)
+
+
+def with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
+    """A plan of one stage whose workers store so much of the state, and no prediction."""
+    (stage,) = plan.stages
+    workers = tuple(
+        worker.model_copy(update={"state_share": share})
+        for worker, share in zip(stage.workers, shares, strict=True)
+    )
+    changed = stage.model_copy(update={"workers": workers})
+    return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})

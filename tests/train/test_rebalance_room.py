@@ -1,0 +1,149 @@
+"""What memory lets devices compute: never more than fits, and as much as brute force finds."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import Card, Network, block, line, profile, steady
+
+from gpumix.cost.predict import predict
+from gpumix.spec.plan import Collectives, Plan, Stage, Worker
+from gpumix.spec.profile import Profile
+from gpumix.train.rebalance import Pace, split, with_samples
+from gpumix.train.rebalance_room import Movable, most_by_memory, with_shares
+
+BATCH = 12
+MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB
+
+
+@cache
+def made(memories: tuple[int, ...]) -> tuple[Profile, Plan]:
+    """Three cards of equal speed, and an even plan for them at ZeRO stage 3."""
+    cards = [
+        Card(f"card{n}", 1, kib * 1024, steady(0.01), optimizer_s_per_element=1e-8)
+        for n, kib in enumerate(memories)
+    ]
+    bus = line(1e-9, 1e-5)
+    network = Network(
+        gather={"broadcast": bus},
+        reduce={"all_to_all": bus},
+        chosen=Collectives(gather="broadcast", reduce="all_to_all"),
+    )
+    units = [block(trainable=10_000, kept=line(4000), forward=line(8000), backward=line(16000))]
+    found = profile(cards, kinds=units, network=network)
+    workers = tuple(
+        Worker(
+            device=d.id, device_class=d.device_class, samples=4, micro_batch=4, state_share=1 / 3
+        )
+        for d in found.cluster.devices
+    )
+    plan = Plan(
+        strategy="by hand",
+        model=found.model.fingerprint,
+        sequence_length=found.sequence_length,
+        global_batch=BATCH,
+        stages=(Stage(units=found.model.calls, workers=workers),),
+        collectives=found.collectives,
+    )
+    return found, plan
+
+
+def fits(found: Profile, plan: Plan) -> bool:
+    expected = predict(found, plan).workers
+    return all(one.peak_bytes <= one.memory_limit_bytes for one in expected)
+
+
+@pytest.mark.parametrize("memories", MEMORIES)
+def test_the_most_samples_are_those_that_fit(memories):
+    found, plan = made(memories)
+    for number, most in enumerate(most_by_memory(found, plan)):
+        for count in range(1, BATCH + 1):
+            samples = [4, 4, 4]
+            samples[number] = count
+            expected = predict(found, with_samples(plan, samples)).workers[number]
+            within = expected.peak_bytes <= expected.memory_limit_bytes
+            assert within == (count <= most), (number, count)
+
+
+@given(
+    st.sampled_from(MEMORIES),
+    st.lists(st.sampled_from([1.0, 1.5, 3.0, 8.0]), min_size=3, max_size=3),
+)
+def test_a_move_fits_and_is_no_slower_than_staying(memories, factors):
+    found, plan = made(memories)
+    paces = [Pace(0.0, factor) for factor in factors]
+    room = Movable(found, plan)
+    moved = room.moved(paces)
+    assert moved is not None
+    assert sum(moved.samples) == BATCH
+    assert sum(moved.shares) == pytest.approx(1.0)
+    assert min(moved.shares) >= 0.0
+    after = with_shares(with_samples(plan, moved.samples), moved.shares)
+    assert fits(found, Plan.model_validate(after.model_dump()))
+    stays = split(BATCH, paces, room.most)
+    assert stays is not None
+    assert slowest(paces, moved.samples) <= slowest(paces, stays)
+    assert slowest(paces, moved.samples) <= 1.34 * best(found, plan, paces)
+
+
+def slowest(paces: list[Pace], samples: tuple[int, ...]) -> float:
+    return max(pace.seconds(n) for pace, n in zip(paces, samples))
+
+
+def best(found: Profile, plan: Plan, paces: list[Pace]) -> float:
+    """Of all splits, and shares in steps of a twentieth."""
+    wholes = [s for s in itertools.product(range(1, BATCH), repeat=3) if sum(s) == BATCH]
+    wholes.sort(key=lambda samples: slowest(paces, samples))
+    for samples in wholes:
+        if possible(found, plan, samples):
+            return slowest(paces, samples)
+    raise AssertionError("nothing fits")
+
+
+@cache
+def largest_shares(memories: tuple[int, ...]) -> dict[tuple[int, int], int]:
+    """Of each device and number of samples: how many twentieths of the state it has room for."""
+    found, plan = made(memories)
+    largest = {}
+    for number, count in itertools.product(range(3), range(1, BATCH)):
+        samples, most = [count] * 3, -1
+        for part in range(21):
+            shares = [(20 - part) / 40] * 3
+            shares[number] = part / 20
+            expected = predict(found, with_shares(with_samples(plan, samples), shares))
+            one = expected.workers[number]
+            if one.peak_bytes <= one.memory_limit_bytes:
+                most = part
+        largest[number, count] = most
+    return largest
+
+
+def possible(found: Profile, plan: Plan, samples: tuple[int, ...]) -> bool:
+    memories = tuple(c.memory_bytes // 1024 for c in found.cluster.classes)
+    room = [largest_shares(memories)[number, count] for number, count in enumerate(samples)]
+    return min(room) >= 0 and sum(room) >= 20
+
+
+def test_as_little_as_possible_moves():
+    found, plan = made(MEMORIES[1])
+    moved = Movable(found, plan).moved([Pace(0.0, 1.0)] * 3)
+    assert moved is not None
+    assert moved.samples == (4, 4, 4)
+    assert moved.shares == pytest.approx((1 / 3,) * 3)
+    assert moved.seconds == pytest.approx(0.0, abs=1e-4)
+
+
+def test_padded_collectives_bound_what_a_device_can_store():
+    found, plan = made(MEMORIES[2])
+    bus = line(1e-9, 1e-5)
+    padded = Collectives(gather="padded", reduce="padded", padding=1.2)
+    plan = plan.model_copy(update={"collectives": padded})
+    network = Network(gather={"native": bus}, reduce={"native": bus}, chosen=padded)
+    found = found.model_copy(update={"network": network.times, "collectives": padded})
+    moved = Movable(found, plan).moved([Pace(0.0, 1.0), Pace(0.0, 4.0), Pace(0.0, 4.0)])
+    if moved is not None:
+        assert max(moved.shares) <= 1.2 / 3

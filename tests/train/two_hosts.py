@@ -1,0 +1,196 @@
+"""Two hosts in network namespaces, joined by a third one that can cut, throttle and delay.
+
+Each host has a name of its own and finds the other by it, as on two machines. What they send each
+other passes a router: one that forwards nothing is a cable that is pulled, for no error comes back.
+Kernels may lack `netem`, so what is to be late is held back by a small program between two of the
+router's interfaces.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+HOSTS = ("gpx-a", "gpx-b")
+ADDRESSES = {"gpx-a": "10.77.1.2", "gpx-b": "10.77.2.2"}
+SUBNETS = {"gpx-a": "10.77.1", "gpx-b": "10.77.2"}
+# Of an interface that holds packets back; see linux/if_tun.h.
+_TUN, _NO_INFO, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA
+_LARGEST = 65536
+
+
+class NotAllowed(Exception):
+    """This system lets nobody make namespaces, or this user not."""
+
+
+class Wire:
+    """What joins the hosts. Made by `wire`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._late: subprocess.Popen[bytes] | None = None
+
+    def namespace(self, host: str) -> str:
+        return f"{self._name}-{host}"
+
+    @property
+    def router(self) -> str:
+        return f"{self._name}-router"
+
+    def start(
+        self, host: str, command: Sequence[str], folder: Path, env: Mapping[str, str], said: Path
+    ) -> subprocess.Popen[bytes]:
+        """Run a command on a host, in a session of its own; `said` gets what it says."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+        with said.open("w") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace(host), *named, *command],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut(self) -> None:
+        """Nothing passes any more."""
+        self._forward(False)
+
+    def mend(self) -> None:
+        self._forward(True)
+
+    def _forward(self, on: bool) -> None:
+        _ip("netns", "exec", self.router, "sysctl", "-qw", f"net.ipv4.ip_forward={int(on)}")
+
+    def throttle(self, bits_per_s: float) -> None:
+        """In each direction."""
+        for host in HOSTS:
+            rate = ["rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "200ms"]
+            place = ["dev", _port(host), "root", "tbf"]
+            _ip("netns", "exec", self.router, "tc", "qdisc", "replace", *place, *rate)
+
+    def delay(self, seconds: float) -> None:
+        """All packets, in each direction."""
+        self._late = subprocess.Popen(
+            ["ip", "netns", "exec", self.router, sys.executable, __file__, str(seconds)],
+            stdout=subprocess.PIPE,
+        )
+        assert self._late.stdout is not None
+        assert self._late.stdout.readline() == b"ready\n"
+        for number, host in enumerate(HOSTS):
+            table = str(100 + number)
+            _ip("-n", self.router, "link", "set", _held(number), "up")
+            _ip("-n", self.router, "route", "add", "default", "dev", _held(number), "table", table)
+            _ip("-n", self.router, "rule", "add", "iif", _port(host), "lookup", table)
+
+    def close(self) -> None:
+        if self._late is not None:
+            self._late.kill()
+            self._late.wait()
+        for name in (*map(self.namespace, HOSTS), self.router):
+            with suppress(NotAllowed):
+                _ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+def _port(host: str) -> str:
+    return f"to-{host}"
+
+
+def _held(number: int) -> str:
+    return f"late{number}"
+
+
+@contextmanager
+def wire() -> Iterator[Wire]:
+    """The hosts, joined, until the end.
+
+    Raises:
+        NotAllowed: here they cannot be made.
+    """
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise NotAllowed("network namespaces are for root, with iproute2")
+    made = Wire(f"gpx{os.getpid()}")
+    try:
+        _ip("netns", "add", made.router)
+        for host in HOSTS:
+            _join(made, host)
+        made.mend()
+        yield made
+    finally:
+        made.close()
+
+
+def _join(made: Wire, host: str) -> None:
+    space, subnet = made.namespace(host), SUBNETS[host]
+    _ip("netns", "add", space)
+    hosts = Path("/etc/netns") / space / "hosts"  # its /etc/hosts
+    hosts.parent.mkdir(parents=True, exist_ok=True)
+    known = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
+    hosts.write_text(f"127.0.0.1 localhost\n{known}")
+    port = {"name": _port(host), "netns": made.router}
+    peer = [word for item in port.items() for word in item]
+    _ip("-n", space, "link", "add", "wire", "type", "veth", "peer", *peer)
+    _ip("-n", space, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "wire")
+    _ip("-n", made.router, "addr", "add", f"{subnet}.1/24", "dev", _port(host))
+    for name, device in ((space, "lo"), (space, "wire"), (made.router, _port(host))):
+        _ip("-n", name, "link", "set", device, "up")
+    _ip("-n", space, "route", "add", "default", "via", f"{subnet}.1")
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise NotAllowed(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """With all of its session."""
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# -- the program that holds packets back -----------------------------------------------------------
+
+
+def _hold_back(seconds: float) -> None:
+    """Give back each packet so much later."""
+    open_ones = [_interface(_held(number)) for number in range(len(HOSTS))]
+    waiting: list[tuple[float, int, int, bytes]] = []
+    number = 0
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, _, file, packet = heapq.heappop(waiting)
+            with suppress(OSError):
+                os.write(file, packet)
+        patience = max(0.0, waiting[0][0] - now) if waiting else None
+        for file in select.select(open_ones, [], [], patience)[0]:
+            number += 1
+            packet = os.read(file, _LARGEST)
+            heapq.heappush(waiting, (time.monotonic() + seconds, number, file, packet))
+
+
+def _interface(name: str) -> int:
+    file = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(file, _SET_INTERFACE, struct.pack("16sH", name.encode(), _TUN | _NO_INFO))
+    return file
+
+
+if __name__ == "__main__":
+    _hold_back(float(sys.argv[1]))
