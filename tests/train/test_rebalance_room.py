@@ -14,7 +14,7 @@ from gpumix.cost.predict import predict
 from gpumix.spec.plan import Collectives, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.train.rebalance import Pace, split, with_samples
-from gpumix.train.rebalance_room import Movable, most_by_memory, with_shares
+from gpumix.train.rebalance_room import Movable, most_by_memory, settled, with_shares
 
 BATCH = 12
 MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB
@@ -147,3 +147,29 @@ def test_padded_collectives_bound_what_a_device_can_store():
     moved = Movable(found, plan).moved([Pace(0.0, 1.0), Pace(0.0, 4.0), Pace(0.0, 4.0)])
     if moved is not None:
         assert max(moved.shares) <= 1.2 / 3
+
+
+def test_a_plan_settles_as_a_run_would_settle_it():
+    cards = [
+        Card(name, 1, 2**20, steady(seconds)) for name, seconds in (("fast", 0.01), ("slow", 0.05))
+    ]
+    found = profile(cards, kinds=[block(trainable=100)])
+    part = {"samples": 6, "micro_batch": 6, "state_share": 0.5}
+    workers = tuple(
+        Worker(device=d.id, device_class=d.device_class, **part) for d in found.cluster.devices
+    )
+    plan = Plan(
+        strategy="by hand",
+        model=found.model.fingerprint,
+        sequence_length=found.sequence_length,
+        global_batch=BATCH,
+        stages=(Stage(units=found.model.calls, workers=workers),),
+        zero_stage=0,
+    )
+    assert settled(found, plan) is plan  # nobody knows what it takes
+    plan = plan.model_copy(update={"prediction": predict(found, plan)})
+    after = settled(found, plan)
+    assert [worker.samples for worker in after.workers] == [10, 2]
+    assert after.prediction is not None
+    assert after.prediction == predict(found, after)
+    assert settled(found, after) is after

@@ -23,6 +23,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.train.outcome import Trial
 from gpumix.train.pipeline import Pipeline
+from gpumix.train.rebalance_room import settled
 
 SETTLING = 10  # steps more, in which the loader finds its setting
 MEASURED = {"precision", "compile", "efficiency"}  # of a job, what its profile goes by
@@ -63,7 +64,10 @@ class JobPatient:
 
     @cached_property
     def plan(self) -> Plan:
-        return self.pipeline.plan(self._profile())
+        """As a run comes to have it, which may split its samples anew."""
+        profile = self._profile()
+        plan = self.pipeline.plan(profile)
+        return settled(profile, plan) if self.job.rebalance else plan
 
     def _profile(self) -> Profile:
         """Measured once for all changes that leave it as it is."""

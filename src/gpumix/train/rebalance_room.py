@@ -12,7 +12,15 @@ from gpumix.cost.predict import predict
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import Profile
-from gpumix.train.rebalance import Moved, Pace, split, with_samples
+from gpumix.train.rebalance import (
+    WINDOW_STEPS,
+    Fixed,
+    Moved,
+    Pace,
+    Rebalancer,
+    split,
+    with_samples,
+)
 
 # Of the room for state that is predicted, what is used: cuts are rounded.
 USED = 0.98
@@ -134,6 +142,20 @@ class Movable:
         form = self._plan.collectives.reduce
         size = most * ranks / (ranks - 1)
         return wire.seconds("reduce", "native" if form == "padded" else form, "all", size)
+
+
+def settled(profile: Profile, plan: Plan) -> Plan:
+    """What a run makes of a plan after a few steps, if devices take what the profile says."""
+    if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
+        return plan
+    rebalancer = Rebalancer(plan, Fixed(most_by_memory(profile, plan)), steps=WINDOW_STEPS)
+    times = {worker.device: worker.busy_s for worker in plan.prediction.workers}
+    for _ in range(WINDOW_STEPS):
+        change = rebalancer.observe([times[worker.device] for worker in plan.workers])
+        if change is not None:
+            resplit = with_samples(plan, change.samples)
+            return resplit.model_copy(update={"prediction": predict(profile, resplit)})
+    return plan
 
 
 def with_shares(plan: Plan, shares: Sequence[float]) -> Plan:

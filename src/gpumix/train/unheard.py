@@ -20,7 +20,8 @@ def give_up_after(timeout_s: float, *, port: int) -> None:
         return
     for file in _OPEN_FILES.iterdir():
         with suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as connection:
-            if connection.getpeername()[1] == port:
+            over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if over_ip and connection.getpeername()[1] == port:
                 for level, option, value in options:
                     connection.setsockopt(level, option, value)
 
