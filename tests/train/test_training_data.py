@@ -90,6 +90,12 @@ def test_a_folder_of_datasets(tmp_path):
     assert metrics(tmp_path / "run", "evaluation")[0]["loss"] > 0
 
 
+def test_what_the_data_holds_is_no_memory_of_a_device_that_is_a_cpu(tmp_path):
+    data = {"factory": "toys:large_tokens", "arguments": {"mib": 100}, "held_out": 0.1}
+    job = write_job(tmp_path, data=data, steps=2)  # on devices of 64 and 32 MiB
+    assert len(train(job, plan=plan_for(job)).losses) == 2
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_data_that_is_not_there_or_empty_is_refused(tmp_path, text, content):
     job = gpt_job(tmp_path, {"text": ["text", "more.txt"]})

@@ -134,6 +134,18 @@ def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> n
     return Selective(blocks, calls, by_size)
 
 
+class _Large(list):
+    """Samples that hold memory."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__(tokens())
+        self.room = torch.ones(mib, 2**20, dtype=torch.uint8)
+
+
+def large_tokens(mib: int) -> list[dict[str, Tensor]]:
+    return _Large(mib)
+
+
 def tokens(samples: int = 64, length: int = 8, per_rank: int = 0) -> list[dict[str, Tensor]]:
     """Random samples, always the same; with `per_rank`, so many more on each next rank."""
     generator = torch.Generator().manual_seed(11)

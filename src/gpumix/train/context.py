@@ -23,7 +23,7 @@ from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
 from gpumix.engine.ranks import STORE_ERRORS, Ranks
 from gpumix.hardware.environment import cache_folder, hide_gpus
-from gpumix.hardware.memory import is_fragmented, is_out_of_memory
+from gpumix.hardware.memory import host_memory, is_fragmented, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
@@ -181,12 +181,13 @@ def without_paths(value: Any) -> Any:
 
 def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
     """Open the data; hosts may hold different files, which would train on a mixture of both."""
-    train, held_out = open_data(
-        task.job,
-        task.folder,
-        cache_folder() / "tokens",
-        vocabulary=vocabulary_of(task.job.model),
-    )
+    with host_memory():  # where a device is a CPU too
+        train, held_out = open_data(
+            task.job,
+            task.folder,
+            cache_folder() / "tokens",
+            vocabulary=vocabulary_of(task.job.model),
+        )
     if task.job.evaluation.every_steps and not len(held_out):
         raise InputError(
             "there are no held-out samples to evaluate on",
