@@ -63,6 +63,7 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "techniques": {"most_stages": 1, "leave_out": False},  # what is faster is measured
         "timeout": 30,
         "restarts": 0,
+        "rebalance": False,  # by measured times, and so the same sums would not come in each run
     }
     job = {key: value for key, value in (job | changes).items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)

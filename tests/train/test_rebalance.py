@@ -297,7 +297,7 @@ def test_a_move_is_told_in_a_line():
 
 def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     """Rank 1 sleeps over each of its samples, which the plan does not know."""
-    usual = {"steps": 14, "global_batch": 16}
+    usual = {"steps": 14, "global_batch": 16, "rebalance": True}
     job = write_job(tmp_path, model=toy(rank=1, sample_s=0.02), **usual)
     samples = (6, 6, 4)
     train(job, plan=plan_for(job, samples))
@@ -308,7 +308,7 @@ def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     (effect,) = metrics(tmp_path / "run", "rebalanced")
     assert effect["step_s"] < effect["step_before_s"]
 
-    still = write_job(tmp_path / "still", rebalance=False, **usual)
+    still = write_job(tmp_path / "still", **usual | {"rebalance": False})
     train(still, plan=plan_for(still, samples))
     assert metrics(tmp_path / "still" / "run", "rebalance") == []
     mine, others = (metrics(f / "run") for f in (tmp_path, tmp_path / "still"))

@@ -43,9 +43,7 @@ def _job(folder: Path, hosts: Sequence[str] = HOSTS) -> Path:
         for name, host in zip(HOSTS, hosts)
     ]
     model = {"factory": "toys:model", "arguments": {"sample_s": 0.02, "rank": 0}}
-    return write_job(
-        folder, cluster=cluster, steps=STEPS, timeout=TIMEOUT_S, model=model, rebalance=False
-    )
+    return write_job(folder, cluster=cluster, steps=STEPS, timeout=TIMEOUT_S, model=model)
 
 
 class Run:
