@@ -8,6 +8,7 @@ from gpumix.check.facts import FolderFacts, HostFacts, JobOnHost, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.environment import COPIES_PART
 from gpumix.spec.units import show_bytes
+from gpumix.train.memory_folder import WITHOUT_COPIES
 
 CACHE_BYTES = 2**30  # for profiles, compiled code and the like
 TOKENS_PER_TEXT = 2  # bytes of a token file for a byte of text, at the most
@@ -15,7 +16,6 @@ SHM_BYTES = 2**27  # of /dev/shm for each device: NCCL's buffers beside others
 MEMORY_BYTES = 2**31  # of the host for each process: libraries, CUDA, batches
 OPEN_FILES = 4096
 PROCESSES = 4096
-WITHOUT_COPIES = "without them a run that loses a rank goes on from its last checkpoint"
 LOCKED_BYTES = 2**30  # that a network card may write into
 
 
@@ -114,8 +114,9 @@ def shared_memory(survey: Survey) -> Iterator[Finding]:
         if free < needed:
             yield _shm(host, free, needed, f"{ranks} devices talk through it", Severity.WARNING)
         elif free < copies:
-            said = f"copies of the state of its devices take {show_bytes(copies)}: {WITHOUT_COPIES}"
-            yield _shm(host, free, copies, said, Severity.NOTE)
+            said = f"copies of the state of its devices take {show_bytes(copies)}"
+            without = f"{said}: without them {WITHOUT_COPIES}"
+            yield _shm(host, free, copies, without, Severity.NOTE)
 
 
 def _shm(host: str, free: int, needed: int, why: str, severity: Severity) -> Finding:
@@ -163,7 +164,7 @@ def memory(survey: Survey) -> Iterator[Finding]:
             told = f"a copy of the state takes {show_bytes(state)}: training waits for checkpoints"
             fix += "; or save more rarely: checkpoint.every_steps"
         elif copies > room:
-            told = f"copies of the state take {show_bytes(copies)}: {WITHOUT_COPIES}"
+            told = f"copies of the state take {show_bytes(copies)}: without them {WITHOUT_COPIES}"
         if told:
             yield Finding(
                 check="memory",

@@ -33,6 +33,7 @@ from gpumix.train.display import Display, input_bound, not_copied, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
+from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import (
     ClassRecord,
     RankRecord,
@@ -424,10 +425,7 @@ class Trainer:
         """Once in a run."""
         if refused and self._display is not None and not self._told_of_copies:
             self._told_of_copies = True
-            self._display.say(
-                f"no copies of the state in memory: {refused}; a run that loses a rank goes on "
-                "from its last checkpoint"
-            )
+            self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
 
     def _overruns(self) -> int:
         """Of this rank, in those steps that count for speed."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from gpumix.spec.errors import MachineError
 
 SLOTS = 2
+WITHOUT_COPIES = "a run that loses a rank goes on from its last checkpoint"
 _GENERATION = re.compile(r"generation-(\d{8})")
 SEAL = ".seal"
 _SEAL = re.compile(r"rank_(\d{4,})\.slot_(\d)\.seal")
