@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import EMULATED, OWN_PROFILES, metrics, run, train, write_job
+from jobs import EMULATED, OWN_PROFILES, metrics, run, toy, train, write_job
 
 from commands import Done
 from gpumix.spec.plan import Plan
@@ -24,14 +24,13 @@ def job(tmp_path):
     return write_job(tmp_path, cluster=EMULATED, steps=4, profile=OWN_PROFILES)
 
 
-def torchrun(folder, *arguments: str) -> Done:
-    return run([*TORCHRUN, *arguments], folder, {"OMP_NUM_THREADS": "1"}, timeout_s=120)
+def torchrun(folder, *arguments: str, **settings: str) -> Done:
+    return run([*TORCHRUN, *arguments], folder, {"OMP_NUM_THREADS": "1"} | settings, timeout_s=120)
 
 
-def standalone(folder, processes: int, *arguments: str) -> Done:
-    return torchrun(
-        folder, "--standalone", "--nproc-per-node", str(processes), *GPUMIX_TRAIN, *arguments
-    )
+def standalone(folder, processes: int, *arguments: str, **settings: str) -> Done:
+    mine = ["--standalone", "--nproc-per-node", str(processes), *GPUMIX_TRAIN]
+    return torchrun(folder, *mine, *arguments, **settings)
 
 
 def free_port() -> int:
@@ -72,6 +71,21 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_pat
             assert done.code == 0, done.err
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert [r["loss"] for r in metrics(tmp_path / "run")] == losses_by(plan, job, tmp_path)
+
+
+def test_the_first_rank_may_have_the_store_itself(job, tmp_path):
+    """Then it is there from the first word on until all others are done; so are their errors."""
+    alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = standalone(tmp_path, 3, "--json", **alone)
+    assert done.code == 0, done.err
+    assert len(done.json()["losses"]) == 4
+    failing = write_job(
+        tmp_path, cluster=EMULATED, model=toy(fault="error", rank=0), profile=OWN_PROFILES
+    )
+    assert failing == job
+    done = standalone(tmp_path, 3, **alone)
+    assert done.code == 1
+    assert "is gone" not in done.err
 
 
 def test_there_must_be_a_process_for_every_device(job, tmp_path):

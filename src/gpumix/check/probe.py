@@ -30,8 +30,8 @@ from gpumix.profiler.peak import measured_peak
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.spec.job import Job
-from gpumix.train.context import store_of
 from gpumix.train.launch import Seat
+from gpumix.train.rendezvous import store_of
 
 SMALL_BYTES, TRIAL_BYTES = 4 * 1024, 2**20
 LEAST_BYTES, MOST_BYTES = 2**20, 64 * 2**20  # of a large message

@@ -27,11 +27,12 @@ from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import GpumixError, MachineError, first_line
+from gpumix.spec.errors import GpumixError
 from gpumix.spec.job import Job
 from gpumix.spec.read import read_job
-from gpumix.train.context import store_of, without_paths
+from gpumix.train.context import without_paths
 from gpumix.train.launch import Seat, loopback_store, warm_up
+from gpumix.train.rendezvous import store_of
 from gpumix.train.runner import LocalRunner
 from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
 
@@ -125,7 +126,7 @@ def _speaker(
 ) -> Outcome:
     """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
     it does: torchrun would wait for minutes where one host fails and another does not."""
-    store = _store(seat_in(place, NO_DEVICE))
+    store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     crew = Crew(store, place.world, deadline)
     failed = True
     with ExitStack() as stack:
@@ -145,7 +146,7 @@ def _speaker(
 def _attend(place: TorchrunPlace, read: Callable[[], _Given]) -> bool:
     """Another of torchrun's processes; whether the check failed. What is wrong with this one the
     first one tells."""
-    store = _store(seat_in(place, NO_DEVICE))
+    store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
     try:
         given = read()
@@ -178,19 +179,6 @@ def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
     thread.start()
     stack.callback(thread.join, KILLED_S)
     stack.callback(attendant.end)
-
-
-def _store(seat: Seat) -> dist.Store:
-    try:
-        return store_of(seat, MEET_S)
-    except RuntimeError as error:
-        raise MachineError(
-            f"rank {seat.rank} does not reach the first host at {seat.host}:{seat.port}",
-            where=socket.gethostname(),
-            why=first_line(error),
-            fix=f"open port {seat.port} there, or name an address that all hosts reach: "
-            "torchrun --rdzv-endpoint or --master-addr",
-        ) from error
 
 
 def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]:

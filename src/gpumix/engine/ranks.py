@@ -267,13 +267,7 @@ class Ranks:
         return None
 
     def _alone(self, why: str) -> GpumixError:
-        return TrainingError(
-            "the process that holds the ranks together is gone",
-            where=self.names[self.rank],
-            why=why,
-            fix="look at the launcher's host and the link to it, then run the same command with "
-            "--resume",
-        )
+        return store_gone(self.names[self.rank], why)
 
     def _silent(self) -> list[int]:
         """Ranks whose heartbeat does not move."""
@@ -317,6 +311,17 @@ class _Heart:
             return
         with suppress(RuntimeError):
             self._store.set(self._key, ENDED)
+
+
+def store_gone(where: str, why: str) -> TrainingError:
+    """Said by a rank that does not reach the store any more."""
+    return TrainingError(
+        "the process that holds the ranks together is gone",
+        where=where,
+        why=why,
+        fix="look at the launcher's host and the link to it, then run the same command with "
+        "--resume",
+    )
 
 
 def beat_of(store: dist.Store, rank: int) -> str:

@@ -7,14 +7,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from pydantic import ValidationError
 
 from gpumix.data.fetch import fetch_in_time
 from gpumix.data.reading import Reading
@@ -25,17 +22,15 @@ from gpumix.engine.ranks import STORE_ERRORS, Ranks
 from gpumix.hardware.environment import cache_folder, hide_gpus
 from gpumix.hardware.memory import host_memory, is_fragmented, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
 from gpumix.train.models import check_fits, vocabulary_of
+from gpumix.train.rendezvous import store_of
 from gpumix.train.tables import stderr
-from gpumix.train.unheard import give_up_after
-
-MEETING_S = 120.0  # how long ranks wait for each other's devices
 
 
 @dataclass(frozen=True)
@@ -117,43 +112,6 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
                 if is_device_error(error):
                     raise _device_lost(error, seat.device, ranks) from error
                 raise in_words(error, ranks.names[ranks.rank]) from error
-
-
-def meet_devices(seat: Seat, device_class: DeviceClass) -> tuple[Cluster, tuple[Device, ...]]:
-    """Every rank tells its device: the cluster of all, and the device of each rank. Collective.
-
-    Raises:
-        InputError: two ranks have the same device, or a class is not the same everywhere.
-    """
-    store = dist.PrefixStore("devices", store_of(seat, MEETING_S))
-    mine = json.dumps([device_class.model_dump(), seat.device.model_dump()])
-    store.set(str(seat.rank), mine)
-    told = [json.loads(store.get(str(rank)).decode()) for rank in range(seat.world)]
-    devices = tuple(Device(**device) for _, device in told)
-    # A class that is not the same everywhere (another driver, say) is there twice, and refused.
-    classes = dict.fromkeys(DeviceClass(**found) for found, _ in told)
-    try:
-        return Cluster(classes=tuple(classes), devices=devices), devices
-    except ValidationError as error:
-        raise InputError(
-            f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
-            fix="start one process per device, each with a device of its own; several processes on "
-            "one CPU need a `cluster` in the job with a device for each",
-        ) from error
-
-
-def store_of(seat: Seat, timeout_s: float) -> dist.Store:
-    """The rendezvous store as this rank reaches it, with the words of the seat's run."""
-    store = dist.TCPStore(
-        seat.host,
-        seat.port,
-        is_master=seat.holds_store,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        multi_tenant=True,
-    )
-    give_up_after(timeout_s, port=seat.port)
-    return dist.PrefixStore(seat.run, store)
 
 
 def _same_job(job: Job, ranks: Ranks) -> None:

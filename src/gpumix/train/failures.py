@@ -6,6 +6,7 @@ A rank's own edge: below it errors are what Python and torch raise, above it the
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from gpumix.spec.errors import (
     InputError,
     MachineError,
     TrainingError,
+    first_line,
     in_a_line,
 )
 
@@ -39,6 +41,10 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     """
     if isinstance(error, GpumixError):
         return error
+    if _is_of_store(error):
+        from gpumix.engine.ranks import store_gone
+
+        return store_gone(where, first_line(error))
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, frame in enumerate(frames) if _place(frame) not in (None, *_BETWEEN)]
     last = own[-1] if own else -1
@@ -63,6 +69,11 @@ def in_words(error: BaseException, where: str) -> GpumixError:
         where=where,
         fix="run it again with --debug and report what that shows",
     )
+
+
+def _is_of_store(error: BaseException) -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and isinstance(error, dist.DistStoreError | dist.DistNetworkError)
 
 
 def _place(frame: traceback.FrameSummary) -> str | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, begun
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -105,12 +107,10 @@ class TorchrunRunner:
 
     def _meet(self) -> Cluster:
         """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
-        from gpumix.train.context import meet_devices
-
         device, device_class = own_device(self._place)
         word, _ = self._arrive()
-        seat = replace(seat_in(self._place, device), run=word)
-        cluster, self._met = meet_devices(seat, device_class)
+        store = self._store(f"{word}/devices")
+        cluster, self._met = meet_devices(store, self._place, device, device_class)
         return cluster
 
     def _arrive(self) -> tuple[str, list[Arrival]]:
@@ -127,7 +127,7 @@ class TorchrunRunner:
         return sorted({arrival.agent for arrival in arrivals})
 
     def _store(self, prefix: str) -> Store:
-        from gpumix.train.context import store_of
+        from gpumix.train.rendezvous import store_of
 
         return store_of(replace(seat_in(self._place, NO_DEVICE), run=prefix), MEETING_S)
 
@@ -160,6 +160,30 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
         )
     device = mine.devices[place.local_rank]
     return device, mine.class_named(device.device_class)
+
+
+def meet_devices(
+    store: Store, place: TorchrunPlace, device: Device, device_class: DeviceClass
+) -> tuple[Cluster, tuple[Device, ...]]:
+    """Every rank tells its device: the cluster of all, and the device of each rank. Collective.
+
+    Raises:
+        InputError: two ranks have the same device, or a class is not the same everywhere.
+        TrainingError: a rank said nothing.
+    """
+    store.set(str(place.rank), json.dumps([device_class.model_dump(), device.model_dump()]))
+    told = [json.loads(_heard(store, str(rank), f"rank {rank}")) for rank in range(place.world)]
+    devices = tuple(Device(**device) for _, device in told)
+    # A class that is not the same everywhere (another driver, say) is there twice, and refused.
+    classes = dict.fromkeys(DeviceClass(**found) for found, _ in told)
+    try:
+        return Cluster(classes=tuple(classes), devices=devices), devices
+    except ValidationError as error:
+        raise InputError(
+            f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
+            fix="start one process per device, each with a device of its own; several processes on "
+            "one CPU need a `cluster` in the job with a device for each",
+        ) from error
 
 
 def arrive(
