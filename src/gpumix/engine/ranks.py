@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
-from gpumix.engine.heartbeat import BEAT_S, ENDED
+from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse
 from gpumix.engine.stands import where_main_stands
 from gpumix.engine.state import some_of
 from gpumix.spec.errors import (
@@ -230,13 +230,15 @@ class Ranks:
         time.sleep(NOTICE_S)
         late = [r for r in range(self.world) if not self._store.check([f"waiting/{r}"])]
         self._store.set(ASKED, "")
+        pulse = Pulse(self._beat, self.world, SILENCE_S)
+        silent: list[int] = []
         deadline = time.monotonic() + ACCOUNT_S
-        while time.monotonic() < deadline:
+        while not silent and time.monotonic() < deadline:
             account = self._account_of_failure()
             if account is not None:
                 return account
             time.sleep(0.1)
-        silent = self._silent()
+            silent = sorted(pulse.silent())
         if not silent and not late:
             return error
         stands = "" if silent else self._told_of_stands(late)
@@ -268,13 +270,6 @@ class Ranks:
 
     def _alone(self, why: str) -> GpumixError:
         return store_gone(self.names[self.rank], why)
-
-    def _silent(self) -> list[int]:
-        """Ranks whose heartbeat does not move."""
-        assert self._store is not None
-        before = [self._beat(rank) for rank in range(self.world)]
-        time.sleep(SILENCE_S)
-        return [rank for rank in range(self.world) if self._beat(rank) == before[rank]]
 
     def _beat(self, rank: int) -> str:
         assert self._store is not None
