@@ -20,7 +20,6 @@ import argparse
 import os
 import random
 import shutil
-import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -45,7 +44,6 @@ from reference import Share
 
 EVERY = 4  # steps
 MEMORY_BYTES = 2**30  # of each device
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 FOUR = {"fast": (2, 60e9), "slow": (2, 30e9)}
 OTHERS = {"two": {"other": (1, 60e9), "old": (1, 30e9)}, "alone": {"single": (1, 60e9)}}
 GPT = common.small_gpt2(512, positions=32, layers=6, heads=8)
@@ -163,7 +161,7 @@ def _planned(job: Job, cluster: Cluster, folder: Path) -> Plan:
 def _job(output: Path) -> Job:
     return Job(
         model=ModelSpec(config=GPT),
-        data=DataSpec(text=(TEXT,), pattern="*.py"),
+        data=DataSpec(text=(common.TEXT,), pattern="*.py"),
         sequence_length=32,
         global_batch=16,
         steps=1000,

@@ -7,16 +7,22 @@ this module makes those importable.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+BENCHMARKS = Path(__file__).resolve().parent
+TESTS = BENCHMARKS.parent / "tests"
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
+
+TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
+TRAIN = (sys.executable, "-m", "gpumix", "train", "job.yaml")
 
 Figures = dict[str, int | float | str | bool]
 
@@ -25,6 +31,12 @@ def print_figures(figures: Figures, *, as_json: bool) -> None:
     """The result, as the last line of stdout: one flat JSON object, or words."""
     words = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in figures.items())
     print(json.dumps(figures) if as_json else words)
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """For processes that import what stands in these folders and in this one."""
+    paths = [*map(str, (*folders, BENCHMARKS)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def small_gpt2(

@@ -149,7 +149,7 @@ def _examined(target: str, options: list[str], place: Path, cache: Path) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "gpumix", "doctor", target, *options],
         cwd=place,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": _path()},
+        env=common.environment(FOLDER) | {"XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,
         timeout=LONGEST_S,
@@ -158,10 +158,6 @@ def _examined(target: str, options: list[str], place: Path, cache: Path) -> Any:
     if done.returncode:
         raise SystemExit(f"gpumix doctor {target} failed")
     return json.loads(done.stdout)
-
-
-def _path() -> str:
-    return os.pathsep.join([str(FOLDER), *(entry for entry in sys.path if entry)])
 
 
 def _ratio(before: Callable[[], float], after: Callable[[], float]) -> float:
@@ -199,7 +195,7 @@ def _job_s(path: Path) -> float:
 
 def main() -> int:
     arguments = _arguments()
-    os.environ["PYTHONPATH"] = _path()
+    os.environ["PYTHONPATH"] = common.environment(FOLDER)["PYTHONPATH"]
     sys.path.insert(0, str(FOLDER))
     results: list[tuple[Case, Result]] = []
     for case in CASES:

@@ -26,9 +26,8 @@ from pathlib import Path
 
 import yaml
 
-from common import Figures, print_figures, records, small_gpt2
+from common import TEXT, TRAIN, Figures, print_figures, records, small_gpt2
 
-HERE = Path(__file__).parent
 HOSTS, STEPS = 4, 600
 # After so many steps: what happens.
 CHANGES = ((20, "3"), (60, "2"), (100, "4"))
@@ -53,7 +52,7 @@ def _job(folder: Path) -> None:
     folder.mkdir()
     job = {
         "model": {"config": GPT},
-        "data": {"text": [str(Path(os.__file__).parent / "asyncio")], "pattern": "*.py"},
+        "data": {"text": [str(TEXT)], "pattern": "*.py"},
         "sequence_length": 32,
         "global_batch": 24,
         "steps": STEPS,
@@ -72,8 +71,7 @@ def _job(folder: Path) -> None:
 def _alone(folder: Path) -> dict[int, float]:
     """The losses by step of an undisturbed run."""
     _job(folder)
-    command = [sys.executable, "-m", "gpumix", "train", "job.yaml"]
-    subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
+    subprocess.run(TRAIN, cwd=folder, check=True, stdout=sys.stderr)
     return {one["step"]: one["loss"] for one in records(folder / "run", "step")}
 
 

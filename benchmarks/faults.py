@@ -4,7 +4,9 @@ Each run trains a small GPT on four emulated devices, and meets a number of faul
 killed (SIGKILL), stopped for good (SIGSTOP), or asked to end (SIGTERM), in the forward pass, the
 backward pass, a reduction, the optimizer, a copy into memory, or while a checkpoint is written; a
 third of them from outside at a random moment. The runs go on by themselves. In the end each must
-have the undisturbed run's losses, and each step its samples.
+have the undisturbed run's losses, and each step its samples. Every other run has dropout, whose
+masks must be the same again, and leaves the split of samples as planned, on which masks depend; the
+others split their samples anew by measured times.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
@@ -23,12 +25,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -36,10 +38,9 @@ from typing import Any
 
 import yaml
 
-from common import print_figures, records, small_gpt2
+from common import TRAIN, environment, print_figures, records, small_gpt2
 from faulted.places import PLACES
 
-HERE = Path(__file__).parent
 STEPS = 60
 KILLS_A_RUN = 10
 TIMEOUT_S = 5
@@ -47,7 +48,6 @@ RANKS = 4
 # Ones that last are rarer: each takes its timeout.
 SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
 NAMES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "asked": signal.SIGTERM}
-GPT = small_gpt2(64, positions=32, dropout=0.1)
 
 
 def main() -> None:
@@ -59,18 +59,25 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        first = folder / "undisturbed"
-        undisturbed = _run(first, 0, chance, plan=None)
-        found: list[_Outcome] = []
-        while (done := sum(len(one.faults) for one in found)) < arguments.kills:
+        truths = {kind: _run(folder / kind.value, kind, 0, chance, plan=None) for kind in _Kind}
+        found: list[tuple[_Kind, _Outcome]] = []
+        while (done := sum(len(one.faults) for _, one in found)) < arguments.kills:
             wanted = min(KILLS_A_RUN, arguments.kills - done)
-            plan = first / "run" / "plan.json"
-            found.append(_run(folder / f"run-{len(found)}", wanted, chance, plan=plan))
-            _report(found[-1])
-    print_figures(_figures(found, undisturbed), as_json=arguments.json)
+            kind = list(_Kind)[len(found) % len(_Kind)]
+            plan = folder / kind.value / "run" / "plan.json"
+            found.append(
+                (kind, _run(folder / f"run-{len(found)}", kind, wanted, chance, plan=plan))
+            )
+            _report(found[-1][1])
+    print_figures(_figures(found, truths), as_json=arguments.json)
 
 
 # -- one run ---------------------------------------------------------------------------------------
+
+
+class _Kind(Enum):
+    DROPOUT = "dropout"
+    REBALANCED = "rebalanced"
 
 
 @dataclass(frozen=True)
@@ -124,18 +131,19 @@ class _Outcome:
         return [max(steps[a]) - min(steps[b]) + 1 for a, b in pairwise(starts)]
 
 
-def _run(folder: Path, faults: int, chance: random.Random, *, plan: Path | None) -> _Outcome:
+def _run(
+    folder: Path, kind: _Kind, faults: int, chance: random.Random, *, plan: Path | None
+) -> _Outcome:
     folder.mkdir()
-    (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder)), encoding="utf-8")
+    (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder, kind)), encoding="utf-8")
     outside = sum(chance.random() < 1 / 3 for _ in range(faults))
     _set_traps(folder, faults - outside, chance)
-    command = [sys.executable, "-m", "gpumix", "train", "job.yaml"]
-    command += [] if plan is None else ["--plan", str(plan)]
-    environment = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    command = [*TRAIN, *([] if plan is None else ["--plan", str(plan)])]
+    unbuffered = environment() | {"PYTHONUNBUFFERED": "1"}
     met: list[_Fault] = []
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+            command, cwd=folder, env=unbuffered, stdout=said, stderr=subprocess.STDOUT
         )
         try:
             for _ in range(outside):
@@ -150,9 +158,10 @@ def _run(folder: Path, faults: int, chance: random.Random, *, plan: Path | None)
     return _Outcome(losses, _done(folder), met + _gone_off(folder))
 
 
-def _job(folder: Path) -> dict[str, Any]:
+def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
+    dropout = 0.1 if kind is _Kind.DROPOUT else 0.0
     return {
-        "model": {"config": GPT},
+        "model": {"config": small_gpt2(64, positions=32, dropout=dropout)},
         "data": {
             "factory": "faulted.traps:samples",
             "arguments": {"folder": str(folder), "length": 32},
@@ -166,16 +175,13 @@ def _job(folder: Path) -> dict[str, Any]:
             {"class": "fast", "emulate": "20 GFLOP/s", "memory": "512 MiB", "count": 2},
             {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
         ],
+        "rebalance": kind is _Kind.REBALANCED,
         "checkpoint": {"every_steps": 10},
         "techniques": {"most_stages": 1, "tensor": [1], "leave_out": False},
         "timeout": TIMEOUT_S,
         "output": "run",
         "restarts": 10,
     }
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _set_traps(folder: Path, number: int, chance: random.Random) -> None:
@@ -233,36 +239,37 @@ def _report(outcome: _Outcome) -> None:
     print(f"steps done again: {outcome.repeated()}", flush=True)
 
 
-def _figures(found: list[_Outcome], undisturbed: _Outcome) -> dict[str, Any]:
-    truth = undisturbed.samples()
+def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome]) -> dict[str, Any]:
     lost = repeated = 0
-    for outcome in found:
+    errors = []
+    for kind, outcome in found:
         used = outcome.samples()
-        for step, wanted in truth.items():
+        for step, wanted in truths[kind].samples().items():
             own = used.get(step, Counter())
             lost += sum((wanted - own).values())
             repeated += sum((own - wanted).values())
-    final = undisturbed.losses[STEPS]
+        errors.append(abs(outcome.losses[STEPS] / truths[kind].losses[STEPS] - 1))
+    outcomes = [outcome for _, outcome in found]
     by_signal: dict[int, list[float]] = {}
-    for outcome in found:
+    for outcome in outcomes:
         for fault in outcome.faults:
             if (seconds := outcome.recovery_s(fault)) is not None:
                 by_signal.setdefault(fault.signal, []).append(seconds)
     every = [s for of_signal in by_signal.values() for s in of_signal]
     return {
-        "kills": sum(len(one.faults) for one in found),
+        "kills": sum(len(one.faults) for one in outcomes),
         "runs": len(found),
-        "worst_relative_error": max(abs(one.losses[STEPS] / final - 1) for one in found),
+        "worst_relative_error": max(errors),
         "samples_lost": lost,
         "samples_repeated": repeated,
-        "median_recovery_s": round(median(every), 2),
-        "worst_recovery_s": round(max(every), 2),
+        "median_recovery_s": round(median(every or [0.0]), 2),  # none where it was in a last step
+        "worst_recovery_s": round(max(every, default=0.0), 2),
         **{
             f"median_{name}_s": round(median(by_signal[number]), 2)
             for name, number in NAMES.items()
             if number in by_signal
         },
-        "worst_steps_repeated": max((n for one in found for n in one.repeated()), default=0),
+        "worst_steps_repeated": max((n for one in outcomes for n in one.repeated()), default=0),
     }
 
 

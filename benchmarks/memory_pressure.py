@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,9 +27,8 @@ from typing import Any
 
 import yaml
 
-from common import Figures, print_figures, records, small_gpt2
+from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
 
-HERE = Path(__file__).parent
 STEPS = 12
 LENGTH = 32
 LIMIT_S = 300
@@ -98,13 +95,10 @@ def _drawn(chance: random.Random) -> _Case:
 def _run(folder: Path, case: _Case) -> _Outcome:
     folder.mkdir()
     (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder, case)), encoding="utf-8")
-    command = [sys.executable, "-m", "gpumix", "train", "job.yaml"]
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     begun = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            TRAIN, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
         )
         code, said = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sysconfig
 import tempfile
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common import emulated_cluster, small_gpt2
+from common import TEXT, emulated_cluster, small_gpt2
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.spec.plan import Plan, Stage, Worker
@@ -34,7 +33,6 @@ STEPS = 20
 HALF = 10
 BATCH = 16
 MEMORY_BYTES = 2**29  # of each device
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 
 GPT = small_gpt2(96, positions=64)
 

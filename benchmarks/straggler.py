@@ -17,13 +17,12 @@ and without.
 from __future__ import annotations
 
 import argparse
-import sysconfig
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Figures, emulated_cluster, print_figures, small_gpt2
+from common import TEXT, Figures, emulated_cluster, print_figures, small_gpt2
 from gpumix.spec.cluster import Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.spec.plan import Plan
@@ -39,7 +38,6 @@ RATE = 8e9  # FLOP/s
 DEVICES = 4
 SLOW_FROM, SLOW_UNTIL, STEPS = 20, 60, 90
 SETTLE_STEPS = 5
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 GPT = small_gpt2(64, positions=64)
 
 

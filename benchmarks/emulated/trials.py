@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from common import TEXT
 from gpumix.cost.predict import predict
 from gpumix.planner.base import predicted
 from gpumix.spec.plan import Plan, Stage, Worker
@@ -21,7 +21,6 @@ from gpumix.train.pipeline import Pipeline
 
 TRIES = 3
 SHARE_STEPS = 20
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {

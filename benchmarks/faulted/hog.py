@@ -5,7 +5,6 @@ What is taken stays taken: a run that starts again finds it so.
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # that every Python has
+from faulted.text import Pieces, pieces
+
 TAKEN = "taken"
 
 
-def samples(
-    folder: str, length: int, rank: int, step: int, taken_bytes: int
-) -> list[dict[str, torch.Tensor]]:
+def samples(folder: str, length: int, rank: int, step: int, taken_bytes: int) -> Pieces:
     """Bytes of real text; from the forward pass number `step` of this process on `rank` has so
     much less memory, after the first time from the first one on."""
     if taken_bytes and rank == (dist.get_rank() if dist.is_initialized() else 0):
         _take(Path(folder) / TAKEN, step, taken_bytes)
-    text = b"".join(file.read_bytes() for file in sorted(TEXT.glob("*.py")))
-    pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(length)
-    return [{"input_ids": piece, "labels": piece} for piece in pieces[:-1]]
+    return pieces(length)
 
 
 def _take(told: Path, step: int, taken_bytes: int) -> None:

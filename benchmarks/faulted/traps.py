@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +24,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import AdamW
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from faulted.text import Pieces, pieces
 from gpumix.engine.comm import Communicator
 from gpumix.train import checkpoint
 from gpumix.train.host_copy import HostCopy
 from gpumix.train.loop import Trainer
-
-TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # that every Python has
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,11 @@ class Traps:
         os.kill(os.getpid(), trap.signal)
 
 
-def samples(folder: str, length: int) -> list[dict[str, torch.Tensor]]:
+def samples(folder: str, length: int) -> Pieces:
     """Bytes of real text; whoever reads it sets the traps in `folder`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     _set(Traps(Path(folder), rank))
-    text = b"".join(file.read_bytes() for file in sorted(TEXT.glob("*.py")))
-    pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(length)
-    return [{"input_ids": piece, "labels": piece} for piece in pieces[:-1]]
+    return pieces(length)
 
 
 def _set(traps: Traps) -> None:
