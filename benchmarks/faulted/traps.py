@@ -50,6 +50,7 @@ class Traps:
             told = json.loads(file.read_text())
             if told.pop("rank") == rank:
                 self._traps.append(Trap(file, **told))
+        self._start = _number_of_start(folder / f"starts-{rank}")
         self._step = 0
         self._passed: dict[str, int] = {}
         self._rank = rank
@@ -61,10 +62,8 @@ class Traps:
         self._passed.clear()
 
     def ended_step(self, trainer: Trainer) -> None:
-        memory = trainer.keeping._memory
-        assert memory is not None
         told = {
-            "start": memory._generation,
+            "start": self._start,
             "step": trainer.step,
             "rank": self._rank,
             "at": time.time(),
@@ -87,6 +86,16 @@ class Traps:
         gone.write_text(json.dumps(told))
         trap.file.unlink()
         os.kill(os.getpid(), trap.signal)
+
+
+def _number_of_start(file: Path) -> int:
+    """One more than any rank has had. Collective."""
+    had = int(file.read_text()) if file.exists() else 0
+    number = torch.tensor(had + 1)
+    if dist.is_initialized():
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    file.write_text(str(int(number)))
+    return int(number)
 
 
 def samples(folder: str, length: int) -> Pieces:
