@@ -6,7 +6,7 @@ import pytest
 
 from gpumix.spec.errors import OutOfMemory, RankInterrupted, RankLost, TrainingError
 from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
-from gpumix.train.recovery import LESS_MEMORY, Recovery
+from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart
 
 
 def plan(peak: int = 0) -> Plan:
@@ -111,3 +111,21 @@ def test_memory_in_pieces_is_tried_as_it_was_once():
     recovery = Recovery(3)
     assert not recovery.after(full(fragmented=True), 5, plan()).memory
     assert recovery.after(full(fragmented=True), 5, plan()).memory
+
+
+def test_lessons_are_taken_up_by_other_processes():
+    recovery = Recovery(3)
+    recovery.after(full(), 5, plan(peak=50))
+    restart = Restart("out of memory", 1.5)
+    lessons = Lessons.from_text(recovery.lessons(restart).to_text())
+    assert lessons.restart == restart
+    taken_up = Recovery(3, lessons)
+    assert taken_up.memory_by_class == recovery.memory_by_class
+    # At the same step it was not the first time.
+    assert taken_up.after(full(fragmented=True), 5, plan()).memory_by_class["class-a"] < 0.5
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restart": 1, "memory": []}', "null"])
+def test_what_holds_no_lessons(text):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Lessons.from_text(text)

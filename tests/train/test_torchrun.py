@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import EMULATED, OWN_PROFILES, metrics, run, toy, train, write_job
+from jobs import EMULATED, OWN_PROFILES, metrics, plan_for, run, toy, train, write_job
 
 from commands import Done
 from gpumix.spec.plan import Plan
@@ -94,3 +94,25 @@ def test_there_must_be_a_process_for_every_device(job, tmp_path):
     assert "the cluster has 3 devices, torchrun started 2 processes" in done.err
     assert "exitcode  : 2" in done.err  # torchrun's report of ours
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("store", ["of the agent", "of the first rank"])
+def test_ranks_that_are_out_of_memory_begin_anew(tmp_path, store):
+    """torchrun, which was told of no restarts, takes no notice; no step is lost."""
+    cluster = [
+        {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
+        {"class": "small", "accelerator": "cpu", "memory": "6 MiB", "count": 2},
+    ]
+    changes = {"model": toy(width=256), "optimizer": {"lr": 1e-4}, "steps": 6}
+    roomy = write_job(tmp_path / "roomy", **changes)
+    expected = train(roomy, plan=plan_for(roomy)).losses
+    job = write_job(tmp_path, cluster=cluster, restarts=3, **changes)
+    plan_for(job, shares=(0.1, 0.8, 0.1)).save(tmp_path / "tight.json")
+    own = {} if store == "of the agent" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = standalone(tmp_path, 3, "--plan", "tight.json", **own)
+    assert done.code == 0, done.err
+    assert "planning again, with" in done.err
+    run = tmp_path / "run"
+    assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
+    assert [one["why"] for one in metrics(run, "restart")] == ["out of memory"]
+    assert Plan.load(run / "plan.json").stages != Plan.load(tmp_path / "tight.json").stages

@@ -29,6 +29,7 @@ from gpumix.spec.errors import (
     Interrupted,
     MachineError,
     NoFeasiblePlanError,
+    OutOfMemory,
     TrainingError,
     first_line,
     in_a_line,
@@ -47,7 +48,7 @@ ASKED = "asked"
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # How long a rank that lost a peer waits for somebody's own account of what happened.
 ACCOUNT_S = 5.0
-# What another rank's error is here, by its exit code.
+# What another rank's error is here, by its exit code, but for what a run can go on after.
 KINDS = {
     kind.exit_code: kind
     for kind in (
@@ -143,6 +144,7 @@ class Ranks:
         """A group of CPU tensors for checkpoints, so that saving never blocks training's group."""
         if self.world == 1:
             return None
+        self.gather("checkpoint group", "")  # who waits there does not hear of a rank that failed
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     # -- words -------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ class Ranks:
         try:
             if isinstance(error, CommunicationError):
                 return self._explained(error)
-            return self._alone(first_line(error))
+            return self._account_of_failure() or self._alone(first_line(error))
         except STORE_ERRORS as gone:
             others = some_of([name for name in self.names if name != self.names[self.rank]])
             told = f"{error.what}, with {others}; " if isinstance(error, CommunicationError) else ""
@@ -340,5 +342,8 @@ def _account(error: BaseException) -> str:
 def _retold(account: str, who: str = "") -> GpumixError:
     """Another rank's error, as whoever catches it knows it."""
     told = json.loads(account)
-    where = told["where"] or who
-    return KINDS[told["exit_code"]](told["what"], where=where, why=told["why"], fix=told["fix"])
+    words = {"where": told["where"] or who, "why": told["why"], "fix": told["fix"]}
+    if told["error"] == OutOfMemory.__name__:
+        of_device = {key: told[key] for key in ("device", "device_class", "fragmented")}
+        return OutOfMemory(told["what"], **words, **of_device)
+    return KINDS[told["exit_code"]](told["what"], **words)

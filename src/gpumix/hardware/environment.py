@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from gpumix.hardware.efficiency import Installed
 
@@ -28,6 +30,8 @@ MEMORY_USED = (
 )
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
+STARTS = "GPUMIX_STARTS"
+STDERR = 2
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -81,7 +85,8 @@ def shared_memory_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun tells a process that it starts; `elastic`: it may start others in its place."""
+    """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
+    `starts`: how often the process has begun anew since."""
 
     rank: int
     world: int
@@ -90,6 +95,7 @@ class TorchrunPlace:
     master_port: int
     agent_has_store: bool
     elastic: bool
+    starts: int = 0
 
 
 def torchrun_place() -> TorchrunPlace | None:
@@ -106,7 +112,25 @@ def torchrun_place() -> TorchrunPlace | None:
         master_port=int(port),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+        starts=int(os.environ.get(STARTS, "0")),
     )
+
+
+def begin_anew(starts: int) -> NoReturn:
+    """Become a new process with the command of this one, its number and its parent; what this one
+    holds is given back.
+
+    Args:
+        starts: how often that has happened then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for file in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # that of the list itself
+            # Closed by the change itself: threads of libraries abort a process that closes theirs.
+            os.set_inheritable(file, file <= STDERR)
+    environment = os.environ | {STARTS: str(starts)}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def world_size() -> int:

@@ -109,6 +109,9 @@ class DeviceFailure(TrainingError):
         told = {"where": self.where, "why": self.why, "fix": self.fix}
         return (_rebuilt_failure, (type(self), self.what, told, self._of_device()))
 
+    def as_dict(self) -> dict[str, object]:
+        return super().as_dict() | self._of_device()
+
     def _of_device(self) -> dict[str, Any]:
         return {"device": self.device, "device_class": self.device_class}
 

@@ -29,8 +29,8 @@ from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
-from gpumix.train.progress import last_heard, mark_failed
-from gpumix.train.recovery import Again, Recovery, Restart
+from gpumix.train.progress import mark_failed
+from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 
@@ -103,11 +103,13 @@ class Pipeline:
             made_from: the profile that the plan was made from, if it is known.
             plan_file: what the plan was read from.
         """
-        restart = self._restart()
-        if restart is None:
+        lessons = self._runs.started_again(self.job.output)
+        if lessons is None:
             self._check_output(resume)
         elif plan is not None and not self._has_all(plan):
             self.show("other devices are here than those of the plan: planning again")
+            plan = None
+        elif lessons.memory:
             plan = None
         profile = None
         if plan is not None:
@@ -117,40 +119,36 @@ class Pipeline:
                 self.show(line)
         with self._output_for_one():
             if self.speaks:
-                self._runs.begins(self.job.output)
-            return self._train(plan, profile, resume, restart)
-
-    def _restart(self) -> Restart | None:
-        """Why the run is started again, if others than this process did that."""
-        output = self.job.output
-        if not self._runs.started_again(output):
-            return None
-        return Restart("torchrun started it again", last_heard(output) or time.time())
+                self._runs.begins(self.job.output, lessons)
+            return self._train(plan, profile, resume, lessons)
 
     def _has_all(self, plan: Plan) -> bool:
         return {w.device for w in plan.workers} == {d.id for d in self.cluster.devices}
 
     def _train(
-        self, plan: Plan | None, profile: Profile | None, resume: bool, restart: Restart | None
+        self, plan: Plan | None, profile: Profile | None, resume: bool, lessons: Lessons | None
     ) -> Summary:
         self._runs.warm_up()
+        recovery = Recovery(self.job.restarts, lessons)
+        restart = lessons.restart if lessons is not None else None
         self.show(devices_table(self.cluster))
         if plan is None:
             profile = self.profile()
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
-            plan = self.plan(profile)
+            plan = self.plan(with_less_memory(profile, recovery.memory_by_class))
         self.show(plan_table(plan))
-        recovery = Recovery(self.job.restarts if self._runs.restarts else 0)
         while True:
             try:
                 return self._run(plan, profile, resume, restart)
             except (DeviceFailure, RankInterrupted) as error:
-                failed_at = time.time()
+                if not self._runs.restarts_after(error):
+                    raise
+                restart = Restart(error.what, time.time())
                 again = recovery.after(error, self._newest(), plan)
                 self.show(f"{error}\n{again.told}")
+                self._runs.starts_again(self.job.output, recovery.lessons(restart))
                 plan, profile = self._plan_again(again, plan, profile)
-                restart = Restart(error.what, failed_at)
 
     def _run(
         self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None

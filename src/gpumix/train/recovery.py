@@ -5,8 +5,9 @@ Pure: how ranks are ended and started is not said here.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 from gpumix.spec.errors import (
     DeviceFailure,
@@ -33,6 +34,27 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Lessons:
+    """What a run has learnt of its failures, for processes that take it up."""
+
+    restart: Restart
+    tried: int = 0
+    newest: int = -1
+    memory: tuple[tuple[str, float], ...] = ()
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Lessons:
+        """Raises ValueError, TypeError or KeyError for what `to_text` has not made."""
+        told = json.loads(text)
+        memory = tuple((str(name), float(part)) for name, part in told["memory"])
+        restart = Restart(str(told["restart"]["why"]), float(told["restart"]["failed_at"]))
+        return cls(restart, int(told["tried"]), int(told["newest"]), memory)
+
+
+@dataclass(frozen=True)
 class Again:
     """How a run starts again: without some devices, with less memory planned for some classes."""
 
@@ -45,19 +67,29 @@ class Again:
         return dict(self.memory)
 
 
-@dataclass
 class Recovery:
     """Decides after each failure of one run.
 
     Args:
         most: how often in a row a run starts again without a step between.
+        lessons: of the same run in earlier processes.
     """
 
-    most: int
-    _tried: int = 0
-    _newest: int = -1
-    _blamed: Counter[str] = field(default_factory=Counter)
-    _again: Again = Again()
+    def __init__(self, most: int, lessons: Lessons | None = None) -> None:
+        self._most = most
+        self._tried = lessons.tried if lessons else 0
+        self._newest = lessons.newest if lessons else -1
+        self._blamed: Counter[str] = Counter()
+        self._again = Again(memory=lessons.memory if lessons else ())
+
+    @property
+    def memory_by_class(self) -> dict[str, float]:
+        """Of the memory of classes, by name, the parts to plan with."""
+        return self._again.memory_by_class
+
+    def lessons(self, restart: Restart) -> Lessons:
+        """For processes that take the run up, after `restart`."""
+        return Lessons(restart, self._tried, self._newest, self._again.memory)
 
     def after(self, error: DeviceFailure | RankInterrupted, newest: int, plan: Plan) -> Again:
         """What to do.
@@ -69,7 +101,7 @@ class Recovery:
         Raises:
             GpumixError: it cannot go on: `error`, or one that says that it comes again and again.
         """
-        if not self.most:
+        if not self._most:
             raise error
         if newest > self._newest:
             self._newest, self._tried = newest, 0
@@ -77,7 +109,7 @@ class Recovery:
         self._tried += 1
         if isinstance(error, OutOfMemory):
             return self._with_less(error, plan)
-        if self._tried > self.most:
+        if self._tried > self._most:
             raise _in_a_row(error, self._tried)
         if isinstance(error, DeviceFailure):
             self._blamed[error.device] += 1

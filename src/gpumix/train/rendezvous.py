@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import socket
+import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
@@ -15,6 +17,8 @@ from gpumix.train.launch import Seat
 
 # How long a process that has the store stays for the others, when it ends before they do.
 STAY_S = 10.0
+LOOK_S = 0.05
+MISSED_S = 2.0  # after which a store that does not answer is looked for again
 
 
 def store_of(seat: Seat, timeout_s: float) -> dist.Store:
@@ -29,6 +33,40 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
     store = _connect(seat, timeout_s)
     give_up_after(timeout_s, port=seat.port)
     return dist.PrefixStore(seat.run, store)
+
+
+def leave(seat: Seat, start: int) -> None:
+    """Before a process begins anew, for the `start`th time, as all do: who has the store waits
+    until none of the others needs it any more."""
+    store = dist.PrefixStore("leaving", _connect(seat, STAY_S))
+    store.set(f"{start}/{seat.rank}", "")
+    deadline = time.monotonic() + (STAY_S if seat.holds_store else 0.0)
+    keys = [f"{start}/{rank}" for rank in range(seat.world)]
+    while time.monotonic() < deadline and not all(store.check([key]) for key in keys):
+        time.sleep(LOOK_S)
+
+
+def meet_anew(seat: Seat, start: int, timeout_s: float) -> None:
+    """After `leave`: wait for the store of this start, which may have ended with the process that
+    had it, and begun with it too.
+
+    Raises:
+        MachineError: it is not there within the timeout.
+    """
+    key, deadline = f"began/{start}", time.monotonic() + timeout_s
+    if seat.rank == 0:
+        store_of(seat, timeout_s).set(key, "")
+        return
+    while time.monotonic() < deadline:
+        with suppress(MachineError, RuntimeError):
+            if store_of(seat, MISSED_S).check([key]):
+                return
+        time.sleep(LOOK_S)
+    raise MachineError(
+        f"rank {seat.rank} does not find the run that all ranks have begun anew",
+        where=socket.gethostname(),
+        fix="look at what rank 0 says",
+    )
 
 
 def _connect(seat: Seat, timeout_s: float) -> dist.TCPStore:

@@ -10,5 +10,6 @@ TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"  # held by the process that runs
 AGENTS = ".agents"  # of torchrun, that started it
+LESSONS = ".lessons"  # of its failures
 
-ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK, AGENTS})
+ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK, AGENTS, LESSONS})

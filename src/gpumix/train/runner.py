@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import torchrun_place
 from gpumix.spec.cluster import Cluster, Device
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train.launch import launch, warm_up
+from gpumix.train.recovery import Lessons
 from gpumix.train.torchrun import TorchrunRunner
 
 
@@ -22,12 +23,10 @@ class Runner(Protocol):
 
     `speaks`: whether this process shows things; under torchrun only one does. `decides_alone`: no
     other process has to come to the same decision, from files that may differ from host to host.
-    `restarts`: ranks that failed can be run again from here.
     """
 
     speaks: bool
     decides_alone: bool
-    restarts: bool
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         """The devices: those that are wanted, or those that are found."""
@@ -41,12 +40,21 @@ class Runner(Protocol):
         """Something will run soon."""
         ...
 
-    def started_again(self, output: Path) -> bool:
-        """Whether this is a run that was under way before, with this output, and goes on."""
+    def started_again(self, output: Path) -> Lessons | None:
+        """Of a run that was under way before, with this output, and goes on here; else None."""
         ...
 
-    def begins(self, output: Path) -> None:
+    def begins(self, output: Path, lessons: Lessons | None) -> None:
         """The output is this run's from now on; for the process that speaks."""
+        ...
+
+    def restarts_after(self, error: GpumixError) -> bool:
+        """Whether ranks that failed so can be run again from here."""
+        ...
+
+    def starts_again(self, output: Path, lessons: Lessons) -> None:
+        """Ranks will be run again. Where this process is one of them it begins anew, and this does
+        not return."""
         ...
 
     def run(
@@ -82,7 +90,6 @@ class LocalRunner:
     silence_s: float = math.inf
     speaks: bool = True
     decides_alone: bool = True
-    restarts: bool = True
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         return wanted or discover()
@@ -101,10 +108,16 @@ class LocalRunner:
     def warm_up(self) -> None:
         warm_up(self.imports)
 
-    def started_again(self, output: Path) -> bool:
-        return False
+    def started_again(self, output: Path) -> Lessons | None:
+        return None
 
-    def begins(self, output: Path) -> None:
+    def begins(self, output: Path, lessons: Lessons | None) -> None:
+        return
+
+    def restarts_after(self, error: GpumixError) -> bool:
+        return True
+
+    def starts_again(self, output: Path, lessons: Lessons) -> None:
         return
 
     def run(

@@ -21,11 +21,13 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import TorchrunPlace, begun
+from gpumix.hardware.environment import TorchrunPlace, begin_anew, begun
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.spec.errors import GpumixError, InputError, OutOfMemory, TrainingError
 from gpumix.train import run_files
 from gpumix.train.launch import Seat
+from gpumix.train.progress import last_heard, write_at_once
+from gpumix.train.recovery import Lessons, Restart
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
@@ -55,7 +57,6 @@ class TorchrunRunner:
     """Runs work in this process, as one of torchrun's ranks; see `runner.Runner`."""
 
     decides_alone = False
-    restarts = False  # that is for torchrun
 
     def __init__(self, place: TorchrunPlace) -> None:
         self.speaks = place.rank == 0
@@ -86,16 +87,42 @@ class TorchrunRunner:
     def warm_up(self) -> None:
         return
 
-    def started_again(self, output: Path) -> bool:
+    def started_again(self, output: Path) -> Lessons | None:
         """Collective."""
         word, _ = self._arrive()
         store = self._store(f"{word}/again")
         if self.speaks:
-            store.set("again", "yes" if _was_there(output, self._agents()) else "")
-        return bool(_heard(store, "again", "rank 0"))
+            there = _was_there(output, self._agents())
+            store.set("again", self._lessons(output).to_text() if there else "")
+        told = _heard(store, "again", "rank 0")
+        return Lessons.from_text(told) if told else None
 
-    def begins(self, output: Path) -> None:
+    def _lessons(self, output: Path) -> Lessons:
+        by_torchrun = Restart("torchrun started it again", last_heard(output) or time.time())
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            text = (output / run_files.LESSONS).read_text(encoding="utf-8")
+            found = Lessons.from_text(text)
+            return found if self._place.starts else replace(found, restart=by_torchrun)
+        return Lessons(by_torchrun)
+
+    def begins(self, output: Path, lessons: Lessons | None) -> None:
         (output / run_files.AGENTS).write_text(json.dumps(self._agents()), encoding="utf-8")
+        if lessons is None:
+            (output / run_files.LESSONS).unlink(missing_ok=True)
+
+    def restarts_after(self, error: GpumixError) -> bool:
+        """What ends no rank. After the rest torchrun starts others, if it was told so."""
+        return isinstance(error, OutOfMemory)
+
+    def starts_again(self, output: Path, lessons: Lessons) -> None:
+        """All ranks begin anew, as torchrun started them; it takes no notice."""
+        from gpumix.train.rendezvous import leave
+
+        if self.speaks:
+            write_at_once(output / run_files.LESSONS, lessons.to_text())
+        starts = self._place.starts + 1
+        leave(seat_in(self._place, NO_DEVICE), starts)
+        begin_anew(starts)
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
@@ -116,11 +143,18 @@ class TorchrunRunner:
     def _arrive(self) -> tuple[str, list[Arrival]]:
         """The word of this start, and who is there. Collective, once."""
         if self._arrived is None:
+            if self._place.starts:
+                self._meet_anew()
             own = Arrival(socket.gethostname(), self._place.local_rank, agent())
             self._arrived = arrive(
                 self._store("arrivals"), self._place.rank, self._place.world, own
             )
         return self._arrived
+
+    def _meet_anew(self) -> None:
+        from gpumix.train.rendezvous import meet_anew
+
+        meet_anew(seat_in(self._place, NO_DEVICE), self._place.starts, MEETING_S)
 
     def _agents(self) -> list[str]:
         _, arrivals = self._arrive()
