@@ -106,6 +106,9 @@ def test_the_profile_before_it_is_changed(job):
          ": cluster.network.between", "more than 0 bytes a second"),
         (with_value(("cluster", "network"), {"inside": "-5 GB/s"}),
          ": cluster.network.inside", "is not a link"),
+        (with_value(("cluster", "network"), {"exceptions": [{
+            "where": "inside", "classes": ["tardy"], "link": "1 GB/s"}]}),
+         ": cluster.network.exceptions.0.classes.1", "is missing"),
         (with_value(("schema_version",), 2), "", "a profile of schema 1 is wanted"),
         (json.dumps(GOOD)[:-40], "", "it is no JSON"),
         ("[" * 100_000, "", "not a valid profile"),

@@ -198,6 +198,12 @@ def shown_of(table: RenderableType) -> str:
     return console.export_text()
 
 
+def test_a_class_whose_worth_is_not_told_is_in_the_table():
+    made = plan(two_classes(), 8)
+    told = made.reasons.model_copy(update={"worth": made.reasons.worth[:1]})
+    assert "slow" in shown(made.model_copy(update={"reasons": told}))
+
+
 def test_whether_mixing_pays_is_said_first():
     made = plan(two_classes(), 8)
     first, second, third, *_ = why(made)

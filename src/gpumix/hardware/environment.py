@@ -125,7 +125,7 @@ def begin_anew(starts: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for file in map(int, os.listdir("/dev/fd")):
+    for file in [int(file.name) for file in Path("/dev/fd").iterdir()]:
         with suppress(OSError):  # that of the list itself
             # Closed by the change itself: threads of libraries abort a process that closes theirs.
             os.set_inheritable(file, file <= STDERR)

@@ -184,8 +184,8 @@ def _place(text: str, keys: tuple[int | str, ...]) -> str:
     here: Any = _fields(text)
     parts = []
     for key in keys:
-        inside = isinstance(here, list) or (isinstance(here, dict) and key in here)
-        here = here[key] if inside else None
+        inside = range(len(here)) if isinstance(here, list) else here
+        here = here[key] if isinstance(inside, dict | range) and key in inside else None
         names = [here[n] for n in _NAMES if n in here] if isinstance(here, dict) else []
         parts.append(f"{key} ({names[0]})" if names and isinstance(key, int) else str(key))
     return ".".join(parts)

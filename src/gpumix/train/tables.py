@@ -129,7 +129,7 @@ def plan_table(plan: Plan) -> RenderableType:
         cells += [f"{stored}{where}", memory, busy]
         cells += [_backward(workers[0], plan)] if told else []
         if worth:
-            cells += _worth(worth[name]) if name not in seen else ["", ""]
+            cells += _worth(worth[name]) if name in worth and name not in seen else ["", ""]
         seen.add(name)
         table.add_row(*cells)
     first, *rest = why(plan) or [""]
