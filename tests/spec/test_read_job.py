@@ -156,6 +156,8 @@ def test_one_wrong_thing(job_file, more, expected):
     ("old", "new", "expected"),
     [
         ("steps: 10\n", "", "job.yaml:1: 'steps' is missing"),
+        ("  text: [corpus]\n", "  text: [corpus, corpus]\n",
+         "job.yaml:3: 'data': 'text' names 'corpus' twice"),
         ("  text: [corpus]\n", "  text: corpus\n",
          "job.yaml:4: 'data.text' must be a list, it is 'corpus'"),
         ("  text: [corpus]\n", "  text:\n   - a\n   - 3\n",

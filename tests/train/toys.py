@@ -41,7 +41,7 @@ class Toy(nn.Module):
     """Guesses each token from itself; returns (summed loss, count).
 
     Args:
-        fault: a name in `FAULTS`, "nan-gradient", or none.
+        fault: a name in `FAULTS` or `GRADIENTS`, or none; "wrong" lasts.
         rank, at: where it happens, and in which training forward pass, counted from 1.
         after: a path that is there before it happens.
         once: a path that it leaves when it happens; it does not if that is there.
@@ -78,8 +78,9 @@ class Toy(nn.Module):
         while strike and self.after and not Path(self.after).exists():
             time.sleep(0.01)  # its rank is ended if that never comes
         x = self.embedding(input_ids)
-        if strike and self.fault == "nan-gradient":
-            x = _NanGradient.apply(x)
+        wrong = self.fault == "wrong" and self.passes >= self.at and _rank() == self.rank
+        if (strike or wrong) and self.fault in GRADIENTS:
+            x = _TimesGradient.apply(x, GRADIENTS[self.fault])
         for block in self.blocks:
             x = block(x)
         logits = self.head(x).flatten(0, 1).float()
@@ -107,14 +108,19 @@ class Selective(Toy):
         return loss, torch.tensor(labels.numel())
 
 
-class _NanGradient(torch.autograd.Function):
+# What they multiply the gradient of the embedding with.
+GRADIENTS = {"nan-gradient": float("nan"), "large-gradient": 1e4, "wrong": 1.5}
+
+
+class _TimesGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, factor):
+        ctx.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * float("nan")
+        return gradient * ctx.factor, None
 
 
 def model(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
+from gpumix.engine.own_gradients import See
 from gpumix.engine.shards import FlatGroup, Piece, Scale
 
 
@@ -34,6 +35,7 @@ class Bucket:
         self.groups = list(groups)
         self._comm = division.comm
         self._arrivals = arrivals
+        self.see: See | None = None  # is told of this rank's gradients before they are reduced
         self._resident = division.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None
@@ -102,6 +104,8 @@ class Bucket:
         """Start to sum the gradients over ranks; see `FlatGroup.reduce`."""
         for group in self.trainable:
             group.end_gradient()
+        if self.see is not None and self.trainable:
+            self.see(self.name, [group.gradient for group in self.trainable])
         self._reduction = _together([group.reduce(scale) for group in self.trainable])
         self._reducing = next(self._reduction, [])
         self._comm.record.issued("reduce", self.name, self._reducing)

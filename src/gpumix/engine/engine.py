@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,18 +27,20 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending, WaitClock
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
+from gpumix.engine.exchanged import Exchanged
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing
 from gpumix.engine.objective import Objective, mean_over_labels
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.own_gradients import OwnNorm, See
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.randomness import Randomness, untouched
+from gpumix.engine.randomness import Randomness, evaluating, untouched
 from gpumix.engine.replan import move_state, moves_state
-from gpumix.engine.samples import digest, padded_from, refuse_unlike, samples_in
+from gpumix.engine.samples import Samples, digest, padded_from, refuse_unlike, samples_in
 from gpumix.engine.shards import FlatGroup, Piece
 from gpumix.engine.state import OptimizerState
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
@@ -47,17 +49,15 @@ from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
 
-ROW = 4  # what each rank tells all others in a step: losses, their count, its notice and report
-
 
 class Engine:
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
-    this rank tells all others in the next step, at no further cost; `notices_by_rank` is what all
-    said in the last one; so are `report` and `reports_by_rank`. `losses_counted` is what the sum of
-    all losses of the last step was divided by, float64 on the device. `copies` is the clock of what
-    the device waits for batches, and for what was kept on the host.
+    this rank tells all others in the next step, at no further cost, and so is `report`;
+    `exchanged` is what all said in the last one. `losses_counted` is what the sum of all losses of
+    the last step was divided by, float64 on the device. `copies` is the clock of what the device
+    waits for batches, and for what was kept on the host.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class Engine:
         self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
         self.report = 0.0
-        self._stats = torch.zeros(comm.world, ROW)
+        self.exchanged = Exchanged.nothing(comm.world)
+        self._own_norm = OwnNorm(comm.device)
+        self._see_by(self._own_norm.see)
         # Ranks that are to have the same samples see in their first step that they do.
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
@@ -156,7 +158,7 @@ class Engine:
             self._leave()
             self._buffers_before.keep_changed()
             self.steps += 1
-            self._stats = table
+            self.exchanged = Exchanged(table)
             counted = table[:, 1].sum()
             self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
             if self.scaler.active:
@@ -206,7 +208,7 @@ class Engine:
         )
 
     def _step_in_layers(
-        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
         with closing(batches):
@@ -221,7 +223,7 @@ class Engine:
         return table
 
     def _step_in_stages(
-        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
@@ -236,7 +238,7 @@ class Engine:
                 updates.update(bucket)
         return table
 
-    def _maker(self, cut: list[_Samples], *, keep: bool) -> pipelined.Make:
+    def _maker(self, cut: list[Samples], *, keep: bool) -> pipelined.Make:
         """What begins micro-batches in stages; `keep` is for their backward."""
 
         def make(place: Place, number: int) -> Running:
@@ -256,7 +258,7 @@ class Engine:
         return make
 
     def _micro_batch(
-        self, parts: Parts, cut: list[_Samples], place: int, *, keep: bool, **in_stage: Any
+        self, parts: Parts, cut: list[Samples], place: int, *, keep: bool, **in_stage: Any
     ) -> MicroBatch:
         """That of the samples at `place`; `keep` is for its backward."""
         return MicroBatch(
@@ -270,7 +272,7 @@ class Engine:
         )
 
     def _step_sequentially(
-        self, cut: list[_Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         batches = [
             sequential.InlineBatch(
@@ -320,22 +322,16 @@ class Engine:
                 a batch of `samples`, as `gpumix.evaluation_batches` gives it.
             samples: of the global batch; default: the plan's.
         """
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            with self._in_step():
-                self.agree_on_buffers()
-                with untouched(self.device), torch.no_grad():
-                    if self._places:
-                        results = self._evaluate_in_stages(batch, samples)
-                    else:
-                        results = self._evaluate_in_layers(batch)
-                self._leave()
-                table, gradient_scale = self._exchange(results, torch.ones(()))
-                gradient_scale()
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(self.model), self._in_step():
+            self.agree_on_buffers()
+            with untouched(self.device), torch.no_grad():
+                if self._places:
+                    results = self._evaluate_in_stages(batch, samples)
+                else:
+                    results = self._evaluate_in_layers(batch)
+            self._leave()
+            table, gradient_scale = self._exchange(results, torch.ones(()))
+            gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
 
     def _evaluate_in_layers(self, batch: Any) -> list[Loss]:
@@ -362,6 +358,37 @@ class Engine:
         make = self._maker(self._cut(batch, rows), keep=False)
         return pipelined.Step(self._places, forwards, make, None, empty=empty).run()
 
+    def replay(self, batch: Any, see: See) -> None:
+        """Forward and backward of a batch, as in a step but without dropout, after which all is as
+        it was before. Collective, between two steps; there are no gradients.
+
+        Args:
+            batch: one micro-batch, which may be another one on each rank; None for none.
+            see: is told what this rank has of the gradients.
+
+        Raises:
+            InputError: the plan has several stages, or teams.
+        """
+        if self._places or self.plan.in_teams:
+            raise InputError("only plans of one stage without tensor parallelism replay a batch")
+        names = ("_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged")
+        before = {name: getattr(self, name) for name in names}
+        self._rows = (range(samples_in(batch)),) if batch is not None else ()
+        self._own_norm, self.scaler = OwnNorm(self.device), copy(self.scaler)
+        self._see_by(see)
+        try:
+            with evaluating(self.model):
+                self.step(batch)
+        finally:
+            vars(self).update(before)
+            self._see_by(self._own_norm.see)
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _see_by(self, see: See) -> None:
+        for bucket in self._buckets:
+            bucket.see = see
+
     def gradient_norm(self) -> torch.Tensor:
         """The norm of all gradients together, the same on every rank. One collective."""
         # The first of several copies counts for all of them.
@@ -377,23 +404,11 @@ class Engine:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def ranks_with_bad_loss(self) -> list[int]:
-        """Ranks whose summed loss was not finite in the last step."""
-        return [r for r, loss in enumerate(self._stats[:, 0].tolist()) if not math.isfinite(loss)]
-
     def finite(self) -> bool:
         """Whether all trained parameters are finite. Collective."""
         masters = [group.master for group in self.groups() if group.trainable]
         bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
-
-    def notices_by_rank(self) -> list[float]:
-        """Each rank's `notice` in the last step."""
-        return self._stats[:, 2].tolist()
-
-    def reports_by_rank(self) -> list[float]:
-        """Each rank's `report` in the last step."""
-        return self._stats[:, 3].tolist()
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -513,7 +528,7 @@ class Engine:
                 raise account from error
             raise
 
-    def _cut(self, batch: Any, rows: Sequence[range]) -> list[_Samples]:
+    def _cut(self, batch: Any, rows: Sequence[range]) -> list[Samples]:
         """The micro-batches of a batch, whose samples are these rows of the global one."""
         wanted = sum(map(len, rows))
         if (given := samples_in(batch)) != wanted:
@@ -537,7 +552,7 @@ class Engine:
             randomness = Randomness(self._seed, self.steps, of_one.start, self.device)
             looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
             compute = functools.partial(self._objective, self.model, part)
-            made.append(_Samples(compute, randomness, looks))
+            made.append(Samples(compute, randomness, looks))
             begin += len(of_one)
         return made
 
@@ -561,8 +576,8 @@ class Engine:
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
-        row = torch.zeros(ROW, dtype=torch.float64, device=self.device)
-        row[2], row[3] = self.notice, self.report
+        norm = self._own_norm.take() / self.scaler.scale
+        row = Exchanged.row(self.device, notice=self.notice, report=self.report, norm=norm)
         for loss, count in results if self._tells_losses else ():
             row[0] += loss
             row[1] += count
@@ -578,15 +593,6 @@ class Engine:
         if self.overflowed:
             for parameter in self.parameters():
                 parameter.grad = None
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """A micro-batch's loss, to be computed, its random numbers, and the shapes of its tensors."""
-
-    compute_loss: Callable[[], Loss]
-    randomness: Randomness
-    looks: tuple[torch.Size, ...]
 
 
 def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 
 class Randomness:
@@ -72,6 +73,18 @@ def untouched(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout inside, nor anything else that is for training."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _seed(seed: int, device: torch.device) -> None:

@@ -7,14 +7,17 @@ what they were given, as a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gpumix.engine.micro_batch import Loss
 from gpumix.engine.objective import IGNORED_LABEL
+from gpumix.engine.randomness import Randomness
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 
@@ -22,6 +25,15 @@ DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
 
 LABELS, MASK = "labels", "attention_mask"
 PER_TOKEN = frozenset({"input_ids", LABELS, MASK, "position_ids", "token_type_ids"})
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A micro-batch's loss, to be computed, its random numbers, and the shapes of its tensors."""
+
+    compute_loss: Callable[[], Loss]
+    randomness: Randomness
+    looks: tuple[torch.Size, ...]
 
 
 def samples_in(batch: Any) -> int:

@@ -6,6 +6,7 @@ words the errors; this page only says what a job is.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -139,6 +140,13 @@ class DataSpec(Value):
         description="part of the samples that is kept for evaluation; of a stream, whatever part "
         "this is, the first samples of each pass: as many as an evaluation takes",
     )
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        for path, times in Counter(self.text).items():
+            if times > 1:
+                raise ValueError(f"'text' names '{path}' twice")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -396,11 +404,18 @@ class Job(Value):
         "take longer or less long than the plan says; without, a run gives the same numbers to "
         "the bit each time, as long as its plan and devices are the same",
     )
+    replay_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="how often all devices compute the gradient of one sample, to find one that "
+        "computes wrong without an error; 0: never",
+    )
     restarts: int = Field(
         default=3,
         ge=0,
         description="how often in a row, without a step between, a run starts again by itself "
-        "after it lost a rank; under torchrun that is `--max-restarts`",
+        "after it lost a rank, or ran out of memory; under torchrun it is `--max-restarts` for the "
+        "first",
     )
     timeout: Seconds = Field(
         default=300.0, description="how long a rank waits for another before it names it"

@@ -21,7 +21,7 @@ from gpumix.engine.replan import may_move
 from gpumix.engine.state import some_of
 from gpumix.engine.updates import updates_elements
 from gpumix.engine.weights import unused
-from gpumix.spec.errors import Interrupted, TrainingError
+from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_seconds
@@ -39,14 +39,17 @@ from gpumix.train.metrics import (
     RankRecord,
     RunLog,
     StepRecord,
+    Told,
     by_class,
     speed_of,
     typical_s,
 )
 from gpumix.train.models import attention_cost, model_of
+from gpumix.train.not_finite import overflowed, spoilt, without_labels
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
+from gpumix.train.soundness import Soundness
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
@@ -133,6 +136,7 @@ class Trainer:
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
         self._told_of_starvation = self._told_of_copies = False
         self._balancing = self._balancing_by(profile) if job.rebalance else None
+        self._soundness = Soundness(context, plan, self.engine)
         self._waited_s = 0.0
         self._since = time.perf_counter()
         self._step_times: list[float] = []
@@ -157,6 +161,7 @@ class Trainer:
             stop = stack.enter_context(StopRequest())
             self._open(stack)
             self._open_memory()
+            self._tell_of_replays()
             while self.step < self.job.steps:
                 traced = self.step + 1 == self.job.trace_step
                 step = self._traced_step if traced else self.train_step
@@ -168,7 +173,7 @@ class Trainer:
                     self._sent_before += self.engine.comm.sent.total() - sent
                 if self.step == self.job.steps:
                     break
-                notices = self.engine.notices_by_rank()
+                notices = self.engine.exchanged.notices
                 # An error is raised when all ranks know of it, in the same step.
                 if self.keeping.checkpointer.written or UNSAVED in notices:
                     self._finish_save()
@@ -178,6 +183,7 @@ class Trainer:
                     self._begin_save()
                 self._remember()
                 self._rebalance()
+                self._look_for_wrong_results()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)
@@ -493,15 +499,26 @@ class Trainer:
         """Split the samples anew, if that is worth it by the last steps."""
         if self._balancing is None or self.step == self.job.trace_step:
             return
-        told = self._balancing.after_step(self._step_times, self.engine.reports_by_rank())
+        told = self._balancing.after_step(self._step_times, self.engine.exchanged.reports)
         if self._balancing.plan is not self.plan:
             self.plan = self._balancing.plan
             self.keeping.settle(self.step)  # what is copied may move
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
-        if told is not None and self._display is not None:
-            self._log.rebalance(self.step, told)
-            self._display.say(told.text)
+        self._say([told] if told is not None else [])
+
+    def _tell_of_replays(self) -> None:
+        if self._display is not None and self._soundness.why_not:
+            self._display.say(f"no batch is replayed: {self._soundness.why_not}")
+
+    def _look_for_wrong_results(self) -> None:
+        self._say(self._soundness.after_step(self.step))
+
+    def _say(self, told: list[Told]) -> None:
+        if self._display is not None:
+            for one in told:
+                self._log.tell(self.step, one)
+                self._display.say(one.text)
 
     def _take_up(self, *, needed: bool) -> None:
         state = self.keeping.take_up(needed=needed)
@@ -538,34 +555,16 @@ class Trainer:
         spoilt already."""
         self.engine.take_back_step()
         ranks = self.context.ranks
-        who = " and ".join(ranks.names[r] for r in self.engine.ranks_with_bad_loss())
+        who = " and ".join(ranks.names[r] for r in self.engine.exchanged.bad_losses)
         wrong = f"the {what} of step {self.step + 1} is {value}"
         if not self.engine.finite():
-            raise TrainingError(
-                wrong,
-                where=who,
-                why="an earlier step had made weights that are not finite: its rate was too high",
-                fix="nothing was saved; --resume goes on from an earlier checkpoint, if there is "
-                "one, with a lower --set optimizer.lr=...",
-            )
+            raise spoilt(wrong, who)
         path = self.save(cursor)
         self.keeping.forget()
         if math.isnan(value) and what == "loss" and not who:  # all losses are good: 0 of 0 tokens
-            some = ", ".join(map(str, self.loader.last_indices[:8].tolist()))
-            raise TrainingError(
-                f"step {self.step + 1} has no loss: none of its labels counts",
-                where=f"{ranks.names[ranks.rank]}, whose first samples are {some}",
-                why="all labels of its samples are -100",
-                fix="give labels to learn from; where only few samples have them, a larger "
-                f"global_batch has some in each step. The state before that step is in {path}",
-            )
-        raise TrainingError(
-            wrong,
-            where=who,
-            why="a rate too high, fp16 out of its range, or bad samples in that rank's share",
-            fix=f"the state before that step is in {path}: go on from there with --resume and a "
-            "lower --set optimizer.lr=..., or look at the samples",
-        )
+            some = self.loader.last_indices[:8].tolist()
+            raise without_labels(self.step + 1, ranks.names[ranks.rank], some, path)
+        raise overflowed(wrong, who, path)
 
     def _summary(self, path: Path) -> Summary:
         """Collective."""

@@ -266,8 +266,8 @@ class RunLog:
         fields = {"resumed_from": resumed_from, "why": why, "seconds": seconds}
         self._write("restart", {"step": step, **fields})
 
-    def rebalance(self, step: int, told: Told) -> None:
-        """The samples were split anew after a step, or what that came to is known."""
+    def tell(self, step: int, told: Told) -> None:
+        """What was found, or done, after a step."""
         self._write(told.event, {"step": step, **told.fields})
 
     def progress(self, state: str) -> None:

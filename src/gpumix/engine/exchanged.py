@@ -1,0 +1,56 @@
+"""What ranks tell each other in each step, beside their losses and at no further cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+COLUMNS = 5
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What all ranks told in a step, each property by rank.
+
+    `table` has a row for each; it is on the device, and to look at it waits for that.
+    """
+
+    table: torch.Tensor
+
+    @classmethod
+    def nothing(cls, world: int) -> Exchanged:
+        return cls(torch.zeros(world, COLUMNS))
+
+    @staticmethod
+    def row(
+        device: torch.device, *, notice: float, report: float, norm: torch.Tensor | float
+    ) -> torch.Tensor:
+        """What one rank tells, but for its losses (column 0) and their count (column 1)."""
+        row = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
+        row[2], row[3], row[4] = notice, report, norm
+        return row
+
+    @property
+    def bad_losses(self) -> list[int]:
+        """Ranks whose summed loss is not finite."""
+        return [r for r, loss in enumerate(self.table[:, 0].tolist()) if not math.isfinite(loss)]
+
+    @property
+    def counts(self) -> list[float]:
+        """How many losses each has summed."""
+        return self.table[:, 1].tolist()
+
+    @property
+    def notices(self) -> list[float]:
+        return self.table[:, 2].tolist()
+
+    @property
+    def reports(self) -> list[float]:
+        return self.table[:, 3].tolist()
+
+    @property
+    def own_norms(self) -> list[float]:
+        """The norm of what each rank itself had of the gradient in the step before."""
+        return self.table[:, 4].tolist()

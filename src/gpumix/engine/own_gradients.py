@@ -1,0 +1,46 @@
+"""What a rank has of the gradients before they are summed with those of others: who computes wrong
+can be told by that, and afterwards no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+# Of a bucket, and gradients that are still this rank's own.
+See = Callable[[str, Sequence[torch.Tensor]], None]
+PARTS = 16
+
+
+class OwnNorm:
+    """Their norm, over all buckets of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._norms: list[torch.Tensor] = []
+        self._nothing = torch.zeros((), device=device)
+
+    def see(self, bucket: str, gradients: Sequence[torch.Tensor]) -> None:
+        self._norms += [torch.linalg.vector_norm(gradient) for gradient in gradients]
+
+    def take(self) -> torch.Tensor:
+        """That of what was seen since the last time."""
+        norms, self._norms = self._norms, []
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else self._nothing
+
+
+class Fingerprints:
+    """A few numbers of each bucket's gradients, which are alike where these are: their norm, and
+    the sums of their parts."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, torch.Tensor] = {}
+
+    def see(self, bucket: str, gradients: Sequence[torch.Tensor]) -> None:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        sums = [part.sum(dtype=torch.float64) for g in gradients for part in g.chunk(PARTS)]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        self._seen[bucket] = torch.stack([norm, *sums])
+
+    def by_bucket(self) -> dict[str, list[float]]:
+        """The norm comes first."""
+        return {bucket: seen.tolist() for bucket, seen in self._seen.items()}

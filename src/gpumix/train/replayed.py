@@ -1,0 +1,85 @@
+"""Who computes wrong, by what all ranks made of the same batch. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from gpumix.spec.plan import Plan, Worker
+
+Prints = Mapping[str, Sequence[float]]
+"""Of a rank, by bucket: the norm of its gradient, then sums of parts of it."""
+
+# How far apart gradients of sound devices may be, relative to their norm: they add up in another
+# order, in other kernels. Errors that matter are a good deal larger.
+TOLERANCE = {"fp32": 1e-3, "tf32": 3e-2, "fp16": 3e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Ranks that differ from the others, by how much at most, and where first: backward goes from
+    the last unit to the first one. `sure`: those that agree are more."""
+
+    ranks: tuple[int, ...]
+    deviation: float
+    where: str
+    sure: bool
+
+
+def not_replayed(plan: Plan) -> str:
+    """Why devices of a plan cannot be compared; empty if they can."""
+    if len(plan.stages) > 1:
+        return "stages of the plan compute different units"
+    if plan.in_teams:
+        return "ranks of a team compute parts of units"
+    if sum(worker.samples > 0 for worker in plan.workers) < 2:
+        return "one device alone computes"
+    return ""
+
+
+def tolerance(workers: Sequence[Worker]) -> float:
+    """Between devices that compute as these do."""
+    kinds = [
+        "tf32" if w.compute_dtype == "fp32" and w.efficiency.tf32 else w.compute_dtype
+        for w in workers
+    ]
+    return max(TOLERANCE[kind] for kind in kinds)
+
+
+def verdict(prints: Mapping[int, Prints], tolerated: float) -> Verdict | None:
+    """None if all agree, if there are less than two, or if the batch has no gradient anywhere.
+
+    Args:
+        prints: by rank; the buckets in the order in which their gradients were done.
+    """
+    ranks = list(prints)
+    if len(ranks) < 2 or not any(math.isfinite(_norm(prints[rank])) for rank in ranks):
+        return None
+    worst: dict[int, float] = {}
+    first: dict[int, str] = {}
+    for bucket in prints[ranks[0]]:
+        for rank in ranks:
+            mine = prints[rank][bucket]
+            apart = median_low([_apart(mine, prints[o][bucket]) for o in ranks if o != rank])
+            if apart > tolerated:
+                worst[rank] = max(worst.get(rank, 0.0), apart)
+                first.setdefault(rank, bucket)
+    if not worst:
+        return None
+    most = max(worst, key=lambda rank: worst[rank])
+    return Verdict(tuple(sorted(worst)), worst[most], first[most], sure=2 * len(worst) < len(ranks))
+
+
+def _norm(prints: Prints) -> float:
+    return math.hypot(*(values[0] for values in prints.values()))
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """How far two ranks' gradients of a bucket are apart, relative to their norms."""
+    difference = math.dist(one, other)
+    if not math.isfinite(difference):
+        return math.inf
+    norm = (one[0] + other[0]) / 2
+    return difference / norm if norm else 0.0

@@ -1,0 +1,93 @@
+"""Looks, while a run trains, for devices that compute wrong without an error: whose gradients jump
+while those of the others do not, and, if the job wants it, who makes something else of a batch that
+all compute."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.own_gradients import Fingerprints
+from gpumix.spec.plan import Plan
+from gpumix.train.context import Context
+from gpumix.train.metrics import Told
+from gpumix.train.replayed import Verdict, not_replayed, tolerance, verdict
+from gpumix.train.spikes import Spike, Spikes
+
+
+class Soundness:
+    """One rank's part in it.
+
+    Attributes:
+        why_not: why no batch is replayed, though the job wants it.
+    """
+
+    def __init__(self, context: Context, plan: Plan, engine: Engine) -> None:
+        self._context = context
+        self._plan = plan
+        self._engine = engine
+        self._spikes = Spikes()
+        self._counts: Sequence[float] | None = None  # of the step before
+        self._every_steps = context.job.replay_every_steps
+        self._batch: Any = None
+        self.why_not = ""
+        if self._every_steps and (reason := not_replayed(plan)):
+            self._every_steps, self.why_not = 0, reason
+
+    def after_step(self, step: int) -> list[Told]:
+        """What there is to be said after `step`. Collective where a batch is replayed."""
+        exchanged = self._engine.exchanged
+        spikes: list[Spike] = []
+        if self._counts is not None:
+            spikes = self._spikes.after_step(exchanged.own_norms, self._counts)
+        self._counts = exchanged.counts
+        told = [self._of_spike(one, step - 1) for one in spikes]
+        if self._every_steps and (spikes or step % self._every_steps == 0):
+            told += self._replay()
+        return told
+
+    def _replay(self) -> list[Told]:
+        ranks = self._context.ranks
+        prints = Fingerprints()
+        computes = self._plan.workers[ranks.rank].samples > 0
+        if computes and self._batch is None:
+            self._batch = self._context.batch(1)
+        self._engine.replay(self._batch if computes else None, prints.see)
+        every = ranks.gather("replay", json.dumps(prints.by_bucket() if computes else {}))
+        found = {rank: told for rank, text in enumerate(every) if (told := json.loads(text))}
+        wrong = verdict(found, tolerance([self._plan.workers[rank] for rank in found]))
+        return [] if wrong is None else [self._of_verdict(wrong)]
+
+    def _of_spike(self, spike: Spike, step: int) -> Told:
+        name = self._context.ranks.names[spike.rank]
+        device = self._plan.workers[spike.rank].device
+        fields = asdict(spike) | {"device": device, "of_step": step, "times": _told(spike.times)}
+        return Told(
+            "norm-spike",
+            fields,
+            f"the gradient of {name} in step {step} was {spike.times:.0f} times as large as usual, "
+            f"that of the others {spike.others:.1f} times: bad samples, or a device that computes "
+            "wrong; replay_every_steps tells them apart",
+        )
+
+    def _of_verdict(self, wrong: Verdict) -> Told:
+        names = " and ".join(self._context.ranks.names[rank] for rank in wrong.ranks)
+        devices = [self._plan.workers[rank].device for rank in wrong.ranks]
+        fields = asdict(wrong) | {"devices": devices, "deviation": _told(wrong.deviation)}
+        who = f"{names} computes wrong" if wrong.sure else f"one of {names} computes wrong"
+        return Told(
+            "replay",
+            fields,
+            f"{who}: of the same batch its gradient, from '{wrong.where}' backward, is "
+            f"{wrong.deviation:.0%} off. Stop, run `gpumix check`, look at its memory errors "
+            "(nvidia-smi -q -d ECC), and go on without it from a checkpoint of before",
+        )
+
+
+def _told(number: float) -> float | None:
+    """JSON knows no others."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,89 @@
+"""A batch that all ranks compute between two steps: what each makes of it, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpumix.engine.own_gradients import Fingerprints, OwnNorm
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+from models import ARCHITECTURES, gpt2, mean_loss
+from reference import (
+    Share,
+    batches,
+    engine_alone,
+    engine_for,
+    initialised,
+    own_rows,
+    pieces_of,
+)
+
+GPT2 = ARCHITECTURES["gpt2"]
+SHARES = [Share(3, 2, 2), Share(0, 0, 1), Share(2, 1, 1)]
+
+
+def _trained(shares, zero_stage: int, replays: bool):
+    engine = engine_for(gpt2(0.2), shares, zero_stage=zero_stage)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    losses, prints = [], []
+    rank = engine.comm.rank
+    for batch in batches(GPT2, sum(s.samples for s in shares), 3):
+        losses.append(engine.step(own_rows(batch, shares, rank)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if replays:
+            one = next(batches(GPT2, 1, 1)) if shares[rank].samples else None
+            seen = Fingerprints()
+            engine.replay(one, seen.see)
+            prints.append(seen.by_bucket())
+    return losses, [piece[3] for piece in pieces_of(engine)], prints, engine.exchanged.own_norms
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_training_is_the_same_with_replays_between(zero_stage):
+    plain, replayed = (run_ranks(_trained, 3, SHARES, zero_stage, flag) for flag in (False, True))
+    for mine, other in zip(replayed, plain, strict=True):
+        assert mine[0] == other[0]
+        assert all((a == b).all() for a, b in zip(mine[1], other[1], strict=True))
+        assert mine[3] == other[3]
+    # Ranks that compute make the same of it, but for the order in which they add up.
+    for first, last in zip(replayed[0][2], replayed[2][2], strict=True):
+        assert list(first) == list(last)
+        for bucket, values in first.items():
+            assert last[bucket] == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def test_the_norm_of_one_rank_alone_is_that_of_the_gradient():
+    engine = engine_alone(GPT2.factory, 4, 2)
+    batch = next(batches(GPT2, 4, 1))
+    model = initialised(GPT2.factory)
+    mean_loss(model, batch).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    for _ in range(2):  # what a step told is that of the one before
+        engine.step(batch)
+    (told,) = engine.exchanged.own_norms
+    # Before the exact count is known the loss is divided by one that is guessed.
+    guessed = engine.plan.global_batch * engine.plan.sequence_length
+    counted = engine.exchanged.counts[0]
+    assert told == pytest.approx(wanted * counted / guessed, rel=1e-4)
+
+
+def test_norms_are_of_one_step_each():
+    norm = OwnNorm(torch.device("cpu"))
+    norm.see("one", [torch.tensor([3.0])])
+    norm.see("two", [torch.tensor([4.0])])
+    assert norm.take() == 5.0
+    assert norm.take() == 0.0
+
+
+def test_fingerprints_see_what_norms_do_not():
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    prints = []
+    for one in (gradient, -gradient, gradient.flip(0)):
+        seen = Fingerprints()
+        seen.see("bucket", [one])
+        prints.append(seen.by_bucket()["bucket"])
+    assert prints[0][0] == pytest.approx(prints[1][0]) == pytest.approx(prints[2][0])
+    assert prints[0] != pytest.approx(prints[1])
+    assert prints[0] != pytest.approx(prints[2])

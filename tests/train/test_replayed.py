@@ -1,0 +1,97 @@
+"""Who computes wrong, by what all made of the same batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.replayed import TOLERANCE, not_replayed, tolerance, verdict
+
+LAST, FIRST = "block.1", "block.0"  # in the order of backward
+GOOD = {LAST: [2.0, 1.0, 0.5], FIRST: [3.0, -2.0, 1.0]}
+
+
+def off(part: float, *buckets: str) -> dict[str, list[float]]:
+    return {
+        name: [value * (1 + part) if name in buckets else value for value in values]
+        for name, values in GOOD.items()
+    }
+
+
+def test_who_agrees_is_sound():
+    assert verdict({0: GOOD, 2: off(1e-6, LAST, FIRST), 3: GOOD}, 1e-3) is None
+
+
+def test_one_of_three_is_named_with_where_it_begins():
+    found = verdict({0: GOOD, 1: off(0.5, FIRST), 2: GOOD}, 1e-3)
+    assert (found.ranks, found.where, found.sure) == ((1,), FIRST, True)
+    assert 0.2 < found.deviation < 1.0
+    assert verdict({0: off(0.5, LAST, FIRST), 1: GOOD, 2: GOOD}, 1e-3).where == LAST
+
+
+def test_of_two_nobody_knows_who():
+    found = verdict({4: GOOD, 7: off(0.5, LAST)}, 1e-3)
+    assert (found.ranks, found.sure) == ((4, 7), False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_wrong(value):
+    spoilt = GOOD | {FIRST: [value, 1.0, 2.0]}
+    found = verdict({0: GOOD, 1: GOOD, 2: spoilt}, 1e-3)
+    assert (found.ranks, found.deviation) == ((2,), math.inf)
+
+
+def test_a_batch_that_has_no_gradient_tells_nothing():
+    nothing = {name: [math.nan] * 3 for name in GOOD}
+    assert verdict(dict.fromkeys(range(3), nothing), 1e-3) is None
+    still = {name: [0.0] * 3 for name in GOOD}
+    assert verdict(dict.fromkeys(range(3), still), 1e-3) is None
+
+
+def test_one_alone_tells_nothing():
+    assert verdict({0: GOOD}, 1e-3) is None
+
+
+@given(
+    ranks=st.integers(3, 9),
+    data=st.data(),
+    part=st.floats(0.01, 1e6),
+    noise=st.floats(0, 1e-5),
+)
+def test_fewer_than_half_are_found(ranks, data, part, noise):
+    few = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=(ranks - 1) // 2))
+    prints = {
+        rank: off(part * (1 + n), FIRST) if rank in few else off(noise, LAST, FIRST)
+        for n, rank in enumerate(range(ranks))
+    }
+    found = verdict(prints, 1e-3)
+    assert set(found.ranks) == few
+    assert found.sure
+
+
+def test_which_plans_have_devices_to_compare():
+    workers = tuple(
+        Worker(device=name, device_class="c", samples=1, micro_batch=1, state_share=0.5)
+        for name in "ab"
+    )
+    stage = Stage(units=("unit",), workers=workers)
+    made = Plan(strategy="by hand", model="m", sequence_length=8, global_batch=2, stages=(stage,))
+    assert not not_replayed(made)
+    team = stage.model_copy(update={"tensor": 2})
+    idle = workers[0].model_copy(update={"samples": 0})
+    alone = stage.model_copy(update={"workers": (idle, workers[1])})
+    for stages, why in (((stage, stage), "stages"), ((team,), "team"), ((alone,), "alone")):
+        assert why in not_replayed(made.model_copy(update={"stages": stages}))
+
+
+def test_the_coarsest_dtype_says_what_is_tolerated():
+    worker = Worker(device="a", device_class="c", samples=1, micro_batch=1, state_share=0.5)
+    half = worker.model_copy(update={"compute_dtype": "bf16"})
+    tf32 = worker.efficiency.model_copy(update={"tf32": True})
+    assert tolerance([worker]) == TOLERANCE["fp32"]
+    assert tolerance([worker, half]) == TOLERANCE["bf16"]
+    assert tolerance([worker.model_copy(update={"efficiency": tf32})]) == TOLERANCE["tf32"]
