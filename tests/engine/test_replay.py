@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpumix.engine import own_gradients
 from gpumix.engine.own_gradients import Fingerprints, OwnNorm
-from gpumix.spec.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2, mean_loss
 from reference import (
@@ -54,7 +54,8 @@ def test_training_is_the_same_with_replays_between(zero_stage):
             assert last[bucket] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-def test_the_norm_of_one_rank_alone_is_that_of_the_gradient():
+def test_the_norm_of_one_rank_alone_is_that_of_the_gradient(monkeypatch):
+    monkeypatch.setattr(own_gradients, "ROW", 2**30)  # all is looked at
     engine = engine_alone(GPT2.factory, 4, 2)
     batch = next(batches(GPT2, 4, 1))
     model = initialised(GPT2.factory)
@@ -75,6 +76,13 @@ def test_norms_are_of_one_step_each():
     norm.see("two", [torch.tensor([4.0])])
     assert norm.take() == 5.0
     assert norm.take() == 0.0
+
+
+def test_of_large_gradients_a_part_is_looked_at():
+    gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    norm = OwnNorm(torch.device("cpu"))
+    norm.see("bucket", [gradient])
+    assert norm.take().item() == pytest.approx(gradient.norm().item() / 8**0.5, rel=0.03)
 
 
 def test_fingerprints_see_what_norms_do_not():
