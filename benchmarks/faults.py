@@ -138,7 +138,7 @@ def _run(
     (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder, kind)), encoding="utf-8")
     outside = sum(chance.random() < 1 / 3 for _ in range(faults))
     _set_traps(folder, faults - outside, chance)
-    command = [*TRAIN, *([] if plan is None else ["--plan", str(plan)])]
+    command = [*TRAIN, "--allow", "faulted", *([] if plan is None else ["--plan", str(plan)])]
     unbuffered = environment() | {"PYTHONUNBUFFERED": "1"}
     met: list[_Fault] = []
     with (folder / "said").open("w") as said:

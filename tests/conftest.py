@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 import rank_server
 from draws import USUAL
 
+# The code of tests' own jobs.
+os.environ.setdefault("GPUMIX_ALLOW", "toys")
+
 # Where all tests run, each process of them has use for it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     rank_server.warm_up()

@@ -197,6 +197,7 @@ def environment(folder: Path) -> dict[str, str]:
         "XDG_CACHE_HOME": str(folder.parent / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
+        "GPUMIX_ALLOW": "mine",
     }
 
 

@@ -80,11 +80,12 @@ def test_the_first_rank_may_have_the_store_itself(job, tmp_path):
     assert done.code == 0, done.err
     assert len(done.json()["losses"]) == 4
     failing = write_job(
-        tmp_path, cluster=EMULATED, model=toy(fault="error", rank=0), profile=OWN_PROFILES
+        tmp_path, cluster=EMULATED, model=toy(fault="raise", rank=0), profile=OWN_PROFILES
     )
     assert failing == job
-    done = standalone(tmp_path, 3, **alone)
+    done = standalone(tmp_path, 3, "--set", "output=failing", **alone)
     assert done.code == 1
+    assert "no such token" in done.err
     assert "is gone" not in done.err
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -243,8 +243,7 @@ class Probe:
 
     def _as_guest(self) -> Seat:
         """The seat of a process that does not hold the store."""
-        seat = self.seat
-        return Seat(seat.rank, seat.world, seat.device, seat.port, host=seat.host)
+        return replace(self.seat, holds_store=False)
 
     def transfer(self) -> Told:
         """A large message to and fro; as large as takes a moment on this link."""

@@ -26,6 +26,7 @@ from gpumix.check.survey import Say, Surveyor
 from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
+from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.job import Job
@@ -78,6 +79,7 @@ def check(
     path: Path | None,
     overrides: Sequence[str],
     *,
+    allowed: Sequence[str],
     say: Say,
     make: Maker = Probe,
     debug: bool = False,
@@ -85,6 +87,7 @@ def check(
     """What is wrong with the cluster that a job would run on, or with what is found without one.
 
     Args:
+        allowed: code that the job may call; see `check_allowed`.
         make: what the ranks' processes run.
         debug: whether they print tracebacks.
     """
@@ -93,6 +96,8 @@ def check(
 
     def given() -> _Given:
         job = None if path is None else read_job(path, overrides)
+        if job is not None and path is not None:
+            check_allowed(job, path, allowed, overrides)
         return _Given(job, folder, deadline, make, debug)
 
     place = torchrun_place()

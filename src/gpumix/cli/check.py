@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, answer, verb
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, answer, verb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,6 +37,7 @@ def check(
         Path | None, typer.Argument(metavar="JOB", help="Also test what this job needs.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -46,7 +47,7 @@ def check(
 
     if overrides and job is None:
         raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
-    outcome = outcome_of(job, overrides, say=stderr().print, debug=debug)
+    outcome = outcome_of(job, overrides, allowed=allowed, say=stderr().print, debug=debug)
     findings = outcome.findings
     if findings is not None:
         answer(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
+from gpumix.hardware.environment import ALLOW
 from gpumix.spec.errors import GpumixError, Interrupted, MachineError
 
 if TYPE_CHECKING:
@@ -26,6 +27,15 @@ Overrides = Annotated[
     list[str],
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Replace a key of the job: --set optimizer.lr=1e-3"
+    ),
+]
+Allowed = Annotated[
+    list[str],
+    typer.Option(
+        "--allow",
+        metavar="MODULE",
+        envvar=ALLOW,
+        help="Code that the job may call: a module, or module:function. May be repeated.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]

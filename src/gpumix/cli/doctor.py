@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, print_json, verb
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, print_json, verb
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def doctor(
         typer.Option("--only", metavar="NAME", help="Try this suspect only; may be repeated."),
     ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -63,7 +64,7 @@ def doctor(
         _refuse(target, apply=apply, overrides=overrides)
     _refuse_unknown(only, is_function)
     console = stderr()
-    with _patient(target, is_function, overrides, steps=steps, debug=debug) as patient:
+    with _patient(target, is_function, overrides, allowed, steps=steps, debug=debug) as patient:
         report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
     if as_json:
         print_json(report.as_dict())
@@ -110,7 +111,13 @@ def _refuse_unknown(only: list[str], is_function: bool) -> None:
 
 @contextmanager
 def _patient(
-    target: str, is_function: bool, overrides: list[str], *, steps: int, debug: bool
+    target: str,
+    is_function: bool,
+    overrides: list[str],
+    allowed: list[str],
+    *,
+    steps: int,
+    debug: bool,
 ) -> Iterator[Patient]:
     from gpumix.doctor.function.patient import function_patient
     from gpumix.doctor.job import job_patient
@@ -119,7 +126,9 @@ def _patient(
         with function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
             yield function
     else:
-        with job_patient(Path(target), tuple(overrides), steps=steps, debug=debug) as job:
+        with job_patient(
+            Path(target), tuple(overrides), steps=steps, allowed=tuple(allowed), debug=debug
+        ) as job:
             yield job
 
 

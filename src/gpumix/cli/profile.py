@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, print_json, verb
 from gpumix.spec.placed import placed
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
@@ -28,6 +28,7 @@ def profile(
     ] = None,
     fresh: Fresh = False,
     overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -35,7 +36,7 @@ def profile(
     from gpumix.train.tables import efficiency_table, profile_table
 
     with placed(job):
-        pipeline = Pipeline.of_file(job, overrides, debug=debug)
+        pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
         found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:
         return

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Signature, signature
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from gpumix.cli.common import Overrides
+from gpumix.cli.common import Allowed, Overrides
 from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
 from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
@@ -79,6 +79,7 @@ class Asked:
 
     job: Path | None
     overrides: list[str]
+    allowed: Sequence[str] = ()
     profile: Path | None = None
     cluster: str | None = None
     network: str | None = None
@@ -132,7 +133,7 @@ class Asked:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
             )
-        return found or measured(path, self.overrides, as_json=self.as_json)
+        return found or measured(path, self.overrides, self.allowed, as_json=self.as_json)
 
     def _estimated_without_job(self) -> Source:
         from gpumix.hardware.decoder import llama_shaped
@@ -280,6 +281,7 @@ def _options(
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
 ) -> None:
     """The options that `planning` gives."""
 
@@ -376,11 +378,14 @@ def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> No
         )
 
 
-def measured(path: Path, overrides: list[str], *, as_json: bool) -> Profile:
+def measured(
+    path: Path, overrides: Sequence[str], allowed: Sequence[str], *, as_json: bool
+) -> Profile:
     """The job's profile; another process measures it."""
     from gpumix.spec.profile import Profile
 
     sets = [part for override in overrides for part in ("--set", override)]
+    sets += [part for name in allowed for part in ("--allow", name)]
     # -P: modules are looked for beside the job, as everywhere, not in the current folder.
     command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
     with _ended_by_sigterm():

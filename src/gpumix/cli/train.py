@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, print_json, verb
 from gpumix.spec.placed import placed
 
 
@@ -45,6 +45,7 @@ def train(
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -57,7 +58,7 @@ def train(
         overrides = [*overrides, f"trace_step={trace}"]
     made_from = beside(plan, given) if plan is not None and given is not None else None
     with placed(job):
-        pipeline = Pipeline.of_file(job, overrides, debug=debug)
+        pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
         summary = pipeline.train(
             given, resume=resume, made_from=made_from, plan_file=str(plan or "")
         )

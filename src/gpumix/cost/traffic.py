@@ -21,7 +21,7 @@ from gpumix.cost.teams import in_team, told_in
 from gpumix.spec.plan import DTYPE_BYTES, Plan, Worker, between_teams
 from gpumix.spec.profile import ROOT, Profile
 
-EXCHANGE_BYTES = 4 * 8  # loss, count, notice, report
+EXCHANGE_BYTES = 5 * 8  # loss, count, notice, report, norm
 OVERFLOW_BYTES = 4
 
 

@@ -39,6 +39,7 @@ class JobPatient:
         given: changes of the job, as `--set` has them, that are no part of the examination.
         steps: of a window, those in which the loader settles among them.
         folder: for what windows write.
+        allowed: code that the job may call; see `Pipeline.of_file`.
         global_batch: of the job without changes; None: there are none.
     """
 
@@ -46,6 +47,7 @@ class JobPatient:
     given: tuple[str, ...]
     steps: int
     folder: Path
+    allowed: tuple[str, ...] | None = None
     debug: bool = False
     changes: Changes = field(default_factory=dict)
     global_batch: int | None = None
@@ -56,7 +58,7 @@ class JobPatient:
     @cached_property
     def pipeline(self) -> Pipeline:
         said = [*self.given, *overrides(self.changes), f"output={self.folder}", "trace_step=null"]
-        return Pipeline.of_file(self.path, said, debug=self.debug)
+        return Pipeline.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
 
     @property
     def job(self) -> Job:
@@ -151,11 +153,16 @@ class JobPatient:
 
 @contextmanager
 def job_patient(
-    path: Path, given: tuple[str, ...], *, steps: int, debug: bool = False
+    path: Path,
+    given: tuple[str, ...],
+    *,
+    steps: int,
+    allowed: tuple[str, ...] | None = None,
+    debug: bool = False,
 ) -> Iterator[JobPatient]:
     """The job at `path`, with a folder for what its windows write."""
     with tempfile.TemporaryDirectory(prefix="gpumix-doctor-") as name:
-        yield JobPatient(path, given, steps + SETTLING, Path(name), debug)
+        yield JobPatient(path, given, steps + SETTLING, Path(name), allowed, debug)
 
 
 def _foretold_s(patient: JobPatient) -> float | None:

@@ -58,6 +58,14 @@ class Division:
         """Nothing is divided."""
         return self.zero_stage == 0
 
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Of so many ranks that have the same and take turns in standing for all of them, the
+        number of this one; that of the copies of other hosts is none of these."""
+        if self.replicated:
+            return self.comm.rank, self.comm.world
+        return 0 if self.first else 1, 1
+
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Where each rank's interval of a flat buffer begins, and the end."""
         return cut(numel, self.shares)

@@ -330,7 +330,7 @@ class Engine:
                 else:
                     results = self._evaluate_in_layers(batch)
             self._leave()
-            table, gradient_scale = self._exchange(results, torch.ones(()))
+            table, gradient_scale = self._exchange(results, torch.ones(()), in_step=False)
             gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
 
@@ -485,12 +485,6 @@ class Engine:
         for bucket in self._buckets:
             bucket.values_changed()
 
-    @property
-    def writes_pieces(self) -> bool:
-        """Whether what this rank stores is to be saved: of copies that are cut differently, those
-        of one host are."""
-        return self._parts.division.first or self._parts.division.replicated
-
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
         check.check(optimizer, self.parameters())
@@ -572,11 +566,11 @@ class Engine:
         return channels_last(moved) if self._worker.efficiency.channels_last else moved
 
     def _exchange(
-        self, results: list[Loss], scale: torch.Tensor
+        self, results: list[Loss], scale: torch.Tensor, *, in_step: bool = True
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
-        norm = self._own_norm.take() / self.scaler.scale
+        norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
         row = Exchanged.row(self.device, notice=self.notice, report=self.report, norm=norm)
         for loss, count in results if self._tells_losses else ():
             row[0] += loss

@@ -31,6 +31,7 @@ from gpumix.spec.errors import (
     NoFeasiblePlanError,
     OutOfMemory,
     TrainingError,
+    error_from,
     first_line,
     in_a_line,
 )
@@ -48,7 +49,7 @@ ASKED = "asked"
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # How long a rank that lost a peer waits for somebody's own account of what happened.
 ACCOUNT_S = 5.0
-# What another rank's error is here, by its exit code, but for what a run can go on after.
+# What another rank's error is here, by its exit code.
 KINDS = {
     kind.exit_code: kind
     for kind in (
@@ -342,8 +343,7 @@ def _account(error: BaseException) -> str:
 def _retold(account: str, who: str = "") -> GpumixError:
     """Another rank's error, as whoever catches it knows it."""
     told = json.loads(account)
-    words = {"where": told["where"] or who, "why": told["why"], "fix": told["fix"]}
-    if told["error"] == OutOfMemory.__name__:
-        of_device = {key: told[key] for key in ("device", "device_class", "fragmented")}
-        return OutOfMemory(told["what"], **words, **of_device)
-    return KINDS[told["exit_code"]](told["what"], **words)
+    told["where"] = told["where"] or who
+    if told["error"] != OutOfMemory.__name__:  # after which a run may go on
+        told["error"] = KINDS[told["exit_code"]].__name__
+    return error_from(told)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -41,7 +42,8 @@ class Piece:
 
     `local` is what the optimizer sees: 1-D, a view into the master shard; empty where this rank
     owns none of the parameter, so that every rank has a piece of every parameter. Of the ranks that
-    have the same elements one is the `first`, which stands for them.
+    have the same elements one is the `first`, which stands for them; of their `copies` this one is
+    that of number `copy`.
     """
 
     name: str
@@ -49,7 +51,17 @@ class Piece:
     start: int
     end: int
     local: nn.Parameter
-    first: bool = True
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.copy == 0
+
+    @property
+    def is_saved_here(self) -> bool:
+        """Of several copies of a piece one is saved, by its name, so that each rank saves some."""
+        return self.copy == crc32(self.name.encode()) % self.copies
 
     @property
     def shape(self) -> torch.Size:
@@ -199,15 +211,17 @@ class FlatGroup:
     def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
         """Put initial values into the master shard, and cut it into pieces."""
         begin, division = 0, self._division
-        leads = division.team is None or division.team.rank == 0
         for slot, numel in zip(alike.slots, alike.numels):
             start, end, offset = self._part(begin, numel)
             view = self.master[offset : offset + end - start]
             if end > start:
                 view.copy_(_values(source, slot, start, end))
             local = nn.Parameter(view.detach(), requires_grad=self.trainable)
-            first = division.first and (leads or not slot.window.whole)
-            yield Piece(slot.name, slot.window, start, end, local, first)
+            copy, copies = division.copy
+            if division.team is not None and slot.window.whole:
+                copy = copy * division.team.world + division.team.rank
+                copies *= division.team.world
+            yield Piece(slot.name, slot.window, start, end, local, copy, copies)
             begin += numel
 
     def _part(self, begin: int, numel: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -31,7 +32,9 @@ MEMORY_USED = (
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
+ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 STDERR = 2
+LOOPBACKS = ("lo", "lo0")
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -96,6 +99,7 @@ class TorchrunPlace:
     agent_has_store: bool
     elastic: bool
     starts: int = 0
+    one_host: bool = False
 
 
 def torchrun_place() -> TorchrunPlace | None:
@@ -113,6 +117,7 @@ def torchrun_place() -> TorchrunPlace | None:
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
+        one_host=os.environ.get("LOCAL_WORLD_SIZE") == world,
     )
 
 
@@ -137,6 +142,29 @@ def world_size() -> int:
     """How many processes a launcher says that it started; 1 where there is none."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
+
+
+def talk_inside_of_host() -> None:
+    """Let gloo and NCCL of this process, which has not used them yet, listen on loopback alone; by
+    default they do on whatever address the host's name stands for. What the user has set stays."""
+    loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
+    for setting in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(setting, loopback[0])
+
+
+def record_collectives(prefix: Path) -> None:
+    """Let NCCL's flight recorder of this process, which has not used it yet, write what it knows of
+    the last collectives to `prefix` and the rank, when one of them fails or takes too long. What
+    the user has set stays."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its older name
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(prefix),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def talking_settings() -> dict[str, str]:

@@ -6,6 +6,7 @@ as a command or an edit. The command line prints it without a traceback and leav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 EXIT_OK = 0
@@ -54,6 +55,19 @@ class GpumixError(Exception):
             "why": self.why,
             "fix": self.fix,
         }
+
+
+def error_from(told: Mapping[str, Any]) -> GpumixError:
+    """The error whose `as_dict` this is, of any class that is known here."""
+    known: list[type[GpumixError]] = [GpumixError]
+    for cls in known:
+        known += cls.__subclasses__()
+    of_name = {cls.__name__: cls for cls in known}
+    cls = of_name.get(told["error"], GpumixError)
+    names = ["where", "why", "fix"]
+    if issubclass(cls, DeviceFailure):
+        names += [name for name in told if name in ("device", "device_class", "fragmented")]
+    return cls(told["what"], **{name: told[name] for name in names})
 
 
 def _rebuild(cls: type[GpumixError], what: str, where: str, why: str, fix: str) -> GpumixError:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
@@ -35,8 +35,16 @@ from gpumix.train.checkpoint_file import (
     verify,
 )
 from gpumix.train.checkpoint_shards import Index, read, write
-from gpumix.train.checkpoint_together import Together
+from gpumix.train.checkpoint_together import NOTHING, Together
 from gpumix.train.host_copy import HostCopy, Tensors, room_for, size_of
+
+# Of what ranks tell each other.
+KINDS = TypeAdapter(dict[str, StateKind])
+MANIFEST = TypeAdapter(Manifest)
+FOLDER, FOLDERS = TypeAdapter(Path), TypeAdapter(list[Path])
+PERHAPS: TypeAdapter[Path | None] = TypeAdapter(Path | None)
+FILES = TypeAdapter(dict[str, SavedFile])
+OPENED = TypeAdapter(tuple[Manifest, Index])
 
 
 @dataclass(frozen=True)
@@ -195,10 +203,12 @@ class Checkpointer:
             optimizer = to_save.manifest.optimizer.model_copy(update={"states": kinds})
             return to_save.manifest.model_copy(update={"optimizer": optimizer})
 
-        kinds = content.merged_kinds(ranks.each(take, "take what is to be saved", self.folder))
-        manifest = ranks.first(describe, "describe a checkpoint", self.folder)
+        every = ranks.each(take, KINDS, "take what is to be saved", self.folder)
+        kinds = content.merged_kinds(every)
+        manifest = ranks.first(describe, MANIFEST, "describe a checkpoint", self.folder)
         part = ranks.first(
             lambda: checkpoint_folder.begin(self.folder, step),
+            FOLDER,
             "make a folder for a checkpoint",
             self.folder,
         )
@@ -224,16 +234,20 @@ class Checkpointer:
 
     def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
         ranks = self._ranks
-        index = write(part, tensors, ranks)
+        index = write(part, tensors, ranks)  # whole on rank 0, who needs it
         own = f"__{ranks.rank}_*"
         files = ranks.each(
             lambda: {file.name: described(file) for file in part.glob(own)},
+            FILES,
             "read back what it wrote",
             part,
         )
         every_file = {name: saved for by_rank in files for name, saved in by_rank.items()}
         return ranks.first(
-            lambda: self._finish(part, manifest, index, every_file), "finish a checkpoint", part
+            lambda: self._finish(part, manifest, index, every_file),
+            FOLDER,
+            "finish a checkpoint",
+            part,
         )
 
     def _finish(
@@ -251,7 +265,10 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The checkpoint that was saved last, whole or not."""
         return self._ranks.first(
-            lambda: checkpoint_folder.latest(self.folder), "look for checkpoints", self.folder
+            lambda: checkpoint_folder.latest(self.folder),
+            PERHAPS,
+            "look for checkpoints",
+            self.folder,
         )
 
     def load(
@@ -271,10 +288,12 @@ class Checkpointer:
         """
         ranks = self._ranks
         at = source or self.folder
-        paths = ranks.first(lambda: checkpoint_folder.choices(at), "look for checkpoints", at)
+        paths = ranks.first(
+            lambda: checkpoint_folder.choices(at), FOLDERS, "look for checkpoints", at
+        )
 
         def take(path: Path) -> tuple[Path, Manifest, Index]:
-            manifest, index = ranks.first(lambda: opened(path), "open a checkpoint", path)
+            manifest, index = ranks.first(lambda: opened(path), OPENED, "open a checkpoint", path)
             files = sorted(manifest.files.items())
 
             def check() -> None:
@@ -283,7 +302,7 @@ class Checkpointer:
                 if optimizer is not None:
                     content.check_optimizer(path, manifest, optimizer)
 
-            ranks.each(check, "check a checkpoint", path)
+            ranks.each(check, NOTHING, "check a checkpoint", path)
             return path, manifest, index
 
         (path, manifest, index), passed = checkpoint_folder.first_whole(paths, take)

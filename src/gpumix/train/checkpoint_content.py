@@ -127,9 +127,12 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
 
 def _stored(engine: Engine) -> Iterator[Piece]:
     """The pieces that this rank stores and is to save; rank 0 says that a parameter without
-    elements exists. Where all ranks have the same pieces, each writes some of them."""
-    for piece in engine.pieces() if engine.writes_pieces else ():
-        if piece.start < piece.end or (piece.shape.numel() == 0 and engine.comm.rank == 0):
+    elements exists."""
+    for piece in engine.pieces():
+        if piece.shape.numel() == 0:
+            if engine.comm.rank == 0:
+                yield piece
+        elif piece.start < piece.end and piece.is_saved_here:
             yield piece
 
 
@@ -152,7 +155,7 @@ def kinds_of(state: OptimizerState) -> dict[str, StateKind]:
     return merged_kinds(found)
 
 
-def merged_kinds(found: Iterable[Mapping[str, StateKind]]) -> dict[str, StateKind]:
+def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
     """The kinds of several parameters or ranks in one.
 
     Raises:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -20,8 +20,12 @@ import torch.distributed.checkpoint as dcp
 from pydantic import AfterValidator, Field
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,19 +35,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from gpumix.engine.comm import reported
 from gpumix.engine.window import Window
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.base import Value
-from gpumix.spec.errors import first_line
+from gpumix.spec.errors import GpumixError, first_line
 from gpumix.train.checkpoint_file import INDEX, FileName, damaged
-from gpumix.train.checkpoint_together import Together, explained
+from gpumix.train.checkpoint_together import NOTHING, Together, explained
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,13 @@ class Index(Value):
                 stored[name] = tensor
         return cls(tensors=stored)
 
+    def check_whole(self) -> None:
+        """Raise a GpumixError if some elements of a tensor are in no box, or in two."""
+        for name, tensor in self.tensors.items():
+            held = sum(math.prod(box.size) for box in tensor.boxes)
+            if held != tensor.elements or len({b.offset for b in tensor.boxes}) < len(tensor.boxes):
+                raise GpumixError(f"of the {tensor.elements} elements of '{name}' {held} are saved")
+
     def metadata(self) -> Metadata:
         """What torch.distributed.checkpoint wants to know for a load."""
         tensors: dict[str, Any] = {}
@@ -188,21 +200,57 @@ class Index(Value):
 def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together) -> Index:
     """Write all ranks' boxes into `folder`, one file per rank. Collective.
 
+    Each rank writes its own as if it was alone: what ranks of torch.distributed.checkpoint tell
+    each other are pickles. Rank 0 puts together what all have written.
+
     Args:
-        tensors: nested dictionaries of `Boxed`; names are their keys joined by dots.
+        tensors: nested dictionaries of `Boxed`; names are their keys joined by dots. No two ranks
+            have the same box.
+
+    Returns:
+        Where all boxes are, on rank 0; on the others where their own are.
 
     Raises:
         GpumixError: a rank could not write; the same on all ranks.
     """
-    with _agreed("write a checkpoint", folder), host_memory():  # which it goes through
-        metadata = dcp.save(
-            dict(tensors),
-            storage_writer=_Writer(folder, ranks.rank),
-            planner=_SavePlanner(flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=ranks.world == 1,
-        )
-    return Index.of(metadata)
+    doing = "write its part of a checkpoint"
+
+    def save() -> _Written:
+        planner = _SavePlanner(flatten_sharded_tensors=False)
+        with _alone(), host_memory():  # which it goes through
+            metadata = dcp.save(
+                dict(tensors),
+                storage_writer=_Writer(folder, ranks.rank),
+                planner=planner,
+                no_dist=True,
+            )
+        return _Written(index=Index.of(metadata), paths=planner.mappings)
+
+    own: list[_Written] = []
+    ranks.each(lambda: own.append(save()), NOTHING, doing, folder)
+    written = [
+        _Written.model_validate_json(text)
+        for text in ranks.collect(own[0].model_dump_json(), doing)
+    ]
+    index = Index.merged(one.index for one in written or own)
+    ranks.first(lambda: _describe(folder, index, written), NOTHING, "describe tensors", folder)
+    return index
+
+
+class _Written(Value):
+    """What one rank has written, and the keys that lead to each tensor."""
+
+    index: Index
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
+    """For other readers of torch.distributed.checkpoint, who look into this first."""
+    index.check_whole()
+    metadata = index.metadata()
+    metadata.planner_data = {name: path for one in written for name, path in one.paths.items()}
+    results = [WriteResult(i, place.length, place) for i, place in metadata.storage_data.items()]
+    dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
 def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Together) -> None:
@@ -211,14 +259,7 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
     Raises:
         GpumixError: a rank could not read; the same on all ranks.
     """
-    with _agreed("read a checkpoint", folder), host_memory():
-        dcp.load(
-            dict(tensors),
-            storage_reader=_Reader(folder, index),
-            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=ranks.world == 1,
-        )
+    ranks.each(lambda: _load(tensors, _Reader(folder, index)), NOTHING, "read a checkpoint", folder)
 
 
 class Bytes(Protocol):
@@ -233,30 +274,42 @@ class Bytes(Protocol):
 
 def read_from(index: Index, tensors: Mapping[str, Boxed], ranks: Together, source: Bytes) -> None:
     """As `read`, from memory."""
-    with _agreed("read a checkpoint in memory", Path("memory")), host_memory():
+    reader = _BytesReader(index, source)
+    ranks.each(
+        lambda: _load(tensors, reader), NOTHING, "read a checkpoint in memory", Path("memory")
+    )
+
+
+def _load(tensors: Mapping[str, Boxed], reader: dcp.StorageReader) -> None:
+    """Each rank knows where all boxes are, and takes its own as if it was alone."""
+    with _alone(), host_memory():
         dcp.load(
             dict(tensors),
-            storage_reader=_BytesReader(index, source),
+            storage_reader=reader,
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=ranks.world == 1,
+            no_dist=True,
         )
 
 
 @contextmanager
-def _agreed(doing: str, folder: Path) -> Iterator[None]:
-    """Translate errors, which torch.distributed.checkpoint raises on all ranks alike."""
+def _alone() -> Iterator[None]:
+    """That this is for a single process is what was asked for. What goes wrong is what it was, not
+    torch.distributed.checkpoint's account of it."""
     with warnings.catch_warnings():
-        # A single process is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        with reported(f"exchange of who could {doing}"):
-            try:
-                yield
-            except CheckpointException as error:
-                raise explained(error, f"a rank could not {doing}", folder) from error
+        try:
+            yield
+        except CheckpointException as error:
+            cause, _ = error.failures[min(error.failures)]
+            raise cause from error
 
 
 class _SavePlanner(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Of the boxes of one rank, which need not make up whole tensors."""
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        return self.global_plan, self.metadata
+
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].views[index.offset]
 
@@ -290,11 +343,13 @@ class _Writer(dcp.FileSystemWriter):
             what = f"rank {self._own_rank} could not write its part of a checkpoint"
             raise explained(error, what, self._folder) from error
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        # torch 2.11 notes the places in a copy of `metadata`.
-        places = {written.index: written.storage_data for rank in results for written in rank}
-        metadata.storage_data = places
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        prefix = _StoragePrefix(f"__{self._own_rank}_")
+        return [replace(plan, storage_data=prefix) for plan in plans]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Only the places are noted; for all ranks together they are written once."""
+        metadata.storage_data = {one.index: one.storage_data for of in results for one in of}
 
 
 class _Reader(dcp.FileSystemReader):

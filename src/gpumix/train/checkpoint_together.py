@@ -7,19 +7,22 @@ action's outcome is exchanged before anybody goes on.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from pydantic import TypeAdapter
 
 from gpumix.engine.comm import reported
-from gpumix.spec.errors import GpumixError, MachineError, TrainingError, in_a_line
+from gpumix.spec.errors import GpumixError, MachineError, TrainingError, error_from, in_a_line
 
 T = TypeVar("T")
+NOTHING = TypeAdapter(None)
 
 _FIXES = {
     errno.ENOSPC: "make room on that disk, if need be by removing this run's older checkpoints",
@@ -38,49 +41,87 @@ class Together:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
 
-    def each(self, action: Callable[[], T], doing: str, folder: Path) -> list[T]:
+    def each(
+        self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path
+    ) -> list[T]:
         """Run `action` on every rank; all results in rank order. Collective.
+
+        Args:
+            kind: of what the action returns. It goes to the other ranks as JSON: nothing that comes
+                over the network is code.
 
         Raises:
             GpumixError: the error of the lowest rank that had one, the same on all ranks.
         """
-        outcome: tuple[Any, GpumixError | None]
-        try:
-            outcome = action(), None
-        except Exception as error:  # the other ranks must hear of it
-            outcome = None, explained(error, f"rank {self.rank} could not {doing}", folder)
-            outcome[1].__cause__ = error
-        outcomes = self._gathered(outcome, doing)
-        errors = [error for _, error in outcomes if error is not None]
-        if errors:
-            raise errors[0]
-        return [result for result, _ in outcomes]
+        return self._run(action, kind, doing, folder)
 
-    def first(self, action: Callable[[], T], doing: str, folder: Path) -> T:
+    def first(self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path) -> T:
         """Run `action` on rank 0; its result on all. Collective; raises as `each` does."""
-        only = self.each(lambda: action() if self.rank == 0 else None, doing, folder)
-        return only[0]  # type: ignore[return-value]
+        return self._run(action if self.rank == 0 else None, kind, doing, folder)[0]
 
-    def _gathered(self, outcome: Any, doing: str) -> list[Any]:
+    def collect(self, text: str, doing: str) -> list[str]:
+        """The texts of all ranks, for rank 0; the others get nothing. Collective."""
         if self.world == 1:
-            return [outcome]
-        outcomes: list[Any] = [None] * self.world
+            return [text]
         with reported(f"exchange of who could {doing}"):
-            dist.all_gather_object(outcomes, outcome, group=self.group)
-        outcomes[self.rank] = outcome  # with its traceback
-        return outcomes
+            mine, sizes = self._padded(text)
+            every = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
+            dist.gather(mine, every, group=self.group, group_dst=0)
+        return _texts(every or [], sizes)
+
+    def _run(
+        self, action: Callable[[], T] | None, kind: TypeAdapter[T], doing: str, folder: Path
+    ) -> list[T]:
+        """`each`; a rank without an action has no result."""
+        told: dict[str, Any] = {}
+        results: list[Any] = [None] * self.world
+        failed: GpumixError | None = None
+        try:
+            if action is not None:
+                results[self.rank] = action()
+                told["result"] = kind.dump_json(results[self.rank]).decode()
+        except Exception as error:  # the other ranks must hear of it
+            failed = explained(error, f"rank {self.rank} could not {doing}", folder)
+            told["error"] = failed.as_dict()
+            if failed is not error:
+                failed.__cause__ = error
+        for rank, text in enumerate(self._all(json.dumps(told), doing)):
+            one = json.loads(text)
+            if "error" in one:
+                own = failed if rank == self.rank else None  # it has its traceback
+                raise own or error_from(one["error"])
+            if "result" in one and rank != self.rank:
+                results[rank] = kind.validate_json(one["result"])
+        return results
+
+    def _all(self, text: str, doing: str) -> list[str]:
+        """Those of all ranks."""
+        if self.world == 1:
+            return [text]
+        with reported(f"exchange of who could {doing}"):
+            mine, sizes = self._padded(text)
+            every = [torch.empty_like(mine) for _ in sizes]
+            dist.all_gather(every, mine, group=self.group)
+        return _texts(every, sizes)
+
+    def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
+        """As bytes, as many as the longest of all ranks has; and how many each has."""
+        coded = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(coded)]), group=self.group)
+        counts = [int(size) for size in sizes]
+        padded = bytearray(coded.ljust(max(counts)))
+        return torch.frombuffer(padded, dtype=torch.uint8), counts
+
+
+def _texts(every: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[str]:
+    return [one[:size].numpy().tobytes().decode() for one, size in zip(every, sizes)]
 
 
 def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
     """The error to raise on all ranks for `error` on one: `what` could not be done in `folder`."""
     if isinstance(error, GpumixError):
         return error
-    if isinstance(error, CheckpointException):
-        rank = min(error.failures)
-        cause = error.failures[rank][0]
-        if not isinstance(cause, Exception):
-            raise cause  # an interrupt
-        return explained(cause, what, folder)
     where = f"{socket.gethostname()}: {folder}"
     system = _system_error(error)
     if system is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
 from gpumix.engine.ranks import STORE_ERRORS, Ranks
-from gpumix.hardware.environment import cache_folder, hide_gpus
+from gpumix.hardware.environment import cache_folder, hide_gpus, record_collectives
 from gpumix.hardware.memory import host_memory, is_fragmented, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
+from gpumix.train import run_files
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
 from gpumix.train.models import check_fits, vocabulary_of
@@ -84,6 +85,8 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
     store = store_of(seat, task.job.timeout)
     if device_class.accelerator == "cpu":
         hide_gpus()
+    else:
+        _record_collectives(task.job.output / run_files.COLLECTIVES)
     with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
         ranks = Ranks(
             store,
@@ -112,6 +115,12 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
                 if is_device_error(error):
                     raise _device_lost(error, seat.device, ranks) from error
                 raise in_words(error, ranks.names[ranks.rank]) from error
+
+
+def _record_collectives(folder: Path) -> None:
+    with suppress(OSError):  # of a host that does not share the run's folder
+        folder.mkdir(parents=True, exist_ok=True)
+        record_collectives(folder / "rank_")
 
 
 def _same_job(job: Job, ranks: Ranks) -> None:

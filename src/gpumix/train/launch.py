@@ -51,6 +51,7 @@ class Seat:
     """Where a rank sits: its number, its device, and how it reaches the others.
 
     `run` keeps the words of several runs in one store apart. `holds_store`: no other process does.
+    `one_host`: all ranks are on this host.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Seat:
     host: str = LOOPBACK
     run: str = "run"
     holds_store: bool = False
+    one_host: bool = True
 
 
 Work = Callable[..., Any]

@@ -16,6 +16,7 @@ from gpumix.hardware.environment import shared_memory_folder
 from gpumix.hardware.whatif import with_less_memory, without
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
+from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import DeviceFailure, InputError, MachineError, RankInterrupted
 from gpumix.spec.job import Job
@@ -58,8 +59,22 @@ class Pipeline:
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
 
     @classmethod
-    def of_file(cls, path: Path, overrides: Sequence[str], *, debug: bool) -> Pipeline:
+    def of_file(
+        cls,
+        path: Path,
+        overrides: Sequence[str],
+        *,
+        debug: bool,
+        allowed: Sequence[str] | None = None,
+    ) -> Pipeline:
+        """The job in a file.
+
+        Args:
+            allowed: code that it may call, by default any; see `check_allowed`.
+        """
         job = read_job(path, overrides)
+        if allowed is not None:
+            check_allowed(job, path, allowed, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()
         runs = runner(debug=debug, imports=imports, silence_s=job.timeout)
         return cls(job, path.absolute().parent, runs, debug=debug)
@@ -172,8 +187,14 @@ class Pipeline:
         except BaseException:
             if self.speaks:  # a rank that was ended could not say so
                 mark_failed(self.job.output)
+            self._tell_of_collectives()
             raise
         return summary
+
+    def _tell_of_collectives(self) -> None:
+        folder = self.job.output / run_files.COLLECTIVES
+        if folder.is_dir() and any(folder.iterdir()):
+            self.show(f"what ranks did last on NCCL is in {folder}: torchfrtrace -p rank_ {folder}")
 
     def _newest(self) -> int:
         """The step after which there is a state to go on from; 0 without any."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from ipaddress import ip_address
 
 import torch.distributed as dist
 
+from gpumix.hardware.environment import talk_inside_of_host
 from gpumix.spec.errors import MachineError, first_line
 from gpumix.train.connections import give_up_after, wait_until_left
 from gpumix.train.launch import Seat
@@ -28,8 +31,10 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
     Raises:
         MachineError: it is not reached within the timeout.
     """
+    if seat.one_host:
+        talk_inside_of_host()
     if seat.holds_store:
-        _keep(seat.host, seat.port)
+        _keep(seat.host, seat.port, one_host=seat.one_host)
     store = _connect(seat, timeout_s)
     give_up_after(timeout_s, port=seat.port)
     return dist.PrefixStore(seat.run, store)
@@ -89,7 +94,39 @@ def _connect(seat: Seat, timeout_s: float) -> dist.TCPStore:
 
 
 @cache
-def _keep(host: str, port: int) -> dist.TCPStore:
-    """In this process, from now on."""
+def _keep(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
+    """In this process, from now on, at the address that others are told; torch by itself would
+    listen on all that this host has."""
+    with _listening(host, port, one_host=one_host) as server:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(server.fileno()),
+        )
     atexit.register(wait_until_left, port, limit_s=STAY_S)
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return store
+
+
+def _listening(host: str, port: int, *, one_host: bool) -> socket.socket:
+    fix = "name an address of this host that the others reach: torchrun --master-addr"
+    where = f"{socket.gethostname()}, {host}:{port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        name = str(address[0])
+        if ip_address(name).is_loopback and not one_host:
+            raise MachineError(
+                f"the first host is told to the others as {host}, which is {name} here: they do "
+                "not reach that",
+                where=where,
+                fix=f"{fix}, or mend its line in /etc/hosts",
+            )
+        return socket.create_server((name, port), family=family)
+    except OSError as error:
+        raise MachineError(
+            f"the rendezvous cannot listen at {host}:{port}",
+            where=where,
+            why=error.strerror or str(error),
+            fix=fix,
+        ) from error

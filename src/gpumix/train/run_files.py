@@ -8,8 +8,11 @@ METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
 TRACE = "trace.json"
 CHECKPOINTS = "checkpoints"
+COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that failed
 LOCK = ".lock"  # held by the process that runs
 AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
 
-ALL = frozenset({PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, LOCK, AGENTS, LESSONS})
+ALL = frozenset(
+    {PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, COLLECTIVES, LOCK, AGENTS, LESSONS}
+)

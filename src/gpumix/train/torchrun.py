@@ -175,6 +175,7 @@ def seat_in(place: TorchrunPlace, device: Device) -> Seat:
         port=place.master_port,
         host=place.master_address,
         holds_store=not place.agent_has_store and place.rank == 0,
+        one_host=place.one_host,
     )
 
 

@@ -1,0 +1,37 @@
+"""Which code a job may call. A job file comes from anywhere; what it names as a factory is run only
+if whoever started the command allows that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+
+
+def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise an InputError if a job calls code that is not allowed.
+
+    Args:
+        path: of the job's file.
+        allowed: modules, with all that is in them, or functions as `module:function`.
+        overrides: of the form key=value, from the command too: a factory that one names is allowed.
+    """
+    said = {override.partition("=")[0].strip() for override in overrides}
+    for part, factory in (("model", job.model.factory), ("data", job.data.factory)):
+        key = f"{part}.factory"
+        if factory is None or said & {part, key} or any(_covers(name, factory) for name in allowed):
+            continue
+        raise InputError(
+            f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
+            where=str(path),
+            why="a job from elsewhere could name any function",
+            fix=f"look at it, then add --allow {factory.partition(':')[0]}, or export "
+            f"GPUMIX_ALLOW={factory.partition(':')[0]}",
+        )
+
+
+def _covers(name: str, factory: str) -> bool:
+    module = factory.partition(":")[0]
+    return name in (factory, module) or module.startswith(f"{name}.")

@@ -1,0 +1,75 @@
+"""A job's own code runs if the command allows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import gpumix, write_job
+
+from gpumix.spec.allowed import check_allowed
+from gpumix.spec.errors import InputError
+from gpumix.spec.read import read_job
+
+MODULE = "import pathlib\npathlib.Path('it-ran').touch()\ndef model(**a):\n    return None\n"
+FORBIDDEN = {"GPUMIX_ALLOW": ""}
+
+
+@pytest.fixture
+def job(tmp_path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    return write_job(tmp_path, model={"factory": "mine:model"})
+
+
+@pytest.mark.parametrize("verb", ["train", "profile", "plan", "compare", "doctor", "check"])
+def test_code_that_is_not_allowed_does_not_run(job, verb):
+    done = gpumix(verb, "job.yaml", folder=job.parent, env=FORBIDDEN)
+    assert done.code == 2
+    assert "job.yaml: 'model.factory' is code that would be run, 'mine:model'" in done.err
+    assert "add --allow mine" in done.err
+    assert not (job.parent / "it-ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [
+        (["--allow", "mine", "--allow", "toys"], FORBIDDEN),
+        ([], {"GPUMIX_ALLOW": "toys mine"}),
+        (["--allow", "toys", "--set", "model.factory=mine:model"], FORBIDDEN),
+    ],
+)
+def test_who_allows_it_has_it_run(job, arguments, env):
+    done = gpumix("profile", "job.yaml", *arguments, folder=job.parent, env=env)
+    assert "not a torch.nn.Module" in done.err
+    assert (job.parent / "it-ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "fits"),
+    [
+        (["pack.mine"], True),
+        (["pack"], True),
+        (["pack.mine:model"], True),
+        (["other", "pack.mine"], True),
+        (["pack.mine:other"], False),
+        (["pack.min"], False),
+        (["mine"], False),
+        ([""], False),
+        ([], False),
+    ],
+)
+def test_which_names_allow_a_factory(tmp_path, allowed, fits):
+    path = write_job(tmp_path, model={"factory": "pack.mine:model"}, data={"text": [str(tmp_path)]})
+    job = read_job(path)
+    if fits:
+        check_allowed(job, path, allowed, [])
+        return
+    with pytest.raises(InputError, match=r"'pack\.mine:model'"):
+        check_allowed(job, path, allowed, [])
+
+
+def test_an_override_of_another_key_allows_nothing(tmp_path):
+    path = write_job(tmp_path)
+    job = read_job(path)
+    with pytest.raises(InputError, match=r"'data\.factory'"):
+        check_allowed(job, path, [], ["model.factory=toys:model", "data.held_out=0.1"])

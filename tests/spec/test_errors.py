@@ -1,0 +1,45 @@
+"""Errors that cross from one process to another."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    MachineError,
+    OutOfMemory,
+    RankInterrupted,
+    RankLost,
+    error_from,
+)
+from gpumix.train.checkpoint_file import Damaged
+
+WORDS = {"where": "here", "why": "because", "fix": "do that"}
+ERRORS = [
+    *(cls("it broke", **WORDS) for cls in (GpumixError, InputError, MachineError, ModelError)),
+    *(cls("it broke", **WORDS) for cls in (Damaged, RankInterrupted)),
+    RankLost("it broke", **WORDS, device="a", device_class="c"),
+    OutOfMemory("it broke", **WORDS, device="a", device_class="c", fragmented=True),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("way", ["words", "pickle"])
+def test_an_error_is_what_it_was(error, way):
+    if way == "words":
+        other = error_from(json.loads(json.dumps(error.as_dict())))
+    else:
+        other = pickle.loads(pickle.dumps(error))
+    assert type(other) is type(error)
+    assert vars(other) == vars(error)
+    assert str(other) == str(error)
+
+
+def test_a_class_that_is_not_known_is_an_error_all_the_same():
+    told = GpumixError("it broke", **WORDS).as_dict() | {"error": "SystemExit"}
+    assert type(error_from(told)) is GpumixError

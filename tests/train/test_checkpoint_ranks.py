@@ -1,0 +1,73 @@
+"""What ranks tell each other for a checkpoint, and who writes what of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
+from gpumix.spec.errors import GpumixError
+from gpumix.train.checkpoint_file import INDEX
+from gpumix.train.checkpoint_shards import Index, StoredBox, StoredTensor
+from harness import run_ranks
+from reference import Share
+
+SAME = [Share(2, 2, 1)] * 3
+
+
+def _saved_and_loaded(shares, folder: Path, settings: dict[str, Any]) -> bool:
+    """Where unpickling is an error."""
+    group = dist.new_group(backend="gloo")
+    pickle.loads = pickle.Unpickler = _refuse  # type: ignore[assignment,misc]
+    dist.distributed_c10d._unpickler = _refuse  # type: ignore[attr-defined]
+    engine, optimizer = trained(shares, **settings)
+    with pytest.raises(AssertionError, match="came over the network"):
+        dist.all_gather_object([None] * len(shares), "an object", group=group)
+    path = checkpointer(folder).save(2, engine, optimizer, cursor={})
+    other, its_optimizer = blank(shares, **settings)
+    checkpointer(folder).load(other, its_optimizer, source=path)
+    assert_same(model_values(other), model_values(engine))
+    return True
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a pickle came over the network")
+
+
+def test_nothing_that_ranks_tell_each_other_is_a_pickle(tmp_path):
+    assert all(run_ranks(_saved_and_loaded, 4, UNEVEN, tmp_path, {}))
+
+
+def test_ranks_that_have_the_same_write_a_part_each(tmp_path):
+    assert all(run_ranks(_saved_and_loaded, 3, SAME, tmp_path, {"zero_stage": 0}))
+    (path,) = tmp_path.glob("step-*")
+    index = Index.model_validate_json((path / INDEX).read_text())
+    written: dict[str, int] = {}
+    for tensor in index.tensors.values():
+        for box in tensor.boxes:
+            written[box.file] = written.get(box.file, 0) + box.length
+    assert len(written) == 3
+    assert max(written.values()) < 0.8 * sum(written.values())
+
+
+def box(offset: int, size: int) -> StoredBox:
+    return StoredBox(offset=(offset,), size=(size,), file="__0_0.distcp", start=0, length=4 * size)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [[box(0, 4)], [box(0, 4), box(0, 4)], [box(0, 8), box(4, 4)], []],
+    ids=["half", "twice", "more", "nothing"],
+)
+def test_what_is_not_saved_whole_is_an_error(boxes):
+    tensor = StoredTensor(dtype="float32", shape=(8,), boxes=tuple(boxes))
+    with pytest.raises(GpumixError, match="of the 8 elements of"):
+        Index(tensors={"model.a": tensor}).check_whole()
+    whole = tensor.model_copy(update={"boxes": (box(0, 4), box(4, 4))})
+    Index(tensors={"model.a": whole}).check_whole()
+    assert json.loads(Index(tensors={"model.a": whole}).model_dump_json())

@@ -1,0 +1,37 @@
+"""What NCCL's ranks did last is kept with the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jobs import gpumix, plan_for, toy, write_job
+
+from gpumix.hardware.environment import record_collectives
+from gpumix.train import run_files
+
+
+def test_files_go_into_the_run_and_what_is_set_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
+    record_collectives(Path("run/flight-recorder/rank_"))
+    assert os.environ == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "run/flight-recorder/rank_",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "run/flight-recorder/rank_",
+    }
+
+
+def test_a_run_that_fails_says_where_they_are(tmp_path):
+    job = write_job(tmp_path, model=toy(fault="raise"), steps=4)
+    plan_for(job).save(tmp_path / "plan.json")
+    dumps = tmp_path / "run" / run_files.COLLECTIVES
+    said = "torchfrtrace -p rank_"
+    for has_dumps in (False, True):
+        if has_dumps:
+            dumps.mkdir(parents=True)
+            (dumps / "rank_0").touch()
+        done = gpumix("train", job, "--plan", "plan.json", folder=tmp_path)
+        assert done.code == 5
+        assert (said in done.err) is has_dumps

@@ -1,0 +1,90 @@
+"""What others can connect to: loopback, or the interface that was named, and never all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gpumix.hardware import environment
+from gpumix.hardware.environment import talk_inside_of_host
+from gpumix.spec.errors import MachineError
+from gpumix.train.launch import LOOPBACK, Seat
+from gpumix.train.rendezvous import store_of
+from gpumix.train.torchrun import NO_DEVICE
+from harness import run_ranks
+
+SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ELSEWHERE = "127.0.0.2"  # loopback too, and another address than LOOPBACK
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return server.getsockname()[1]
+
+
+def _seat(host: str, **changes: object) -> Seat:
+    seat = Seat(0, 1, NO_DEVICE, free_port(), host=host, holds_store=True)
+    return replace(seat, **changes)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=1))
+    except dist.DistNetworkError:
+        return False
+    return True
+
+
+def _reached_at(host: str) -> list[bool]:
+    seat = _seat(host)
+    store_of(seat, 5.0).set("word", "here")
+    return [_answers(at, seat.port) for at in (LOOPBACK, ELSEWHERE)]
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [(LOOPBACK, [True, False]), (ELSEWHERE, [False, True])]
+)
+def test_a_store_listens_where_it_was_said_alone(host, reached):
+    assert run_ranks(_reached_at, 1, host) == [reached]
+
+
+def _refused(host: str, **changes: object) -> tuple[str, str]:
+    with pytest.raises(MachineError) as caught:
+        store_of(_seat(host, **changes), 5.0)
+    return caught.value.what, caught.value.fix
+
+
+def test_what_other_hosts_cannot_reach_is_refused():
+    what, fix = _refused(LOOPBACK, one_host=False)
+    assert "is told to the others as 127.0.0.1" in what
+    assert "--master-addr" in fix
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_of_this_host_is_told(host):
+    what, _ = _refused(host)
+    assert f"cannot listen at {host}" in what
+
+
+def test_ranks_of_one_host_talk_on_loopback(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "")  # what is set inside is taken back in the end
+        monkeypatch.delenv(name)
+    talk_inside_of_host()
+    assert [os.environ[name] for name in SETTINGS] == ["lo", "lo"]
+    monkeypatch.setenv(SETTINGS[0], "eth7")
+    talk_inside_of_host()
+    assert os.environ[SETTINGS[0]] == "eth7"
+
+
+def test_where_there_is_no_loopback_nothing_is_set(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "LOOPBACKS", ())
+    talk_inside_of_host()
+    assert not set(SETTINGS) & set(os.environ)
