@@ -20,7 +20,7 @@ import rank_server
 from draws import USUAL
 
 # The code of tests' own jobs.
-os.environ.setdefault("GPUMIX_ALLOW", "toys")
+os.environ.setdefault("GPUMIX_ALLOW", "toys mine")
 
 # Where all tests run, each process of them has use for it.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -13,6 +13,7 @@ from gpumix.spec.errors import (
     InputError,
     MachineError,
     OutOfMemory,
+    PlanOutdated,
     RankInterrupted,
     RankLost,
     error_from,
@@ -25,6 +26,7 @@ ERRORS = [
     *(cls("it broke", **WORDS) for cls in (Damaged, RankInterrupted)),
     RankLost("it broke", **WORDS, device="a", device_class="c"),
     OutOfMemory("it broke", **WORDS, device="a", device_class="c", fragmented=True),
+    PlanOutdated("it broke", **WORDS, slower={"a": 2.0}),
 ]
 
 

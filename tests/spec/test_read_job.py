@@ -194,7 +194,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "global_batch, steps, optimizer, schedule, precision, compile, efficiency, seed, cluster, "
         "strategy, techniques, "
         "output, log_every_steps, trace_step, evaluation, checkpoint, profile, rebalance, "
-        "restarts, timeout"
+        "replay_every_steps, restarts, timeout"
     )
 
 

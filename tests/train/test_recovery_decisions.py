@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.spec.errors import OutOfMemory, RankInterrupted, RankLost, TrainingError
+from gpumix.spec.errors import (
+    OutOfMemory,
+    PlanOutdated,
+    RankInterrupted,
+    RankLost,
+    TrainingError,
+)
 from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart
 
@@ -120,9 +126,40 @@ def test_lessons_are_taken_up_by_other_processes():
     lessons = Lessons.from_text(recovery.lessons(restart).to_text())
     assert lessons.restart == restart
     taken_up = Recovery(3, lessons)
-    assert taken_up.memory_by_class == recovery.memory_by_class
+    assert taken_up.again.memory_by_class == recovery.again.memory_by_class
     # At the same step it was not the first time.
     assert taken_up.after(full(fragmented=True), 5, plan()).memory_by_class["class-a"] < 0.5
+
+
+def outdated(**slower: float) -> PlanOutdated:
+    return PlanOutdated("device 'a' takes longer", slower=slower)
+
+
+def test_other_times_of_devices_are_planned_with_and_add_up():
+    """The next ones are told against a profile that knows of the first."""
+    recovery = Recovery(1)
+    assert dict(recovery.after(outdated(a=2.0), 5, plan()).slower) == {"a": 2.0}
+    again = recovery.after(outdated(a=0.5, b=3.0), 5, plan())
+    assert dict(again.slower) == {"a": 1.0, "b": 3.0}
+    lessons = Lessons.from_text(recovery.lessons(Restart("slow", 1.0)).to_text())
+    assert Recovery(1, lessons).again.slower == again.slower
+
+
+def test_a_plan_that_is_outdated_is_no_failure():
+    """It does not count among those in a row, and nothing that was learnt before is forgotten."""
+    recovery = Recovery(1)
+    recovery.after(full(), 5, plan())
+    for _ in range(5):
+        again = recovery.after(outdated(a=1.5), 5, plan())
+    assert again.memory_by_class == {"class-a": LESS_MEMORY}
+    recovery.after(lost(), 6, plan())
+    with pytest.raises(TrainingError):
+        recovery.after(lost(), 6, plan())
+
+
+def test_who_wants_no_restarts_gets_none_for_a_better_plan():
+    with pytest.raises(PlanOutdated):
+        Recovery(0).after(outdated(a=2.0), 5, plan())
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restart": 1, "memory": []}', "null"])

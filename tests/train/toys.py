@@ -45,7 +45,7 @@ class Toy(nn.Module):
         rank, at: where it happens, and in which training forward pass, counted from 1.
         after: a path that is there before it happens.
         once: a path that it leaves when it happens; it does not if that is there.
-        sample_s: how long that rank sleeps over each sample.
+        sample_s: how long that rank sleeps over each sample, from that pass on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
-        if self.sample_s and _rank() == self.rank:
+        if self.sample_s and _rank() == self.rank and self.passes >= self.at:
             time.sleep(self.sample_s * len(input_ids))
         strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
         if strike and self.once:

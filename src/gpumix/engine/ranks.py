@@ -30,6 +30,7 @@ from gpumix.spec.errors import (
     MachineError,
     NoFeasiblePlanError,
     OutOfMemory,
+    PlanOutdated,
     TrainingError,
     error_from,
     first_line,
@@ -61,6 +62,8 @@ KINDS = {
         Interrupted,
     )
 }
+# After these a run may go on by itself, so all ranks know them for what they are.
+GOES_ON = (OutOfMemory.__name__, PlanOutdated.__name__)
 
 
 class Ranks:
@@ -224,8 +227,8 @@ class Ranks:
             return self._account_of_failure() or self._alone(first_line(error))
         except STORE_ERRORS as gone:
             others = some_of([name for name in self.names if name != self.names[self.rank]])
-            told = f"{error.what}, with {others}; " if isinstance(error, CommunicationError) else ""
-            return self._alone(told + first_line(gone))
+            what = error.what if isinstance(error, CommunicationError) else "nothing is heard"
+            return self._alone(f"{what}, with {others}; {first_line(gone)}")
 
     def _explained(self, error: CommunicationError) -> GpumixError:
         assert self._store is not None
@@ -344,6 +347,7 @@ def _retold(account: str, who: str = "") -> GpumixError:
     """Another rank's error, as whoever catches it knows it."""
     told = json.loads(account)
     told["where"] = told["where"] or who
-    if told["error"] != OutOfMemory.__name__:  # after which a run may go on
-        told["error"] = KINDS[told["exit_code"]].__name__
+    if told["error"] not in GOES_ON:
+        words = {name: told[name] for name in ("what", "where", "why", "fix")}
+        told = {"error": KINDS[told["exit_code"]].__name__, **words}
     return error_from(told)

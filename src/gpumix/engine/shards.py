@@ -59,6 +59,12 @@ class Piece:
         return self.copy == 0
 
     @property
+    def has_begin(self) -> bool:
+        """Whether this rank has the parameter's first element, of whatever is there once for all of
+        it."""
+        return self.start == 0 and self.window.part == 0
+
+    @property
     def is_saved_here(self) -> bool:
         """Of several copies of a piece one is saved, by its name, so that each rank saves some."""
         return self.copy == crc32(self.name.encode()) % self.copies

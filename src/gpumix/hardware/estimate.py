@@ -175,3 +175,10 @@ def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
     }
     head = profile.chunked_head and profile.chunked_head.scaled(factor)
     return profile.model_copy(update={"units": units, "chunked_head": head})
+
+
+def slowed(profile: ClassProfile, factor: float, name: str) -> ClassProfile:
+    """A class like this one, but `factor` times as slow in all that it computes."""
+    optimizer_s = profile.optimizer_s_per_element * factor
+    changes = {"device_class": name, "optimizer_s_per_element": optimizer_s}
+    return _slowed(profile, factor).model_copy(update=changes)

@@ -14,14 +14,22 @@ from typing import Any, TypeVar
 from gpumix.cost.curves import seconds_at
 from gpumix.hardware.catalogue import Card, find
 from gpumix.hardware.describe import check_vendors, counted, device_class, links_inside, with_peak
-from gpumix.hardware.estimate import estimate_class, rescaled
+from gpumix.hardware.estimate import estimate_class, rescaled, slowed
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import support_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network, link
 from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
-from gpumix.spec.profile import ClassProfile, End, Profile, RootParameter, RootUnit, UnitKind
+from gpumix.spec.profile import (
+    ClassProfile,
+    End,
+    Profile,
+    RootParameter,
+    RootUnit,
+    TeamProfile,
+    UnitKind,
+)
 
 U = TypeVar("U", UnitKind, RootUnit)
 S = TypeVar("S", End, RootParameter)
@@ -89,6 +97,47 @@ def with_less_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
     )
     cluster = profile.cluster.model_copy(update={"classes": classes})
     return profile.model_copy(update={"cluster": cluster})
+
+
+def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
+    """The profile where devices, by id, take so many times as long as their class: each of them is
+    of a class of its own then, with all those of its class that take as long."""
+    all_devices = profile.cluster.devices
+    named = {
+        device.id: (device.device_class, round(factors.get(device.id, 1.0), 2))
+        for device in all_devices
+    }
+    new = {
+        f"{name}-x{factor:g}": (name, factor)
+        for name, factor in sorted(set(named.values()))
+        if factor != 1.0
+    }
+    of_pair = {pair: name for name, pair in new.items()}
+    now = {d.id: of_pair.get(named[d.id], d.device_class) for d in all_devices}
+    devices = tuple(d.model_copy(update={"device_class": now[d.id]}) for d in all_devices)
+    cluster, known = profile.cluster, {c.device_class: c for c in profile.classes}
+    classes = {c.name: c for c in cluster.classes}
+    more = [classes[of].model_copy(update={"name": name}) for name, (of, _) in new.items()]
+    left = {device.device_class for device in devices}
+    network = cluster.network and cluster.network.as_of({n: of for n, (of, _) in new.items()})
+    cluster = cluster.model_copy(
+        update={
+            "devices": devices,
+            "classes": tuple(c for c in (*cluster.classes, *more) if c.name in left),
+            "network": network and network.among(left),
+        }
+    )
+    teams = tuple(team.model_copy(update=_slower_team(team, new)) for team in profile.teams)
+    slower = [slowed(known[of], factor, name) for name, (of, factor) in new.items()]
+    update = {"cluster": cluster, "classes": (*profile.classes, *slower), "teams": teams}
+    return without(profile.model_copy(update=update), ())
+
+
+def _slower_team(team: TeamProfile, new: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+    known = {c.device_class: c for c in team.classes}
+    slower = [slowed(known[of], f, name) for name, (of, f) in new.items() if of in known]
+    told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}
+    return {"classes": (*team.classes, *slower), "told": team.told | told}
 
 
 def relinked(profile: Profile, text: str) -> Profile:

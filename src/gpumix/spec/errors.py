@@ -43,7 +43,8 @@ class GpumixError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders on their way to the launcher."""
-        return (_rebuild, (type(self), self.what, self.where, self.why, self.fix))
+        told = {"where": self.where, "why": self.why, "fix": self.fix, **self._more()}
+        return (_rebuilt, (type(self), self.what, told))
 
     def as_dict(self) -> dict[str, object]:
         """The error as `--json` prints it."""
@@ -54,7 +55,12 @@ class GpumixError(Exception):
             "where": self.where,
             "why": self.why,
             "fix": self.fix,
+            **self._more(),
         }
+
+    def _more(self) -> dict[str, Any]:
+        """What this class tells beside that, by the names of its arguments."""
+        return {}
 
 
 def error_from(told: Mapping[str, Any]) -> GpumixError:
@@ -63,15 +69,15 @@ def error_from(told: Mapping[str, Any]) -> GpumixError:
     for cls in known:
         known += cls.__subclasses__()
     of_name = {cls.__name__: cls for cls in known}
+    names = [name for name in told if name not in ("error", "exit_code", "what")]
+    if told["error"] not in of_name:
+        names = ["where", "why", "fix"]
     cls = of_name.get(told["error"], GpumixError)
-    names = ["where", "why", "fix"]
-    if issubclass(cls, DeviceFailure):
-        names += [name for name in told if name in ("device", "device_class", "fragmented")]
     return cls(told["what"], **{name: told[name] for name in names})
 
 
-def _rebuild(cls: type[GpumixError], what: str, where: str, why: str, fix: str) -> GpumixError:
-    return cls(what, where=where, why=why, fix=fix)
+def _rebuilt(cls: type[GpumixError], what: str, told: dict[str, Any]) -> GpumixError:
+    return cls(what, **told)
 
 
 class InputError(GpumixError):
@@ -119,14 +125,7 @@ class DeviceFailure(TrainingError):
         self.device = device
         self.device_class = device_class
 
-    def __reduce__(self) -> tuple[object, ...]:
-        told = {"where": self.where, "why": self.why, "fix": self.fix}
-        return (_rebuilt_failure, (type(self), self.what, told, self._of_device()))
-
-    def as_dict(self) -> dict[str, object]:
-        return super().as_dict() | self._of_device()
-
-    def _of_device(self) -> dict[str, Any]:
+    def _more(self) -> dict[str, Any]:
         return {"device": self.device, "device_class": self.device_class}
 
 
@@ -145,14 +144,23 @@ class OutOfMemory(DeviceFailure):
         super().__init__(what, **others)
         self.fragmented = fragmented
 
-    def _of_device(self) -> dict[str, Any]:
-        return super()._of_device() | {"fragmented": self.fragmented}
+    def _more(self) -> dict[str, Any]:
+        return super()._more() | {"fragmented": self.fragmented}
 
 
-def _rebuilt_failure(
-    cls: type[DeviceFailure], what: str, told: dict[str, str], of_device: dict[str, Any]
-) -> DeviceFailure:
-    return cls(what, **told, **of_device)
+class PlanOutdated(TrainingError):
+    """Devices take other times than the plan says, and another plan is worth a start.
+
+    Args:
+        slower: how many times as long devices take as the profile of the plan says, by id.
+    """
+
+    def __init__(self, what: str, *, slower: Mapping[str, float], **others: str) -> None:
+        super().__init__(what, **others)
+        self.slower = dict(slower)
+
+    def _more(self) -> dict[str, Any]:
+        return {"slower": self.slower}
 
 
 class Interrupted(GpumixError):

@@ -7,7 +7,7 @@ such as "25GbE" or "nvlink3" stands for the rate that its standard gives, less w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -134,6 +134,19 @@ class Network(Value):
         """The links of these classes."""
         kept = tuple(e for e in self.exceptions if set(e.classes) <= set(classes))
         return self.model_copy(update={"exceptions": kept})
+
+    def as_of(self, twins: Mapping[str, str]) -> Self:
+        """The same with more classes, each of which is linked as another one."""
+        of = {name: [name] for name in self.classes}
+        for twin, name in twins.items():
+            of.setdefault(name, [name]).append(twin)
+        more = tuple(
+            e.model_copy(update={"classes": (one, other)})
+            for e in self.exceptions
+            for one in of[e.classes[0]]
+            for other in of[e.classes[1]]
+        )
+        return self.model_copy(update={"exceptions": more})
 
     def between_slower(self, times: int) -> Self:
         """The same where so many messages at once share each link between hosts."""

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, median
 
 from gpumix.cost.predict import predict
+from gpumix.hardware.environment import torchrun_place
+from gpumix.spec.errors import PlanOutdated
+from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
 from gpumix.train.context import Context
 from gpumix.train.metrics import Told
+from gpumix.train.pipeline import plan_of
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
@@ -22,6 +27,7 @@ from gpumix.train.rebalance import (
     with_samples,
 )
 from gpumix.train.rebalance_room import Movable, most_by_memory, with_shares
+from gpumix.train.restage import Restaging
 
 # It is looked at from here on: first steps take longer than others.
 FIRST_STEPS = 3
@@ -37,6 +43,7 @@ class Balancing:
     Attributes:
         plan: by which the next step goes.
         changes: how often the samples were split anew.
+        outdated: to be raised, once the state is kept: the run should start by another plan.
 
     Args:
         state_moves: whether the engine can move what a rank stores.
@@ -53,6 +60,12 @@ class Balancing:
         self.changes = 0
         self._steps = 0
         self._changed: tuple[int, float] | None = None  # when, and what a step took before
+        self.outdated: PlanOutdated | None = None
+        self._restaging: Restaging | None = None
+        if len(plan.stages) > 1 and profile is not None and context.job.restarts:
+            self._restaging = Restaging(
+                plan, profile, replan=partial(_plan_of, context.job), steps=context.job.steps
+            )
 
     def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
         """Decide. Collective once.
@@ -62,7 +75,11 @@ class Balancing:
             compute_s: how long each rank computed in the step before the last.
         """
         self._steps += 1
-        if len(self.plan.stages) > 1 or len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
+        if len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
+            return None
+        if len(self.plan.stages) > 1:
+            if self._restaging is not None:
+                self.outdated = self._restaging.observe(compute_s)
             return None
         if self._rebalancer is None:
             steps = self._context.job.steps
@@ -133,3 +150,7 @@ class Balancing:
         after_s = median(times[-MEASURED_STEPS + 1 :])
         text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
         return Told("rebalanced", {"step_s": after_s, "step_before_s": before_s}, text)
+
+
+def _plan_of(job: Job, profile: Profile) -> Plan:
+    return plan_of(job, profile, leaving_out=torchrun_place() is None)

@@ -119,7 +119,7 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
             if isinstance(value, Part)
             else Boxed.whole(_tensor(value))
             for name, value in state.get(piece.name, {}).items()
-            if isinstance(value, Part) or piece.start == 0
+            if isinstance(value, Part) or piece.has_begin
         }
         for piece in _stored(engine)
     }

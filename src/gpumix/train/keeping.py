@@ -160,6 +160,16 @@ class Keeping:
         self._memory.begin(step, self._engine, self._optimizer, self._loader.state_dict())
         self._copied_s.append(time.perf_counter() - begun)
 
+    def keep(self, step: int) -> bool:
+        """Have the state after `step`, of which a copy may be under way, in memory now; False if
+        some rank has no copies there."""
+        if self._memory is None:
+            return False
+        if step % self._every_steps:
+            self._memory.begin(step, self._engine, self._optimizer, self._loader.state_dict())
+        self._memory.finish()
+        return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
+
     def choose_interval(self, step_s: float) -> None:
         """By what the first copies took: so many steps that training stands still for them for a
         hundredth of its time at most."""

@@ -506,6 +506,10 @@ class Trainer:
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
         self._say([told] if told is not None else [])
+        if self._balancing.outdated is not None:
+            if not self.keeping.keep(self.step):
+                self.save()
+            raise self._balancing.outdated
 
     def _tell_of_replays(self) -> None:
         if self._display is not None and self._soundness.why_not:

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.hardware.whatif import with_less_memory, without
+from gpumix.hardware.whatif import without
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import DeviceFailure, InputError, MachineError, RankInterrupted
+from gpumix.spec.errors import (
+    DeviceFailure,
+    InputError,
+    MachineError,
+    PlanOutdated,
+    RankInterrupted,
+)
 from gpumix.spec.job import Job
 from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
@@ -98,11 +104,7 @@ class Pipeline:
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        job = self.job
-        # Who starts processes by hand means all of them to work.
-        alone = self._runs.decides_alone
-        space = job.techniques.leaving_out() if alone else job.techniques.with_all_devices()
-        return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
+        return plan_of(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
 
     def train(
         self,
@@ -124,7 +126,7 @@ class Pipeline:
         elif plan is not None and not self._has_all(plan):
             self.show("other devices are here than those of the plan: planning again")
             plan = None
-        elif lessons.memory:
+        elif lessons.memory or lessons.slower:
             plan = None
         profile = None
         if plan is not None:
@@ -151,12 +153,13 @@ class Pipeline:
             profile = self.profile()
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
-            plan = self.plan(with_less_memory(profile, recovery.memory_by_class))
+            plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
         while True:
+            known = recovery.again.known(profile) if profile is not None else None
             try:
-                return self._run(plan, profile, resume, restart)
-            except (DeviceFailure, RankInterrupted) as error:
+                return self._run(plan, known, resume, restart)
+            except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
                 if not self._runs.restarts_after(error):
                     raise
                 restart = Restart(error.what, time.time())
@@ -209,14 +212,14 @@ class Pipeline:
     ) -> tuple[Plan, Profile | None]:
         """The plan for what is left: the same one, if nothing is gone."""
         gone = again.without & {d.id for d in self.cluster.devices}
-        if not gone and not again.memory:
+        if not gone and not again.memory and not again.slower:
             return plan, profile
         self.cluster = self.cluster.only({d.id for d in self.cluster.devices} - gone)
         if profile is None:  # the plan was given without it
             profile = self.profile()
         elif gone:
             profile = without(profile, gone)
-        plan = self.plan(with_less_memory(profile, again.memory_by_class))
+        plan = self.plan(again.known(profile))
         self.show(plan_table(plan))
         return plan, profile
 
@@ -327,6 +330,18 @@ class Pipeline:
                 plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
         return plan, profile
+
+
+def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:
+    """The plan of a job.
+
+    Args:
+        leaving_out: whether devices may be left out; who starts processes by hand means all of them
+            to work.
+    """
+    techniques = job.techniques
+    space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
+    return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
 
 def too_busy(overruns: int) -> str:

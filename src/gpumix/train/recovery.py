@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from gpumix.hardware.whatif import with_less_memory, with_slower
 from gpumix.spec.errors import (
     DeviceFailure,
     GpumixError,
     OutOfMemory,
+    PlanOutdated,
     RankInterrupted,
     TrainingError,
 )
 from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
 
 # A device whose rank is lost so often in a row, without a step between, is left out.
 BLAMED = 2
@@ -41,6 +44,7 @@ class Lessons:
     tried: int = 0
     newest: int = -1
     memory: tuple[tuple[str, float], ...] = ()
+    slower: tuple[tuple[str, float], ...] = ()
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -50,21 +54,28 @@ class Lessons:
         """Raises ValueError, TypeError or KeyError for what `to_text` has not made."""
         told = json.loads(text)
         memory = tuple((str(name), float(part)) for name, part in told["memory"])
+        slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
         restart = Restart(str(told["restart"]["why"]), float(told["restart"]["failed_at"]))
-        return cls(restart, int(told["tried"]), int(told["newest"]), memory)
+        return cls(restart, int(told["tried"]), int(told["newest"]), memory, slower)
 
 
 @dataclass(frozen=True)
 class Again:
-    """How a run starts again: without some devices, with less memory planned for some classes."""
+    """How a run starts again: without some devices, with less memory planned for some classes, with
+    other speeds of some devices."""
 
     without: frozenset[str] = frozenset()
     memory: tuple[tuple[str, float], ...] = ()  # parts of a class's memory, by class
+    slower: tuple[tuple[str, float], ...] = ()  # times the time that was measured, by device
     told: str = ""
 
     @property
     def memory_by_class(self) -> dict[str, float]:
         return dict(self.memory)
+
+    def known(self, profile: Profile) -> Profile:
+        """What was measured, with what was learnt since."""
+        return with_slower(with_less_memory(profile, self.memory_by_class), dict(self.slower))
 
 
 class Recovery:
@@ -80,18 +91,19 @@ class Recovery:
         self._tried = lessons.tried if lessons else 0
         self._newest = lessons.newest if lessons else -1
         self._blamed: Counter[str] = Counter()
-        self._again = Again(memory=lessons.memory if lessons else ())
-
-    @property
-    def memory_by_class(self) -> dict[str, float]:
-        """Of the memory of classes, by name, the parts to plan with."""
-        return self._again.memory_by_class
+        self.again = Again(
+            memory=lessons.memory if lessons else (), slower=lessons.slower if lessons else ()
+        )
+        """How the run started last."""
 
     def lessons(self, restart: Restart) -> Lessons:
         """For processes that take the run up, after `restart`."""
-        return Lessons(restart, self._tried, self._newest, self._again.memory)
+        again = self.again
+        return Lessons(restart, self._tried, self._newest, again.memory, again.slower)
 
-    def after(self, error: DeviceFailure | RankInterrupted, newest: int, plan: Plan) -> Again:
+    def after(
+        self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan
+    ) -> Again:
         """What to do.
 
         Args:
@@ -106,6 +118,8 @@ class Recovery:
         if newest > self._newest:
             self._newest, self._tried = newest, 0
             self._blamed.clear()
+        if isinstance(error, PlanOutdated):
+            return self._with_slower(error)
         self._tried += 1
         if isinstance(error, OutOfMemory):
             return self._with_less(error, plan)
@@ -116,28 +130,36 @@ class Recovery:
             there = {worker.device for worker in plan.workers} - {error.device}
             if error.device and there and self._blamed[error.device] >= BLAMED:
                 return self._without(error.device)
-        self._again = Again(self._again.without, self._again.memory, "starting again")
-        return self._again
+        self.again = replace(self.again, told="starting again")
+        return self.again
+
+    def _with_slower(self, error: PlanOutdated) -> Again:
+        slower = dict(self.again.slower)
+        for device, factor in error.slower.items():
+            slower[device] = slower.get(device, 1.0) * factor
+        told = "planning again, by the times that devices take now"
+        self.again = replace(self.again, slower=tuple(slower.items()), told=told)
+        return self.again
 
     def _without(self, device: str) -> Again:
         self._tried = 0  # without it all may go well
         self._blamed.clear()
         told = f"device '{device}' is left out: its rank was lost {BLAMED} times in a row"
-        self._again = Again(self._again.without | {device}, self._again.memory, told)
-        return self._again
+        self.again = replace(self.again, without=self.again.without | {device}, told=told)
+        return self.again
 
     def _with_less(self, error: OutOfMemory, plan: Plan) -> Again:
         """So little that the plan must change. Planning ends this: some time there is too little
         for any plan."""
-        memory = self._again.memory_by_class
+        memory = self.again.memory_by_class
         if error.fragmented and self._tried == 1:
             told = "its memory was in pieces, not full: starting again"
         else:
             name = error.device_class
             memory[name] = memory.get(name, 1.0) * min(LESS_MEMORY, _filled(plan, error.device))
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
-        self._again = Again(self._again.without, tuple(memory.items()), told)
-        return self._again
+        self.again = replace(self.again, memory=tuple(memory.items()), told=told)
+        return self.again
 
 
 def _filled(plan: Plan, device: str) -> float:

@@ -23,7 +23,13 @@ from pydantic import ValidationError
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, begin_anew, begun
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import GpumixError, InputError, OutOfMemory, TrainingError
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    OutOfMemory,
+    PlanOutdated,
+    TrainingError,
+)
 from gpumix.train import run_files
 from gpumix.train.launch import Seat
 from gpumix.train.progress import last_heard, write_at_once
@@ -112,7 +118,7 @@ class TorchrunRunner:
 
     def restarts_after(self, error: GpumixError) -> bool:
         """What ends no rank. After the rest torchrun starts others, if it was told so."""
-        return isinstance(error, OutOfMemory)
+        return isinstance(error, OutOfMemory | PlanOutdated)
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
         """All ranks begin anew, as torchrun started them; it takes no notice."""

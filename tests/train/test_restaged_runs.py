@@ -1,0 +1,90 @@
+"""A run in stages whose device becomes slow starts by another plan, from the state of that step."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import environment, metrics, toy, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.train.pipeline import Pipeline
+
+# So slow that nothing but computing counts.
+CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]
+LIMIT_S = 90.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def test_a_slow_device_gets_fewer_units(tmp_path):
+    usual = {
+        "cluster": CLUSTER,
+        "strategy": "staged",
+        "techniques": {"tensor": [1], "leave_out": False},
+        "rebalance": True,
+        "restarts": 3,
+        "schedule": {"kind": "constant"},
+        "optimizer": {"lr": 1e-4},
+    }
+    sound = write_job(tmp_path / "sound", model=toy(blocks=9, width=64), steps=16, **usual)
+    pipeline = Pipeline.of_file(sound, ["rebalance=false"], debug=False)
+    profile = pipeline.profile()
+    plan = pipeline.plan(profile)
+    pipeline.train(plan, resume=False, made_from=profile)
+    device = max(plan.workers, key=lambda worker: _work_of(plan, worker.device)).device
+    rank = [d.id for d in pipeline.cluster.in_rank_order()].index(device)
+    slow = toy(blocks=9, width=64, rank=rank, at=10, sample_s=0.05)
+    job = write_job(tmp_path, model=slow, steps=100_000, **usual)
+    profile.save(tmp_path / "plan.profile.json")
+    plan.save(tmp_path / "plan.json")
+    said, run = _until_started_again(job)
+    (restart,) = metrics(run, "restart")[:1]
+    assert restart["why"].startswith(f"device '{device}' takes"), said
+    assert "planning again, by the times that devices take now" in said
+    steps = metrics(run)
+    assert [one["step"] for one in steps] == list(range(1, len(steps) + 1))
+    assert restart["resumed_from"] == restart["step"] - 1
+    for mine, other in zip(steps, metrics(tmp_path / "sound" / "run")):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert _work_of(Plan.load(run / "plan.json"), device) < _work_of(plan, device)
+
+
+def _until_started_again(job: Path) -> tuple[str, Path]:
+    """What the run says until then, and its folder."""
+    folder, run = job.parent, job.parent / "run"
+    command = [sys.executable, "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json"]
+    with (folder / "said").open("w+") as said:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(folder) | {"COLUMNS": "300"},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while time.monotonic() < deadline and process.poll() is None:
+                if (run / "metrics.jsonl").exists() and metrics(run, "restart"):
+                    break
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return said.read(), run
+
+
+def _work_of(plan: Plan, device: str) -> int:
+    return sum(
+        len(stage.units) * worker.samples
+        for stage in plan.stages
+        for worker in stage.workers
+        if worker.device == device
+    )
