@@ -59,10 +59,24 @@ def _refused(host: str, **changes: object) -> tuple[str, str]:
     return caught.value.what, caught.value.fix
 
 
-def test_what_other_hosts_cannot_reach_is_refused():
-    what, fix = _refused(LOOPBACK, one_host=False)
-    assert "is told to the others as 127.0.0.1" in what
+def test_what_other_hosts_cannot_reach_is_refused(monkeypatch):
+    """As /etc/hosts of Debian has it."""
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: here)
+    what, fix = _refused("host-a", one_host=False)
+    assert "is told to the others as host-a, which is 127.0.1.1 here" in what
     assert "--master-addr" in fix
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "localhost"])
+def test_who_says_that_all_are_here_is_believed(host):
+    assert run_ranks(_told, 1, host) == ["here"]
+
+
+def _told(host: str) -> str:
+    store = store_of(_seat(host, one_host=False), 5.0)
+    store.set("word", "here")
+    return store.get("word").decode()
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])

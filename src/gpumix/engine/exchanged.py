@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -14,10 +15,14 @@ COLUMNS = 5
 class Exchanged:
     """What all ranks told in a step, each property by rank.
 
-    `table` has a row for each; it is on the device, and to look at it waits for that.
+    `table` has a row for each; it is on the device, and the first look at it waits for that.
     """
 
     table: torch.Tensor
+
+    @cached_property
+    def _columns(self) -> list[list[float]]:
+        return self.table.T.tolist()
 
     @classmethod
     def nothing(cls, world: int) -> Exchanged:
@@ -35,22 +40,22 @@ class Exchanged:
     @property
     def bad_losses(self) -> list[int]:
         """Ranks whose summed loss is not finite."""
-        return [r for r, loss in enumerate(self.table[:, 0].tolist()) if not math.isfinite(loss)]
+        return [r for r, loss in enumerate(self._columns[0]) if not math.isfinite(loss)]
 
     @property
     def counts(self) -> list[float]:
         """How many losses each has summed."""
-        return self.table[:, 1].tolist()
+        return self._columns[1]
 
     @property
     def notices(self) -> list[float]:
-        return self.table[:, 2].tolist()
+        return self._columns[2]
 
     @property
     def reports(self) -> list[float]:
-        return self.table[:, 3].tolist()
+        return self._columns[3]
 
     @property
     def own_norms(self) -> list[float]:
         """The norm of what each rank itself had of the gradient in the step before."""
-        return self.table[:, 4].tolist()
+        return self._columns[4]

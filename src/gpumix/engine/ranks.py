@@ -211,7 +211,8 @@ class Ranks:
                 raise TrainingError(
                     f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
                     where=self.names[self.rank],
-                    fix="look at that rank's host; a longer `timeout` in the job waits longer",
+                    fix="look at that rank's host, then run the same command with --resume; a "
+                    "longer `timeout` in the job waits longer",
                 )
             time.sleep(0.005)
         return str(self._store.get(key).decode())

@@ -115,7 +115,8 @@ def _listening(host: str, port: int, *, one_host: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         name = str(address[0])
-        if ip_address(name).is_loopback and not one_host:
+        # Who says 127.0.0.1 or localhost means this host; a name may stand for it by mistake.
+        if ip_address(name).is_loopback and not one_host and host not in ("localhost", name):
             raise MachineError(
                 f"the first host is told to the others as {host}, which is {name} here: they do "
                 "not reach that",
