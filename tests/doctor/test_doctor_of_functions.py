@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from jobs import gpumix
 
-from gpumix.doctor.function.patient import function_patient, group_cpu_s, imported
+from gpumix.doctor.function.patient import function_patient, imported
 from gpumix.spec.errors import InputError, TrainingError
 
 SCRIPT = """
@@ -167,9 +169,22 @@ def test_what_a_script_imports():
     assert imported(source) == {"torch", "a", "transformers", "late"}
 
 
+WORK = """
+import os, subprocess, sys
+from gpumix.doctor.function.patient import group_cpu_s
+loop = "for n in range(3_000_000): pass"
+seen = [group_cpu_s(os.getpgrp())]
+exec(loop)
+seen.append(group_cpu_s(os.getpgrp()))
+subprocess.run([sys.executable, "-c", loop])
+seen.append(group_cpu_s(os.getpgrp()))
+print(seen)
+"""
+
+
 def test_seconds_of_cores_of_a_group_of_processes():
-    before = group_cpu_s(os.getpgrp())
-    total = 0
-    for n in range(3_000_000):
-        total += n
-    assert total and group_cpu_s(os.getpgrp()) > before
+    """Those of a child that has ended stay: the workers of a loader end with their epoch."""
+    command = [sys.executable, "-c", WORK]
+    done = subprocess.run(command, capture_output=True, text=True, process_group=0, timeout=100)
+    begun, looped, ended = json.loads(done.stdout)
+    assert begun < looped < ended

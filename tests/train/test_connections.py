@@ -46,15 +46,19 @@ def test_those_to_the_port_give_up():
 
 
 VISIT = """
-import socket, sys
-visit = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+import sys
+import torch.distributed as dist
+visit = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
+visit.set("here", "yes")
+visit.get("here")
 print("connected", flush=True)
 sys.stdin.read()
 """
 
 
 def test_a_store_sees_when_all_others_have_left():
-    """The process that has it is connected to it itself, which does not count."""
+    """The process that has it is connected to it itself, which does not count. The other is
+    connected once it was answered: before, its connection may wait to be accepted."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-c", VISIT, str(store.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as visitor:

@@ -230,14 +230,15 @@ def imported(source: str) -> set[str]:
 
 
 def group_cpu_s(group: int) -> float:
-    """Seconds of cores that the living processes of a group have taken; 0 where nobody tells."""
+    """Seconds of cores that the living processes of a group have taken, with those of children that
+    they saw end; 0 where nobody tells."""
     ticks = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The name of a process, in parentheses, may hold anything.
             fields = file.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[2]) == group:
-                ticks += int(fields[11]) + int(fields[12])
+                ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
