@@ -258,3 +258,13 @@ def test_debug_shows_the_way_to_the_error(broken):
     assert done.code == 5
     assert "Traceback" in done.err
     assert "in _raise" in done.err
+
+
+def test_the_strategy_of_a_run_must_be_known_before_anything_is_measured(job):
+    done = refused(job.parent, 2, "train", "job.yaml", "--strategy", "best")
+    assert "strategy" in done.err and "'best'" in done.err
+
+
+def test_a_plan_and_a_strategy_are_not_both_given(planned):
+    done = refused(planned, 2, "train", "job.yaml", "--plan", "plan.json", "--strategy", "even")
+    assert "--plan and --strategy" in done.err

@@ -38,6 +38,14 @@ Allowed = Annotated[
         help="Code that the job may call: a module, or module:function. May be repeated.",
     ),
 ]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        help="optimal, staged, model, even, proportional, poplar, cephalo or best-subset; "
+        "default: the job's.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

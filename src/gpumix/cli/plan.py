@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.common import Debug, Json, Strategy, answer, verb
 from gpumix.cli.source import Asked, planning, profile_beside
 from gpumix.spec.placed import placed
 
@@ -24,14 +24,7 @@ def register(app: typer.Typer) -> None:
 @planning
 def plan(
     asked: Asked,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy",
-            help="optimal, staged, model, even, proportional, poplar, cephalo or best-subset; "
-            "default: the job's.",
-        ),
-    ] = None,
+    strategy: Strategy = None,
     output: Annotated[
         Path | None,
         typer.Option(

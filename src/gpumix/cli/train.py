@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, Strategy, print_json, verb
+from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
 
 
@@ -17,7 +18,8 @@ def register(app: typer.Typer) -> None:
         help="Train a job: detect the devices, profile, plan, show, train.\n\n"
         "Starts one process per device on this host; for several hosts start it with torchrun.\n\n"
         "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix train job.yaml\n\n"
-        "Example: gpumix train job.yaml --set steps=1000 --resume"
+        "Example: gpumix train job.yaml --set steps=1000 --resume\n\n"
+        "Example: gpumix train job.yaml --strategy model"
     )(train)
 
 
@@ -32,6 +34,7 @@ def train(
             "strategy and techniques have no effect then.",
         ),
     ] = None,
+    strategy: Strategy = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")
     ] = False,
@@ -53,7 +56,15 @@ def train(
     from gpumix.spec.plan import Plan
     from gpumix.train.pipeline import Pipeline
 
+    if plan is not None and strategy is not None:
+        raise InputError(
+            "a plan is given, and a strategy to make one by",
+            where="--plan and --strategy",
+            fix="give one of the two",
+        )
     given = Plan.load(plan) if plan is not None else None
+    if strategy is not None:
+        overrides = [*overrides, f"strategy={strategy}"]
     if trace is not None:
         overrides = [*overrides, f"trace_step={trace}"]
     made_from = beside(plan, given) if plan is not None and given is not None else None
