@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.cost.pipeline import Pipeline
-from gpumix.engine import buffers, layered, pipelined, sequential, state
+from gpumix.engine import buffers, layered, pipelined, sequential
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, Pending, WaitClock
@@ -40,17 +40,25 @@ from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, evaluating, untouched
 from gpumix.engine.replan import move_state, moves_state
-from gpumix.engine.samples import Samples, digest, padded_from, refuse_unlike, samples_in
-from gpumix.engine.shards import FlatGroup, Piece
-from gpumix.engine.state import OptimizerState
+from gpumix.engine.samples import (
+    Samples,
+    digest,
+    padded_from,
+    parts_of,
+    refuse_unlike,
+    samples_in,
+)
+from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
 
+Function = Callable[[nn.Module, Any], Any]
 
-class Engine:
+
+class Engine(ShardedModel):
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
@@ -73,19 +81,17 @@ class Engine:
         inventory: Inventory,
         places: Sequence[Place] = (),
     ) -> None:
-        self.model = model
+        buckets = list(dict.fromkeys(b for one in parts for b in one.buckets))
+        super().__init__(model, comm, buckets, inventory)
         self.plan = plan
-        self.comm = comm
-        self.device = comm.device
         self.steps = 0
         self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
         self.overflowed = False
         self.notice = 0.0
-        self._inventory = inventory
         self._places = places
         self._pipeline = Pipeline.of(plan) if places else None
         self._parts = parts[0]  # of the first of its stages
-        self._buckets = list(dict.fromkeys(b for one in parts for b in one.buckets))
+        self._heads = [one.head for one in parts if one.head is not None]
         self._calls = calls
         self._objective = objective
         self._seed = seed
@@ -323,21 +329,65 @@ class Engine:
             samples: of the global batch; default: the plan's.
         """
         with evaluating(self.model), self._in_step():
-            self.agree_on_buffers()
-            with untouched(self.device), torch.no_grad():
-                if self._places:
-                    results = self._evaluate_in_stages(batch, samples)
-                else:
-                    results = self._evaluate_in_layers(batch)
-            self._leave()
+            results = self._forward_only(self._objective, batch, samples)
             table, gradient_scale = self._exchange(results, torch.ones(()), in_step=False)
             gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
 
-    def _evaluate_in_layers(self, batch: Any) -> list[Loss]:
-        sizes = split_micro_batches(samples_in(batch), max(1, self._worker.micro_batch))
-        begins = accumulate(sizes, initial=0)
-        cut = self._cut(batch, [range(b, b + size) for b, size in zip(begins, sizes)])
+    def outputs(
+        self, function: Function, batch: Any, samples: int | None = None
+    ) -> dict[range, Any]:
+        """What `function` makes of this rank's samples, a micro-batch at a time, without gradients
+        and without dropout. Collective.
+
+        Args:
+            function: is called with the model, whose forward it calls once, and a micro-batch.
+            batch, samples: as `evaluate` takes them.
+
+        Returns:
+            What it returned, by the places of each micro-batch's samples: in `batch`, or by a plan
+            of several stages in the global one. Of several stages the last one's ranks have it, of
+            a team each has the same.
+        """
+        made: dict[range, Any] = {}
+
+        def keep(of: range, compute: Callable[[], Any]) -> Loss:
+            made[of] = compute()
+            return torch.zeros(()), torch.zeros(())
+
+        with contextlib.ExitStack() as stack, evaluating(self.model), self._in_step():
+            for head in self._heads:
+                stack.enter_context(head.whole())
+            self._forward_only(function, batch, samples, keep)
+        return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
+
+    def _forward_only(
+        self,
+        objective: Function,
+        batch: Any,
+        samples: int | None,
+        keep: Callable[[range, Callable[[], Any]], Loss] | None = None,
+    ) -> list[Loss]:
+        """Of each micro-batch what comes of `objective`, or what `keep` gives in its place."""
+        if self._places:
+            rows = share_of(self.plan, self.comm.rank).rows(samples)
+        else:
+            sizes = split_micro_batches(samples_in(batch), max(1, self._worker.micro_batch))
+            begins = accumulate(sizes, initial=0)
+            rows = tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
+        cut = self._cut(batch, rows, objective)
+        if keep is not None:
+            cut = [
+                replace(one, compute_loss=functools.partial(keep, of, one.compute_loss))
+                for of, one in zip(rows, cut)
+            ]
+        self.agree_on_buffers()
+        with untouched(self.device), torch.no_grad():
+            results = self._through_stages(cut, rows) if self._places else self._through(cut)
+        self._leave()
+        return results
+
+    def _through(self, cut: list[Samples]) -> list[Loss]:
         batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
         # With all parameters here, one after the other: so the least is held at once.
         whole = self._parts.division.whole_parameters and len(batches) > 1
@@ -349,13 +399,12 @@ class Engine:
                 results += layered.head(self._parts, turns, None, layered.Begun())
         return results
 
-    def _evaluate_in_stages(self, batch: Any, samples: int | None) -> list[Loss]:
+    def _through_stages(self, cut: list[Samples], rows: Sequence[range]) -> list[Loss]:
         assert self._pipeline is not None
-        rows = share_of(self.plan, self.comm.rank).rows(samples)
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
         empty = [n for n, own in zip(self._places[0].batches, rows) if not own]
-        make = self._maker(self._cut(batch, rows), keep=False)
+        make = self._maker(cut, keep=False)
         return pipelined.Step(self._places, forwards, make, None, empty=empty).run()
 
     def replay(self, batch: Any, see: See) -> None:
@@ -389,51 +438,6 @@ class Engine:
         for bucket in self._buckets:
             bucket.see = see
 
-    def gradient_norm(self) -> torch.Tensor:
-        """The norm of all gradients together, the same on every rank. One collective."""
-        # The first of several copies counts for all of them.
-        pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.first]
-        gradients = [piece.local.grad for piece in pieces if piece.local.grad is not None]
-        square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
-        return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
-        norm = self.gradient_norm()
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-
-    def finite(self) -> bool:
-        """Whether all trained parameters are finite. Collective."""
-        masters = [group.master for group in self.groups() if group.trainable]
-        bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
-        return not self.comm.all_reduce(bad, "check of the weights").item()
-
-    # -- state -------------------------------------------------------------------------------------
-
-    def groups(self) -> Iterator[FlatGroup]:
-        """The flat groups of all buckets, the root's first, then those of units in order."""
-        for bucket in self._buckets:
-            yield from bucket.groups
-
-    def pieces(self) -> Iterator[Piece]:
-        """This rank's part of every parameter, in the order of `groups`."""
-        for group in self.groups():
-            yield from group.pieces
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty."""
-        return (p for _, p in self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same by the model's own parameter names, for parameter groups."""
-        return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all parameters by name, as in the unsharded model."""
-        return {name: one.shape for name, one in self._inventory.parameters.items()}
-
     def layout(self) -> Layout:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
         on whole matrices is divided as samples are: by how fast ranks are. Collective.
@@ -453,47 +457,6 @@ class Engine:
         speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
         comm = division.comm if not division.replicated else self.comm.alone()
         return Layout(self.pieces(), comm, root=root, speeds=speeds)
-
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """The unsharded model's state dict, on the CPU, by its own names. Collective.
-
-        Args:
-            rank0_only: the other ranks take part but get nothing.
-        """
-        self.agree_on_buffers()
-        return state.full_state(
-            self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
-        )
-
-    def agree_on_buffers(self) -> None:
-        """Running statistics and the like differ from rank to rank: all get those of the first rank
-        that trains on samples, in the stage that computes them. Collective."""
-        buffers.agree(self.model, self.comm, self._inventory.keeper)
-
-    def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of an unsharded model's state dict.
-
-        Raises:
-            InputError: names or shapes differ; nothing was changed.
-        """
-        state.load_full_state(self.model, self.groups(), self._inventory, values)
-        self.values_changed()
-
-    def values_changed(self) -> None:
-        """Pieces were written into, also those that no optimizer changes. Collective in effect: the
-        next step gathers all of them."""
-        for bucket in self._buckets:
-            bucket.values_changed()
-
-    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
-        check.check(optimizer, self.parameters())
-        return state.optimizer_state(self.pieces(), optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
-        """Replace what `optimizer` keeps; its hyperparameters stay."""
-        check.check(optimizer, self.parameters())
-        state.load_optimizer_state(self.pieces(), optimizer, values)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -522,8 +485,11 @@ class Engine:
                 raise account from error
             raise
 
-    def _cut(self, batch: Any, rows: Sequence[range]) -> list[Samples]:
+    def _cut(
+        self, batch: Any, rows: Sequence[range], objective: Function | None = None
+    ) -> list[Samples]:
         """The micro-batches of a batch, whose samples are these rows of the global one."""
+        objective = objective or self._objective
         wanted = sum(map(len, rows))
         if (given := samples_in(batch)) != wanted:
             raise InputError(
@@ -533,22 +499,18 @@ class Engine:
                 "plan.rows_of(rank) says",
             )
         widths: list[int | None] = [None] * len(rows)
-        if self._objective is mean_over_labels:  # another loss may count what is padding
+        if objective is mean_over_labels:  # another loss may count what is padding
             widths = padded_from(batch, rows)  # asks the host, before anything goes to the device
         with self.copies:
             batch = tree_map(self._to_device, batch)
-        made, begin = [], 0
-        for of_one, width in zip(rows, widths):
-            own = slice(begin, begin + len(of_one))
-            part = tree_map(lambda t, own=own: t[own] if torch.is_tensor(t) else t, batch)
-            if width is not None:
-                part = {key: value[:, :width].contiguous() for key, value in part.items()}
-            randomness = Randomness(self._seed, self.steps, of_one.start, self.device)
-            looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
-            compute = functools.partial(self._objective, self.model, part)
-            made.append(Samples(compute, randomness, looks))
-            begin += len(of_one)
-        return made
+        return [
+            Samples(
+                functools.partial(objective, self.model, part),
+                Randomness(self._seed, self.steps, of_one.start, self.device),
+                tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t)),
+            )
+            for of_one, part in zip(rows, parts_of(batch, rows, widths))
+        ]
 
     def _compare_samples(self, batch: Any) -> None:
         """Once, before anything is computed: ranks that are to have the same samples do."""

@@ -84,6 +84,7 @@ class HeadInChunks:
         self.chunked_losses = 0
         self._scale: Tensor | None = None
         self._families: list[Family] | None = None
+        self._wanted_whole = False
         layer = None if whole_because else output_layer(model, units)
         # The layer holds its forward, and so this: not the other way round too.
         self._layer = None if layer is None else weakref.ref(layer)
@@ -130,6 +131,15 @@ class HeadInChunks:
                 family.open = False
             self._scale, self._families = None, None
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Logits are made inside, for whoever wants to have them; afterwards all is as before."""
+        self._wanted_whole = True
+        try:
+            yield
+        finally:
+            self._wanted_whole = False
+
     def _forward(self, hidden: Tensor) -> Tensor:
         layer = self.layer
         assert layer is not None, "only then it is called"
@@ -139,7 +149,7 @@ class HeadInChunks:
         )
         autocast = torch.is_autocast_enabled(hidden.device.type)
         followed = plain and not autocast and not hidden.is_inference()
-        if self._families is None or self.whole_because or not followed:
+        if self._families is None or self.whole_because or self._wanted_whole or not followed:
             return nn.functional.linear(hidden, weight, bias)
         family = Family(hidden, weight, bias, self._loss, self._fell_back)
         self._families.append(family)

@@ -7,13 +7,13 @@ what they were given, as a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.objective import IGNORED_LABEL
@@ -86,6 +86,18 @@ def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
         found.append(max([1, *last[begin : begin + len(of_one)].tolist()]))
         begin += len(of_one)
     return found
+
+
+def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:
+    """A batch in as many parts as there are rows, each with the columns that are no padding."""
+    begin = 0
+    for of_one, width in zip(rows, widths, strict=True):
+        own = slice(begin, begin + len(of_one))
+        part = tree_map(lambda t, own=own: t[own] if torch.is_tensor(t) else t, batch)
+        if width is not None:
+            part = {key: value[:, :width].contiguous() for key, value in part.items()}
+        yield part
+        begin += len(of_one)
 
 
 def digest(batch: Any, rows: Sequence[range]) -> int:

@@ -1,0 +1,114 @@
+"""A model that is sharded over ranks: the pieces that one of them has, and all of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gpumix.engine import buffers, state
+from gpumix.engine.buckets import Bucket
+from gpumix.engine.comm import Communicator
+from gpumix.engine.inventory import Inventory
+from gpumix.engine.optimizers import check
+from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.state import OptimizerState
+
+
+class ShardedModel:
+    """One rank's part of a model, its state and gradients."""
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, buckets: Sequence[Bucket], inventory: Inventory
+    ) -> None:
+        self.model = model
+        self.comm = comm
+        self.device = comm.device
+        self._buckets = buckets
+        self._inventory = inventory
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """The flat groups of all buckets, the root's first, then those of units in order."""
+        for bucket in self._buckets:
+            yield from bucket.groups
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of every parameter, in the order of `groups`."""
+        for group in self.groups():
+            yield from group.pieces
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty."""
+        return (p for _, p in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same by the model's own parameter names, for parameter groups."""
+        return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all parameters by name, as in the unsharded model."""
+        return {name: one.shape for name, one in self._inventory.parameters.items()}
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of all gradients together, the same on every rank. One collective."""
+        # The first of several copies counts for all of them.
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.first]
+        gradients = [piece.local.grad for piece in pieces if piece.local.grad is not None]
+        square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
+        return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
+        norm = self.gradient_norm()
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def finite(self) -> bool:
+        """Whether all trained parameters are finite. Collective."""
+        masters = [group.master for group in self.groups() if group.trainable]
+        bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
+        return not self.comm.all_reduce(bad, "check of the weights").item()
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The unsharded model's state dict, on the CPU, by its own names. Collective.
+
+        Args:
+            rank0_only: the other ranks take part but get nothing.
+        """
+        self.agree_on_buffers()
+        return state.full_state(
+            self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
+        )
+
+    def agree_on_buffers(self) -> None:
+        """Running statistics and the like differ from rank to rank: all get those of the first rank
+        that trains on samples, in the stage that computes them. Collective."""
+        buffers.agree(self.model, self.comm, self._inventory.keeper)
+
+    def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of an unsharded model's state dict.
+
+        Raises:
+            InputError: names or shapes differ; nothing was changed.
+        """
+        state.load_full_state(self.model, self.groups(), self._inventory, values)
+        self.values_changed()
+
+    def values_changed(self) -> None:
+        """Pieces were written into, also those that no optimizer changes. Collective in effect: the
+        next step gathers all of them."""
+        for bucket in self._buckets:
+            bucket.values_changed()
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
+        check.check(optimizer, self.parameters())
+        return state.optimizer_state(self.pieces(), optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
+        """Replace what `optimizer` keeps; its hyperparameters stay."""
+        check.check(optimizer, self.parameters())
+        state.load_optimizer_state(self.pieces(), optimizer, values)
