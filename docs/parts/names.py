@@ -84,7 +84,9 @@ def _call(name: str, parts: list[str], returned: str) -> str:
 def _members(kind: type) -> Iterator[str]:
     """Methods and properties that `kind` and its bases in this package define."""
     own = [b for b in kind.__mro__ if b.__module__.startswith("gpumix.")]
-    found = {name: value for base in reversed(own) for name, value in vars(base).items()}
+    found: dict[str, Any] = {}  # a class's own first
+    for base in own:
+        found = {**found, **{k: v for k, v in vars(base).items() if k not in found}}
     rows = []
     for name, value in found.items():
         if name.startswith("_"):
