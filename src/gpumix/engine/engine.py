@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,10 +49,10 @@ from gpumix.engine.samples import (
 )
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
-from gpumix.spec.cut import split_micro_batches
+from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
-from gpumix.spec.shares import share_of
+from gpumix.spec.shares import rows_of, share_of
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -122,7 +121,9 @@ class Engine(ShardedModel):
 
     # -- training ----------------------------------------------------------------------------------
 
-    def step(self, batch: Any, optimizer: Optimizer | None = None) -> torch.Tensor:
+    def step(
+        self, batch: Any, optimizer: Optimizer | None = None, *, samples: int | None = None
+    ) -> torch.Tensor:
         """Forward, backward and reduction of one global batch.
 
         Args:
@@ -130,6 +131,8 @@ class Engine(ShardedModel):
                 number of samples for this rank, which may be 0.
             optimizer: steps as gradients are done, while others are still computed, if it
                 `may_update_early`. Then it must not be stepped again.
+            samples: of the global batch, where it is a shorter one than the plan's, as the last one
+                of an epoch may be; this rank's are then `spec.shares.rows_of` it.
 
         Returns:
             The loss of the global batch, the same on every rank: the sum of all losses over their
@@ -138,7 +141,8 @@ class Engine(ShardedModel):
         Raises:
             ModelError: the model does what cannot be run in units; the message names the unit.
             CommunicationError: another rank died or is late.
-            InputError: the batch has another number of samples than the plan says.
+            InputError: the batch has another number of samples than the plan says, or there are
+                more of them than the plan has, or none.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
         # That of a mean loss, if losses are counted as in the last step: then gradients need not be
@@ -146,13 +150,14 @@ class Engine(ShardedModel):
         scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
         with self._in_step():
-            cut = self._cut(batch, self._rows)
+            rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+            cut = self._cut(batch, rows)
             if self._tells_samples:  # first: others could be as long as no rank waits for
-                self._compare_samples(batch)
+                self._compare_samples(batch, rows)
             self._buffers_before = BufferCopies(self._keepers)
             with untouched(self.device), torch.enable_grad():
                 if self._places:
-                    table = self._step_in_stages(cut, scale, updates)
+                    table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":
                     table = self._step_sequentially(cut, scale, updates)
                 else:
@@ -229,11 +234,16 @@ class Engine(ShardedModel):
         return table
 
     def _step_in_stages(
-        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
+        self,
+        cut: list[Samples],
+        rows: Sequence[range],
+        scale: torch.Tensor,
+        updates: Updates | None,
     ) -> torch.Tensor:
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
-        step = pipelined.Step(self._places, actions, self._maker(cut, keep=True), scale.float())
+        make, empty = self._maker(cut, keep=True), self._empty(rows)
+        step = pipelined.Step(self._places, actions, make, scale.float(), empty=empty)
         table, gradient_scale = self._exchange(step.run(), scale)
         self.comm.record.meets("other stage")
         gradient_scale()
@@ -372,9 +382,7 @@ class Engine(ShardedModel):
         if self._places:
             rows = share_of(self.plan, self.comm.rank).rows(samples)
         else:
-            sizes = split_micro_batches(samples_in(batch), max(1, self._worker.micro_batch))
-            begins = accumulate(sizes, initial=0)
-            rows = tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
+            rows = cut_rows(range(samples_in(batch)), self._worker.micro_batch)
         cut = self._cut(batch, rows, objective)
         if keep is not None:
             cut = [
@@ -403,9 +411,12 @@ class Engine(ShardedModel):
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
-        empty = [n for n, own in zip(self._places[0].batches, rows) if not own]
-        make = self._maker(cut, keep=False)
+        make, empty = self._maker(cut, keep=False), self._empty(rows)
         return pipelined.Step(self._places, forwards, make, None, empty=empty).run()
+
+    def _empty(self, rows: Sequence[range]) -> list[int]:
+        """Numbers of this rank's micro-batches in stages that have no samples."""
+        return [n for n, own in zip(self._places[0].batches, rows) if not own]
 
     def replay(self, batch: Any, see: See) -> None:
         """Forward and backward of a batch, as in a step but without dropout, after which all is as
@@ -512,9 +523,9 @@ class Engine(ShardedModel):
             for of_one, part in zip(rows, parts_of(batch, rows, widths))
         ]
 
-    def _compare_samples(self, batch: Any) -> None:
+    def _compare_samples(self, batch: Any, rows: Sequence[range]) -> None:
         """Once, before anything is computed: ranks that are to have the same samples do."""
-        told = torch.tensor([digest(batch, self._rows)], device=self.device)
+        told = torch.tensor([digest(batch, rows)], device=self.device)
         table, exchanged = self.comm.exchange(told, "comparison of samples")
         exchanged.wait()
         refuse_unlike(self.plan, table[:, 0].tolist())

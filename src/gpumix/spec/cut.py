@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:
@@ -11,6 +11,13 @@ def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:
         return ()
     full, rest = divmod(samples, micro_batch)
     return (micro_batch,) * full + ((rest,) if rest else ())
+
+
+def cut_rows(rows: range, micro_batch: int) -> tuple[range, ...]:
+    """The rows of each micro-batch; none for no rows."""
+    sizes = split_micro_batches(len(rows), max(1, micro_batch))
+    begins = accumulate(sizes, initial=rows.start)
+    return tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
 
 
 def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
 
-from gpumix.spec.cut import cut
+from gpumix.spec.cut import cut, cut_rows
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Worker
 
@@ -111,6 +111,29 @@ def share_of(shares: Shares, rank: int) -> Share:
     if not 0 <= rank < len(sizes):
         raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
     return Share(sizes, (rank,))
+
+
+def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
+    """Which samples of a global batch of only `samples` a rank computes: those of each of its
+    micro-batches, in order; in several stages some may have none, for others count on them. Of a
+    whole batch see `Plan.rows_of`.
+
+    Raises:
+        InputError: there are none, or more than the plan has.
+    """
+    if not 0 < samples <= plan.global_batch:
+        raise InputError(
+            f"a step of {samples} samples, by a plan for {plan.global_batch}",
+            fix=f"give it 1 to {plan.global_batch} samples, or plan for another global batch",
+        )
+    if samples == plan.global_batch:
+        return plan.rows_of(rank)
+    rows = share_of(plan, rank).rows(samples)
+    if len(plan.stages) > 1:
+        return rows
+    if plan.in_teams:
+        return tuple(filter(None, rows))
+    return cut_rows(rows[0], plan.workers[rank].micro_batch)
 
 
 def _of_micro_batches(plan: Plan, rank: int) -> Share:
