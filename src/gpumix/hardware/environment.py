@@ -33,6 +33,7 @@ MEMORY_USED = (
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
+CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 STDERR = 2
 LOOPBACKS = ("lo", "lo0")
 COMPILERS = ("g++", "c++", "clang++")
@@ -78,6 +79,12 @@ def cache_folder() -> Path:
     """Where things that can be made again are kept; never the source tree."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gpumix"
+
+
+def cluster_file() -> Path | None:
+    """The cluster file that is named for programs which name no devices themselves."""
+    name = os.environ.get(CLUSTER)
+    return Path(name) if name else None
 
 
 def shared_memory_folder() -> Path | None:
