@@ -40,7 +40,7 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
             fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
         )
     labels = batch["labels"]
-    count = (_counted(model, labels) != IGNORED_LABEL).sum()
+    count = (counted_labels(model, labels) != IGNORED_LABEL).sum()
     # A micro-batch without any label would have a mean loss of 0 / 0; with some other label it has
     # a finite one, and both loss and gradient are multiplied with 0.
     labels = torch.where(count > 0, labels, torch.zeros_like(labels))
@@ -52,12 +52,13 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
     return loss.float() * count, count
 
 
-def _counted(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The labels that enter the model's loss."""
+def counted_labels(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The labels that enter the loss of a `transformers` model; all, of any other."""
     # That loss compares each position with the next label. Encoder-decoders have it by name too,
     # but shift their decoder's input instead.
-    shifts = getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
-    encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+    loss = getattr(model, "loss_function", None)
+    shifts = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return labels[..., 1:] if shifts and not encoder_decoder else labels
 
 

@@ -151,6 +151,12 @@ def world_size() -> int:
     return int(text) if text.isdecimal() else 1
 
 
+def ranks_here() -> int:
+    """How many processes a launcher says that it started on this host; 1 where there is none."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
 def talk_inside_of_host() -> None:
     """Let gloo and NCCL of this process, which has not used them yet, listen on loopback alone; by
     default they do on whatever address the host's name stands for. What the user has set stays."""

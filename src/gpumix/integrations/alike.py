@@ -1,0 +1,82 @@
+"""All ranks begin with the weights of the first one, as they do under DDP.
+
+Programs make their models before anybody is asked, on each rank by itself: from the same files, or
+from random numbers that were seeded alike or not. Ranks compare digests, and only what differs is
+sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.groups import all_ranks
+from gpumix.spec.errors import InputError
+
+
+def make_alike(model: nn.Module) -> list[str]:
+    """Give parameters and buffers of a model that is on the host the values of the first rank's;
+    the names of those that differed. Collective.
+
+    Raises:
+        InputError: a rank has made another model.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    comm = all_ranks(_own_device())
+    named = list(_tensors(model))
+    look = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in named]).encode()).hexdigest()
+    looks = _compared(comm, [int(look[:12], 16)])
+    other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
+    if other is not None:
+        raise InputError(
+            f"rank {other} has made another model than rank 0",
+            why="names, shapes or dtypes of their parameters and buffers differ",
+            fix="make the same model on all ranks, whatever their number",
+        )
+    table = _compared(comm, [_digest(tensor) for _, tensor in named])
+    differing = [len(set(column)) > 1 for column in zip(*table)]
+    found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
+    for name, tensor in found:
+        _take(tensor, name, comm)
+    return [name for name, _ in found]
+
+
+def _compared(comm: Communicator, numbers: Sequence[int]) -> list[list[int]]:
+    """Those of all ranks."""
+    told = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
+    table, exchanged = comm.exchange(told, "comparison of models")
+    exchanged.wait()
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+def _own_device() -> torch.device:
+    on_gpus = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What has values: a model that was made without weights has them made alike anyway."""
+    yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
+    yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
+
+
+def _digest(tensor: Tensor) -> int:
+    """Another one for other values, in all likelihood."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    places = torch.arange(1, 2 * whole.numel(), 2)
+    return int((whole * places).sum()) ^ int(flat[len(whole) * 8 :].long().sum())
+
+
+@torch.no_grad()
+def _take(tensor: Tensor, name: str, comm: Communicator) -> None:
+    there = tensor.to(comm.device, copy=True).contiguous()
+    comm.broadcast(there, 0, f"broadcast of '{name}'")
+    tensor.copy_(there)

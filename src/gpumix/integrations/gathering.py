@@ -1,0 +1,125 @@
+"""What ranks have of a batch, put together on all of them: predictions, labels, words.
+
+Ranks have unlike numbers of rows, of unlike widths, or none at all and no idea of what the others'
+look like. What crosses is numbers and text, never a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from gpumix.engine.comm import Communicator
+from gpumix.spec.errors import InputError
+
+PADDING = -100  # as transformers pads predictions and labels of unlike lengths
+
+
+def all_texts(text: str, comm: Communicator, label: str) -> list[str]:
+    """Every rank's text, in rank order. Collective."""
+    own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    sizes = _exchanged(torch.tensor([len(text.encode())]), comm, label)
+    longest = max(1, int(sizes.max()))
+    told = torch.zeros(longest, dtype=torch.uint8)
+    told[: int(sizes[comm.rank])] = own[: int(sizes[comm.rank])]
+    rows = _exchanged(told, comm, label)
+    return [bytes(row[: int(n)].tolist()).decode() for row, (n,) in zip(rows, sizes)]
+
+
+def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
+    """A batch's rows on all ranks, on the host, in the order of their places. Collective.
+
+    Args:
+        parts: by places in the global batch what this rank has: a pytree of tensors whose first
+            dimension is the rows. Where several ranks have the same places, theirs is the same.
+
+    Returns:
+        One pytree like those of the parts; rows that are shorter than others are padded at their
+        end with -100. None where no rank has anything.
+
+    Raises:
+        InputError: ranks have unlike trees, or a tensor has other rows than its places.
+    """
+    leaves, spec = [], None
+    for of, part in parts.items():
+        flat, spec = tree_flatten(part)
+        _check(of, flat)
+        leaves.append(flat)
+    told = {
+        "spec": None if spec is None else treespec_dumps(spec),
+        "places": [[of.start, of.stop] for of in parts],
+        "shapes": [[list(t.shape) for t in flat] for flat in leaves],
+        "dtypes": [str(t.dtype).removeprefix("torch.") for t in leaves[0]] if leaves else [],
+    }
+    every = [json.loads(text) for text in all_texts(json.dumps(told), comm, label)]
+    known = next((one for one in every if one["spec"] is not None), None)
+    if known is None:
+        return None
+    if any(one["spec"] not in (None, known["spec"]) for one in every):
+        raise InputError(f"{label}: ranks have made unlike things of their samples")
+    found = [
+        _leaf(number, [flat[number] for flat in leaves], every, known, comm, label)
+        for number in range(len(known["dtypes"]))
+    ]
+    return tree_unflatten(found, treespec_loads(known["spec"]))
+
+
+def _check(of: range, flat: Sequence[Tensor]) -> None:
+    for tensor in flat:
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != len(of):
+            given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(
+                f"of {len(of)} samples something of shape {given} was made, whose first dimension "
+                "is not theirs",
+                fix="return tensors with one row for each sample",
+            )
+
+
+def _leaf(
+    number: int,
+    own: Sequence[Tensor],
+    every: Sequence[dict[str, Any]],
+    known: dict[str, Any],
+    comm: Communicator,
+    label: str,
+) -> Tensor:
+    """One of the tree's tensors."""
+    shapes = [[tuple(flat[number]) for flat in one["shapes"]] for one in every]
+    wide = [max(sizes) for sizes in zip(*(s[1:] for of_rank in shapes for s in of_rank))]
+    rows = max(sum(s[0] for s in of_rank) for of_rank in shapes)
+    dtype = getattr(torch, known["dtypes"][number])
+    mine = torch.full((rows, *wide), PADDING if dtype != torch.bool else 0, dtype=dtype)
+    begin = 0
+    for part in own:
+        mine[begin : begin + len(part)] = _padded(part.detach().cpu(), wide)
+        begin += len(part)
+    raw = _exchanged(mine.reshape(-1).view(torch.uint8), comm, label)
+    placed: dict[int, Tensor] = {}
+    for one, of_rank in zip(every, raw):
+        table = of_rank.contiguous().view(dtype).view(rows, *wide)
+        begin = 0
+        for start, stop in one["places"]:
+            placed.setdefault(start, table[begin : begin + stop - start])
+            begin += stop - start
+    return torch.cat([placed[start] for start in sorted(placed)])
+
+
+def _padded(rows: Tensor, wide: Sequence[int]) -> Tensor:
+    missing = [want - have for have, want in zip(rows.shape[1:], wide)]
+    if not any(missing):
+        return rows
+    value = 0 if rows.dtype == torch.bool else PADDING
+    return F.pad(rows, [n for want in reversed(missing) for n in (0, want)], value=value)
+
+
+def _exchanged(row: Tensor, comm: Communicator, label: str) -> Tensor:
+    """[ranks, len(row)], on the host."""
+    table, exchanged = comm.exchange(row.to(comm.device), label)
+    exchanged.wait()
+    return table.cpu()

@@ -1,0 +1,148 @@
+"""A model that another program made, run by a plan: measured, planned for and sharded as it is.
+
+What a job says to `gpumix train`, a program says by what it has in its hands: the model with its
+weights, samples, an optimizer. Every rank of the program comes here with the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.objective import Objective
+from gpumix.engine.prepare import prepare
+from gpumix.integrations.alike import make_alike
+from gpumix.planner.explain import plan as make_plan
+from gpumix.profiler.library import open_device, profile
+from gpumix.profiler.measure import OptimizerOf
+from gpumix.spec.dtypes import Precision
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.space import EVERYTHING, Space
+from gpumix.train import run_files
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a program trains, beside its model.
+
+    Attributes:
+        make_batch: a batch of so many samples on the host, as large as any.
+        sequence_length: tokens of a sample, at most.
+        global_batch: samples of a step, of all ranks.
+        loss: as for `gpumix.prepare`.
+        optimizer: makes one like the program's, for given parameters.
+        precision, compile, space: as for `gpumix.profile`.
+        seed: of dropout.
+        measures: what tells the profiler of one is not to be seen by the program: it runs `loss` on
+            a copy of the model inside.
+    """
+
+    make_batch: Callable[[int], Any]
+    sequence_length: int
+    global_batch: int
+    loss: Objective | None = None
+    optimizer: OptimizerOf | None = None
+    precision: Precision = "auto"
+    compile: bool = False
+    space: Space = EVERYTHING
+    seed: int = 0
+
+
+def host(
+    model: nn.Module,
+    training: Training,
+    stack: ExitStack,
+    *,
+    plan: Plan | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Engine:
+    """Shard `model` in place, by `plan` or by one that is made for the devices of all ranks.
+    Collective.
+
+    Args:
+        stack: this process is the user of its device until it is closed.
+        folder: where plan and profile are written, by the first rank.
+        say: is told, on the first rank, what is measured and what was planned.
+
+    Raises:
+        InputError: the plan is for another model, batch or number of devices.
+        NoFeasiblePlanError: no plan fits the devices.
+    """
+    first = rank() == 0
+    make_alike(model)
+    if plan is None:
+        plan = _planned(model, training, folder if first else None, say if first else _silent)
+    elif plan.global_batch != training.global_batch:
+        raise InputError(
+            f"the plan is for steps of {plan.global_batch} samples, the program trains with "
+            f"{training.global_batch}",
+            fix="plan for this program, or give no plan",
+        )
+    if first and folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder / run_files.PLAN)
+    stack.enter_context(open_device())
+    return prepare(model, plan, loss=training.loss, seed=training.seed)
+
+
+def _planned(
+    model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
+) -> Plan:
+    found = profile(
+        partial(without_weights, model),
+        training.make_batch,
+        sequence_length=training.sequence_length,
+        global_batch=training.global_batch,
+        precision=training.precision,
+        optimizer=training.optimizer,
+        loss=training.loss,
+        space=training.space,
+        compile=training.compile,
+        progress=say,
+    )
+    space = training.space.with_all_devices()
+    plan = make_plan(found, training.global_batch, space=space)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found.save(folder / run_files.PROFILE)
+    for worker in plan.workers:
+        say(
+            f"{worker.device}: {worker.samples} samples a step, {worker.state_share:.0%} of the "
+            "state"
+        )
+    return plan
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters take no memory."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def rank() -> int:
+    """This process's; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _silent(line: str) -> None:
+    return

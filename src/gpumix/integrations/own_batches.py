@@ -1,0 +1,219 @@
+"""Each rank's part of every batch of somebody else's `DataLoader`, in that one's order.
+
+A batch is a *global* one: what all ranks compute in a step. Its samples, and their order, are those
+of the program's own sampler; only who reads which of them is the plan's affair. The last one of an
+epoch is as short as it is: no sample is read twice to fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+
+from gpumix.hardware.memory import host_memory
+from gpumix.spec.errors import InputError
+
+Rows = Callable[[int], Sequence[range]]
+"""Of a global batch of so many samples those of this rank, micro-batch by micro-batch."""
+
+
+class Given(dict[str, Any]):
+    """This rank's part of a batch: its collated samples, of which it may have none.
+
+    Attributes:
+        samples: of the whole batch.
+    """
+
+    samples: int
+
+    @classmethod
+    def of(cls, samples: int, values: Mapping[str, Any]) -> Given:
+        given = cls(values)
+        given.samples = samples
+        return given
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rank reads of a batch of `samples`: `indices`, or instead of none `stand_in`, which is
+    read for what it looks like."""
+
+    samples: int
+    indices: tuple[Any, ...]
+    stand_in: Any
+
+    @property
+    def read(self) -> list[Any]:
+        return list(self.indices) or [self.stand_in]
+
+
+class GlobalBatches(BatchSampler):
+    """A sampler's indices in batches; told of epochs if the sampler wants to be."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class OwnPart:
+    """Of each batch of a batch sampler what this rank reads."""
+
+    def __init__(self, batch_sampler: GlobalBatches, rows: Rows) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size, self.drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        self._rows = rows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Wanted]:
+        for batch in self.batch_sampler:
+            yield _wanted(batch, self._rows)
+
+
+class Collated:
+    """Collates samples that were wanted, in the process that reads them.
+
+    Raises:
+        InputError: what the collator makes has not one row for each sample.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, read: tuple[list[Any], Wanted]) -> Given:
+        samples, wanted = read
+        with host_memory():
+            batch = self._collate(samples)
+            if not isinstance(batch, Mapping):
+                raise InputError(
+                    f"the data collator made a {type(batch).__name__}, not a dictionary",
+                    fix="return a dictionary of tensors by the names of forward's arguments",
+                )
+            for name, value in batch.items():
+                _check(name, value, len(samples))
+            rows = len(wanted.indices)
+            own = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        return Given.of(wanted.samples, own)
+
+
+class Readable(Dataset[Any]):
+    """A map-style dataset of which samples are read as they are wanted."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, wanted: Wanted) -> tuple[list[Any], Wanted]:
+        several = getattr(self.dataset, "__getitems__", None)
+        indices = wanted.read
+        with host_memory():
+            return several(indices) if several else [self.dataset[i] for i in indices], wanted
+
+
+class OwnOfStream(IterableDataset[Given]):
+    """Of a stream the part of each batch that is this rank's. Every rank reads all of it; of
+    several workers each collates every so manieth batch."""
+
+    def __init__(
+        self,
+        stream: Any,
+        batch_size: int,
+        rows: Rows,
+        collate: Callable[[list[Any]], Any],
+        *,
+        drop_last: bool,
+    ) -> None:
+        self.stream = stream
+        self._batch_size = batch_size
+        self._rows = rows
+        self._collate = Collated(collate)
+        self._drop_last = drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Given]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        samples = iter(self.stream)
+        with host_memory():
+            batches = iter(lambda: list(islice(samples, self._batch_size)), [])
+            for place, batch in enumerate(batches):
+                if len(batch) < self._batch_size and self._drop_last:
+                    return
+                if place % workers == number:
+                    wanted = _wanted(batch, self._rows)
+                    yield self._collate((wanted.read, wanted))
+
+
+class OwnLoader(DataLoader[Given]):
+    """This rank's part of global batches; told of epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        told = self.dataset if isinstance(self.dataset, OwnOfStream) else self.batch_sampler
+        told.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def own_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    rows: Rows,
+    collate: Callable[[list[Any]], Any],
+    sampler: Any = None,
+    drop_last: bool = False,
+    **settings: Any,
+) -> OwnLoader:
+    """This rank's part of a dataset's batches.
+
+    Args:
+        dataset: map-style, or a stream.
+        batch_size: samples of all ranks together.
+        sampler: of a map-style dataset's indices, the same on all ranks.
+        settings: of torch's `DataLoader`.
+    """
+    if isinstance(dataset, IterableDataset):
+        stream = OwnOfStream(dataset, batch_size, rows, collate, drop_last=drop_last)
+        return OwnLoader(stream, batch_size=None, **settings)
+    batches = GlobalBatches(
+        torch.utils.data.SequentialSampler(dataset) if sampler is None else sampler,
+        batch_size,
+        drop_last,
+    )
+    return OwnLoader(
+        Readable(dataset),
+        batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
+        collate_fn=Collated(collate),
+        **settings,
+    )
+
+
+def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:
+    indices = tuple(batch[place] for of in rows(len(batch)) for place in of)
+    return Wanted(len(batch), indices, batch[0])
+
+
+def _check(name: str, value: Any, samples: int) -> None:
+    if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != samples):
+        raise InputError(
+            f"of {samples} samples the data collator made '{name}' of shape {tuple(value.shape)}",
+            why="a batch is cut into micro-batches along its first dimension, which must be the "
+            "samples: what lays several samples into one row cannot be cut",
+            fix="use a collator that pads; to pack short samples do it in the dataset",
+        )

@@ -1,0 +1,222 @@
+"""Evaluation and prediction of a trainer: each rank computes its part, all know all.
+
+The loss is the mean over all labels of all samples, whatever the batches and the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.trainer_pt_utils import EvalLoopContainer
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    denumpify_detensorize,
+    has_length,
+)
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.memory import host_memory
+from gpumix.integrations.gathering import PADDING, all_rows
+from gpumix.integrations.own_batches import Given
+from gpumix.integrations.trainer.loss import LABELS, with_outputs
+from gpumix.spec.shares import share_of
+
+SUM, COUNT, LOGITS, INPUTS = "sum", "count", "logits", "inputs"
+
+
+class Seen:
+    """What an evaluation has seen so far, on the host.
+
+    Args:
+        concatenates: whether arrays of all batches are put together.
+    """
+
+    def __init__(self, *, concatenates: bool) -> None:
+        self.samples = 0
+        self.loss = self.count = 0.0
+        self._kept = {
+            name: EvalLoopContainer(concatenates, padding_index=PADDING)
+            for name in (LOGITS, LABELS, INPUTS, "losses")
+        }
+
+    def add(self, rows: Mapping[str, Any], samples: int, *, keep: bool) -> None:
+        self.samples += samples
+        if SUM in rows:
+            self.loss += rows[SUM].sum().item()
+            self.count += rows[COUNT].sum().item()
+            self._kept["losses"].add(_losses(rows))
+        for name in (LOGITS, LABELS, INPUTS) if keep else ():
+            if name in rows:
+                self._kept[name].add(rows[name])
+
+    def arrays(self, name: str) -> Any:
+        return self._kept[name].get_arrays()
+
+
+def evaluate(
+    trainer: Any,
+    engine: Engine,
+    loader: Any,
+    *,
+    description: str,
+    loss_only: bool,
+    ignore_keys: Sequence[str] | None,
+    prefix: str,
+) -> EvalLoopOutput:
+    """What `Trainer.evaluation_loop` returns. Collective."""
+    args, metrics = trainer.args, None
+    keep = not args.batch_eval_metrics or description == "Prediction"
+    seen = Seen(concatenates=args.eval_do_concat_batches)
+    trainer.callback_handler.eval_dataloader = loader
+    for rows, samples, last in _batches(trainer, engine, loader, loss_only, ignore_keys):
+        seen.add(rows, samples, keep=keep)
+        trainer.control = trainer.callback_handler.on_prediction_step(
+            args, trainer.state, trainer.control
+        )
+        if args.batch_eval_metrics and trainer.compute_metrics and {LOGITS, LABELS} <= rows.keys():
+            told = _prediction(args, rows[LOGITS], rows[LABELS], rows.get(INPUTS), _losses(rows))
+            metrics = trainer.compute_metrics(told, compute_result=last)
+    logits, labels = seen.arrays(LOGITS), seen.arrays(LABELS)
+    if metrics is None:
+        metrics = {}
+        if trainer.compute_metrics and logits is not None and labels is not None:
+            inputs, losses = seen.arrays(INPUTS), seen.arrays("losses")
+            metrics = trainer.compute_metrics(_prediction(args, logits, labels, inputs, losses))
+    metrics = denumpify_detensorize(metrics)
+    if seen.count:
+        metrics[f"{prefix}_loss"] = seen.loss / seen.count
+    named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in metrics.items()}
+    dataset = getattr(loader.dataset, "dataset", None)
+    number = len(dataset) if dataset is not None and has_length(dataset) else seen.samples
+    return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=named, num_samples=number)
+
+
+def _batches(
+    trainer: Any,
+    engine: Engine,
+    loader: Any,
+    loss_only: bool,
+    ignore_keys: Sequence[str] | None,
+) -> Iterator[tuple[dict[str, Any], int, bool]]:
+    """What was made of each batch, its samples, and whether it is the last one."""
+    ignored = _ignored(trainer.model, ignore_keys)
+
+    def made(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return _made(trainer, model, batch, loss_only=loss_only, ignored=ignored)
+
+    batches = iter(loader)
+    following = next(batches, None)
+    while following is not None:
+        batch, following = following, next(batches, None)
+        found = engine.outputs(made, dict(batch), samples=_samples_told(engine, batch))
+        with host_memory():
+            parts = dict(_placed(found, _rows(engine, batch)))
+            rows = all_rows(parts, engine.comm, "gathering of predictions")
+        yield rows or {}, batch.samples, following is None
+
+
+def _samples_told(engine: Engine, batch: Given) -> int | None:
+    return batch.samples if len(engine.plan.stages) > 1 else None
+
+
+def _rows(engine: Engine, batch: Given) -> list[int]:
+    """Places in the whole batch of what `Engine.outputs` calls its samples."""
+    if len(engine.plan.stages) > 1:
+        return list(range(batch.samples))
+    own = share_of(engine.plan, engine.comm.rank).rows(batch.samples)
+    return [place for of in own for place in of]
+
+
+def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[range, Any]]:
+    """What was made, by places in the whole batch: of rows that are apart there one by one."""
+    for of, made in found.items():
+        places = rows[of.start : of.stop]
+        begin = 0
+        for end in range(1, len(places) + 1):
+            if end == len(places) or places[end] != places[end - 1] + 1:
+                own = slice(begin, end)
+                yield (
+                    range(places[begin], places[end - 1] + 1),
+                    tree_map(lambda t, own=own: t[own], made),
+                )
+                begin = end
+
+
+def _made(
+    trainer: Any, model: nn.Module, batch: Any, *, loss_only: bool, ignored: Sequence[str]
+) -> dict[str, Any]:
+    """Of a micro-batch, each a tensor on the host with a row for each sample."""
+    names = trainer.label_names
+    rows = len(next(value for value in batch.values() if isinstance(value, Tensor)))
+    told: dict[str, Any] = {}
+    labelled = bool(names) and all(batch.get(name) is not None for name in names)
+    if labelled or (not names and batch.get("return_loss", trainer.can_return_loss)):
+        (loss, outputs), count = with_outputs(trainer, model, batch, wants_outputs=not loss_only)
+        told[SUM] = _spread(loss.detach().mean() * count, rows)
+        told[COUNT] = _spread(count, rows)
+    else:
+        outputs = model(**batch)
+    if loss_only:
+        return told
+    labels = tuple(batch[name] for name in names) if labelled else None
+    if labels is not None:
+        told[LABELS] = _one_or_all(labels)
+    told[LOGITS] = _logits(trainer, outputs, told.get(LABELS), ignored)
+    if INPUTS in trainer.args.include_for_metrics:
+        told[INPUTS] = batch[getattr(trainer.model, "main_input_name", "input_ids")]
+    with host_memory():
+        return {name: tree_map(_on_host, value) for name, value in told.items()}
+
+
+def _logits(trainer: Any, outputs: Any, labels: Any, ignored: Sequence[str]) -> Any:
+    if isinstance(outputs, Mapping):
+        values = tuple(v for k, v in outputs.items() if k not in (*ignored, "loss"))
+    else:
+        values = outputs[1:] if labels is not None else outputs
+    logits = _one_or_all(tuple(v for v in values if not (torch.is_tensor(v) and v.dim() == 0)))
+    prepare: Callable[[Any, Any], Any] | None = trainer.preprocess_logits_for_metrics
+    return logits if prepare is None else prepare(logits, labels)
+
+
+def _ignored(model: Any, ignore_keys: Sequence[str] | None) -> Sequence[str]:
+    if ignore_keys is not None:
+        return ignore_keys
+    config = getattr(model, "config", None)
+    return getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
+
+
+def _one_or_all(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _spread(value: Tensor, rows: int) -> Tensor:
+    """A sum as equal parts of so many rows."""
+    return (value.double() / rows).expand(rows).cpu()
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _losses(rows: Mapping[str, Any]) -> Any:
+    """The mean loss of its micro-batch for each sample."""
+    return rows[SUM] / rows[COUNT].clamp(min=1e-12) if SUM in rows else None
+
+
+def _prediction(args: Any, logits: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
+    """For `compute_metrics`: arrays, those that it asked for."""
+    wanted = args.include_for_metrics
+    told = {
+        "predictions": logits,
+        "label_ids": labels,
+        "inputs": inputs if "inputs" in wanted else None,
+        "losses": losses if "loss" in wanted else None,
+    }
+    return EvalPrediction(
+        **tree_map(lambda value: value.numpy() if torch.is_tensor(value) else value, told)
+    )

@@ -1,0 +1,69 @@
+"""The optimizer of a trainer, of the pieces that a rank has instead of whole parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gpumix.engine.engine import Engine
+from gpumix.profiler.measure import OptimizerOf
+from gpumix.spec.errors import InputError
+
+
+class Pieces:
+    """What transformers makes an optimizer from: parameters by name."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._engine.named_parameters()
+
+
+def like(trainer: Any) -> OptimizerOf:
+    """What makes optimizers as the trainer's will be, to be measured."""
+    if trainer.optimizer is not None:
+        kind = type(trainer.optimizer)
+        known = inspect.signature(kind).parameters
+        settings = {k: v for k, v in trainer.optimizer.defaults.items() if k in known}
+    elif trainer.optimizer_cls_and_kwargs is not None:
+        kind, settings = trainer.optimizer_cls_and_kwargs
+    else:
+        kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        made: Optimizer = kind(parameters, **settings)
+        return made
+
+    return make
+
+
+def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
+    """Let an optimizer that was made of a model's parameters update this rank's pieces of them.
+
+    Args:
+        names: of the parameters as they were, by `id`.
+
+    Raises:
+        InputError: it updates something else, or has updated already.
+    """
+    pieces = dict(engine.named_parameters())
+    ours = {id(piece) for piece in pieces.values()}
+    if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        return
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown or optimizer.state:
+            raise InputError(
+                "the optimizer cannot be taken over",
+                why="it has updated already"
+                if optimizer.state
+                else "it updates tensors that are no parameters of the model",
+                fix="make it of the model's parameters, and hand it over before it is used",
+            )
+        own = (pieces.get(names[id(p)]) for p in group["params"])
+        group["params"] = [piece for piece in own if piece is not None]

@@ -1,0 +1,341 @@
+"""What is put before a trainer class of transformers, so that it trains by a plan.
+
+The loop, its callbacks, its logs and its folders stay those of transformers. What changes is who
+computes: a batch is a step of all devices, `training_step` is one step of the engine, and what is
+saved comes out of its shards.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.environment import ranks_here
+from gpumix.integrations.hosted import Training, host, world
+from gpumix.integrations.own_batches import OwnLoader, own_loader
+from gpumix.integrations.specimens import specimen_of
+from gpumix.integrations.trainer.arguments import (
+    folded,
+    precision_of,
+    refuse_without_meaning,
+    space_of,
+)
+from gpumix.integrations.trainer.evaluation import evaluate
+from gpumix.integrations.trainer.loss import by_itself, loss_of
+from gpumix.integrations.trainer.optimizers import Pieces, like, taken_over
+from gpumix.integrations.trainer.saving import STATE, Saver, dtypes_of
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.shares import rows_of, share_of
+
+
+class Handle:
+    """What the loop of transformers takes for the wrapped model."""
+
+    def __init__(self, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
+        self._engine = engine
+        self._looks = looks
+
+    def zero_grad(self) -> None:
+        for parameter in self._engine.parameters():
+            parameter.grad = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the whole model, without values: for whoever counts them."""
+        return iter(self._looks)
+
+
+class Planned:
+    """Put before `transformers.Trainer` or a class that derives from it.
+
+    Args:
+        plan: trains by this one; by default the devices are measured and one is made, when it is
+            first needed.
+    """
+
+    args: Any
+    model: Any
+    state: Any
+    control: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
+        self._given = Plan.load(Path(plan)) if plan is not None and not _is_plan(plan) else plan
+        self._engine: Engine | None = None
+        self._stack = ExitStack()
+        super().__init__(*args, **kwargs)
+
+    # -- taken from transformers as they are set up ------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first thing that is made, by arguments that are looked at before."""
+        refuse_without_meaning(self.args)
+        self._space = space_of(self.args)
+        self.args = folded(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It goes there in shards."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is trained by, once it is made."""
+        return None if self._engine is None else self._engine.plan
+
+    def _hosted(self, dataset: Any, optimizer: Any = None) -> Engine:
+        """The engine, made when it is first needed. Collective."""
+        if self._engine is not None:
+            return self._engine
+        model, args = self.model, self.args
+        self._looks = [
+            nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        ]
+        self._flops_per_token = _flops_per_token(model)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        dtypes = dtypes_of(model)
+        specimen = specimen_of(dataset, self.data_collator)  # type: ignore[attr-defined]
+        training = Training(
+            specimen.batch,
+            sequence_length=specimen.sequence_length,
+            global_batch=self._global_batch,
+            loss=partial(loss_of, self),
+            optimizer=like(self),
+            precision=precision_of(args, model),
+            compile=args.torch_compile,
+            space=self._space,
+            seed=args.seed,
+        )
+        folder = Path(args.output_dir) / STATE
+        with by_itself(self.accelerator), self._measured():
+            self._engine = host(model, training, self._stack, plan=self._given, folder=folder)
+        atexit.register(self._stack.close)
+        self._saver = Saver(self._engine, dtypes, ranks_here())
+        return self._engine
+
+    def _measured(self) -> Any:
+        """Inside, losses are computed that are not the program's: a class that notes something of
+        each puts it back."""
+        return ExitStack()
+
+    # -- data --------------------------------------------------------------------------------------
+
+    @property
+    def _global_batch(self) -> int:
+        return int(self.args.train_batch_size) * world()
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> OwnLoader:
+        """This rank's part of global batches, in the order of transformers' own sampler."""
+        args = self.args
+        collate: Any = self.data_collator  # type: ignore[attr-defined]
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
+        sampler = None
+        if sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset):
+            sampler = _seeded(sampler_fn(dataset), args.data_seed)
+        if not is_training:
+            self._hosted(dataset)
+        return own_loader(
+            dataset,
+            batch_size=self._global_batch
+            if is_training
+            else min(batch_size * world(), self._global_batch),
+            rows=self._rows if is_training else self._evaluated_rows,
+            collate=collate,
+            sampler=sampler,
+            drop_last=is_training and args.dataloader_drop_last,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def _rows(self, samples: int) -> Sequence[range]:
+        assert self._engine is not None, "made before the first batch is read"
+        return rows_of(self._engine.plan, self._engine.comm.rank, samples)
+
+    def _evaluated_rows(self, samples: int) -> Sequence[range]:
+        assert self._engine is not None
+        return share_of(self._engine.plan, self._engine.comm.rank).rows(samples)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """One batch: it is a whole step, whose labels the engine counts."""
+        batch = next(epoch_iterator, None)
+        return ([] if batch is None else [batch]), None
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Handle, Any]:
+        self._hosted(self.train_dataset)  # type: ignore[attr-defined]
+        if self._created_lr_scheduler:  # type: ignore[has-type]
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        assert self._engine is not None
+        return Handle(self._engine, self._looks), train_dataloader
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As transformers does, of the pieces that this rank has."""
+        assert self._engine is not None, "the model is sharded first"
+        if self.optimizer is not None:
+            taken_over(self.optimizer, self._engine, self._names)
+        return super().create_optimizer(Pieces(self._engine))  # type: ignore[misc,no-any-return]
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward, backward and reduction of one global batch; the loss of all of it."""
+        assert self._engine is not None
+        self.model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        with by_itself(self.accelerator):
+            loss = self._engine.step(dict(inputs), samples=inputs.samples)
+        return loss.float()
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        assert self._engine is not None
+        return self._engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        assert self._engine is not None
+        return self._engine.gradient_norm() if grad_norm is None else grad_norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """By the number of parameters that the whole model has."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
+
+    def get_num_trainable_parameters(self) -> int:
+        if self._engine is None:
+            return super().get_num_trainable_parameters()  # type: ignore[misc,no-any-return]
+        return sum(p.numel() for p in self._looks if p.requires_grad)
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        assert self._engine is not None
+        loss_only = prediction_loss_only
+        if loss_only is None:
+            loss_only = self.args.prediction_loss_only
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.model.eval()
+        with by_itself(self.accelerator):
+            return evaluate(
+                self,
+                self._engine,
+                dataloader,
+                description=description,
+                loss_only=bool(loss_only),
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers does; all ranks call it."""
+        if self._engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = self._saver.model_state()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Before the model is sharded, its weights; afterwards all comes with the state."""
+        if self._engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif not (Path(resume_from_checkpoint) / STATE).is_dir():
+            self._saver.load(Path(resume_from_checkpoint), None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._saver.load(Path(checkpoint), self.optimizer)
+        path = Path(checkpoint) / "scheduler.pt"
+        if path.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        self._saver.load(Path(self.state.best_model_checkpoint), None)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            "hyperparameter_search is not possible with gpumix",
+            why="each trial would need devices of its own",
+            fix="start one run for each trial",
+        )
+
+
+def _is_plan(plan: Any) -> bool:
+    return isinstance(plan, Plan)
+
+
+def _seeded(sampler: Any, seed: int | None) -> Any:
+    """Random samplers draw the same on all ranks, and what they draw without other ranks."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    if type(sampler) is not torch.utils.data.RandomSampler:
+        return sampler
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
+
+
+def _flops_per_token(model: Any) -> int:
+    """As transformers counts them: 6 for each parameter that is no embedding."""
+    if not hasattr(model, "num_parameters"):
+        return 0
+    return 6 * int(model.num_parameters(exclude_embeddings=True))

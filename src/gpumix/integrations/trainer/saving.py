@@ -1,0 +1,87 @@
+"""What a trainer saves: the model as transformers does, and the sharded state beside it.
+
+A checkpoint folder is one of transformers', so that `from_pretrained` and every tool reads it; in
+its folder `gpumix` lies what any plan on any devices can go on from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.memory import host_memory
+from gpumix.spec.errors import InputError
+from gpumix.train.checkpoint import Checkpointer
+
+STATE = "gpumix"  # the folder in a checkpoint
+_LOG = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves and loads the state of an engine in folders of transformers' checkpoints.
+
+    Args:
+        dtypes: of the parameters as they were given.
+        ranks_here: how many ranks share this host.
+    """
+
+    def __init__(self, engine: Engine, dtypes: Mapping[str, torch.dtype], ranks_here: int) -> None:
+        self._engine = engine
+        self._dtypes = dtypes
+        self._ranks_here = ranks_here
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if alone else dist.new_group(backend="gloo")
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The whole model's, on the first rank, in the dtypes that it was given in. Collective."""
+        with host_memory():
+            state = self._engine.state_dict(rank0_only=True)
+            return {n: t.to(self._dtypes.get(n, t.dtype)) for n, t in state.items()}
+
+    def save(self, folder: Path, step: int, optimizer: Optimizer) -> None:
+        """Write the state into a checkpoint. Collective."""
+        self._in(folder).save(step, self._engine, optimizer, cursor={})
+
+    def load(self, folder: Path, optimizer: Optimizer | None) -> None:
+        """Go on from a checkpoint, or with its weights alone. Collective.
+
+        Raises:
+            InputError: it is of another model, or holds no weights of the whole model.
+        """
+        if (folder / STATE).is_dir():
+            self._in(folder).load(self._engine, optimizer)
+            return
+        if optimizer is not None:
+            _LOG.warning(
+                "%s was not saved by gpumix: its weights are taken, the optimizer begins anew",
+                folder,
+            )
+            return
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise InputError(
+                "the checkpoint holds no weights of a whole model",
+                where=str(folder),
+                fix="save with save_only_model=False, so that there is a state to load",
+            )
+        with host_memory():
+            self._engine.load_state_dict(
+                {n: t for file in files for n, t in load_file(file).items()}
+            )
+
+    def _in(self, folder: Path) -> Checkpointer:
+        return Checkpointer(folder / STATE, keep=1, group=self._group, ranks_here=self._ranks_here)
+
+
+def dtypes_of(model: nn.Module) -> dict[str, Any]:
+    """Of the parameters, by all of their names."""
+    return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}

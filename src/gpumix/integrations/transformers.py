@@ -1,0 +1,39 @@
+"""`Trainer` of transformers, on devices that are not alike: the same arguments, the same results.
+
+    from gpumix.integrations.transformers import Trainer      # instead of: from transformers
+
+Start the script with one process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
+are those of all devices together, and who computes how many of them is planned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumix.integrations.missing import need
+
+need("transformers", "accelerate", extra="trainer")
+
+import transformers  # noqa: E402 - what is missing is told first
+
+from gpumix.integrations.trainer.planned import Planned  # noqa: E402
+from gpumix.spec.errors import InputError  # noqa: E402
+
+__all__ = ["Seq2SeqTrainer", "Trainer"]
+
+
+class Trainer(Planned, transformers.Trainer):
+    """`transformers.Trainer`, run by a plan; see `Planned` for what it takes beside."""
+
+
+class Seq2SeqTrainer(Planned, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer`, run by a plan. It evaluates by losses and logits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.predict_with_generate:
+            raise InputError(
+                "predict_with_generate is not possible with gpumix",
+                why="no device has the whole model, which generating asks for token by token",
+                fix="leave it out, and generate with the saved model after training",
+            )
