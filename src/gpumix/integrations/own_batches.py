@@ -199,7 +199,7 @@ def own_loader(
     return OwnLoader(
         Readable(dataset),
         batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
-        collate_fn=Collated(collate),
+        collate_fn=Collated(collate),  # type: ignore[arg-type]
         **settings,
     )
 

@@ -23,7 +23,7 @@ from gpumix.engine.engine import Engine
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import PADDING, all_rows
 from gpumix.integrations.own_batches import Given
-from gpumix.integrations.trainer.loss import LABELS, with_outputs
+from gpumix.integrations.trainer.loss import LABELS, compute
 from gpumix.spec.shares import share_of
 
 SUM, COUNT, LOGITS, INPUTS = "sum", "count", "logits", "inputs"
@@ -156,9 +156,10 @@ def _made(
     told: dict[str, Any] = {}
     labelled = bool(names) and all(batch.get(name) is not None for name in names)
     if labelled or (not names and batch.get("return_loss", trainer.can_return_loss)):
-        (loss, outputs), count = with_outputs(trainer, model, batch, wants_outputs=not loss_only)
-        told[SUM] = _spread(loss.detach().mean() * count, rows)
-        told[COUNT] = _spread(count, rows)
+        found = compute(trainer, model, batch, wants_outputs=not loss_only)
+        outputs = found.outputs
+        told[SUM] = _spread(found.loss.detach().mean(), rows)
+        told[COUNT] = _spread(found.count, rows)
     else:
         outputs = model(**batch)
     if loss_only:

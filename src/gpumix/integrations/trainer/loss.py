@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -21,30 +21,39 @@ LABELS, SHIFTED = "labels", "shift_labels"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
+class Computed(NamedTuple):
+    """Of a micro-batch: the sum of its losses, the number that the sum of all is divided by, what
+    the model returned."""
+
+    loss: Tensor
+    count: Tensor
+    outputs: Any
+
+
 def loss_of(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(summed loss, count) of a micro-batch."""
-    (loss, _), count = with_outputs(trainer, model, batch, wants_outputs=False)
-    return loss.float() * count, count
+    found = compute(trainer, model, batch, wants_outputs=False)
+    return found.loss, found.count
 
 
-def with_outputs(
+def compute(
     trainer: Any, model: nn.Module, batch: Mapping[str, Any], *, wants_outputs: bool
-) -> tuple[tuple[Tensor, Any], Tensor]:
-    """What `compute_loss` makes of a micro-batch, a mean, and what it is a mean over."""
+) -> Computed:
+    """What `compute_loss` makes of a micro-batch."""
     batch = dict(batch)
-    count = _count(model, batch)
     labels = batch.get(LABELS)
+    own, told = _counts(trainer, model, batch)
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         # Without any label a mean would be 0 / 0; with some other label it is finite, and counts 0.
-        batch[LABELS] = torch.where(count > 0, labels, torch.zeros_like(labels))
-    items = count.clamp(min=1) if _wants_items(trainer, labels) else None
-    with expected_gradient(count) as expected:
+        batch[LABELS] = torch.where(own > 0, labels, torch.zeros_like(labels))
+    items = own.clamp(min=1) if _wants_items(trainer, labels) else None
+    with expected_gradient(own) as expected:
         made = trainer.compute_loss(
             model, batch, return_outputs=wants_outputs, num_items_in_batch=items
         )
         loss, outputs = made if wants_outputs else (made, None)
         expected.settle(loss)
-    return (loss, outputs), count
+    return Computed(loss.float() * own, told, outputs)
 
 
 def _wants_items(trainer: Any, labels: Any) -> bool:
@@ -55,14 +64,24 @@ def _wants_items(trainer: Any, labels: Any) -> bool:
     return bool(told) and labels is not None
 
 
-def _count(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    for name in (SHIFTED, LABELS):
-        labels = batch.get(name)
-        if isinstance(labels, Tensor):
-            counted = labels if name == SHIFTED else counted_labels(model, labels)
-            return (counted != IGNORED_LABEL).sum()
+def _counts(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Over how many labels, or samples, the loss is a mean, and for how many transformers counts
+    them: of models whose class does not say that their labels are shifted it counts the first of
+    each sample too."""
+    labels, shifted = batch.get(LABELS), batch.get(SHIFTED)
+    if isinstance(shifted, Tensor):
+        return _counted(shifted), _counted(shifted)
+    if isinstance(labels, Tensor):
+        own = _counted(counted_labels(model, labels))
+        all_told = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+        return own, _counted(labels) if all_told else own
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-    return torch.tensor(len(tensors[0]) if tensors else 0, device=tensors[0].device)
+    samples = torch.tensor(len(tensors[0]), device=tensors[0].device)
+    return samples, samples
+
+
+def _counted(labels: Tensor) -> Tensor:
+    return (labels != IGNORED_LABEL).sum()
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Planned:
     """Put before `transformers.Trainer` or a class that derives from it.
 
     Args:
-        plan: trains by this one; by default the devices are measured and one is made, when it is
+        plan: trains by this one, or that of a file; by default the devices are measured and one is made, when it is
             first needed.
     """
 
@@ -71,7 +71,7 @@ class Planned:
     accelerator: Any
 
     def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
-        self._given = Plan.load(Path(plan)) if plan is not None and not _is_plan(plan) else plan
+        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
         self._engine: Engine | None = None
         self._stack = ExitStack()
         super().__init__(*args, **kwargs)
@@ -235,8 +235,21 @@ class Planned:
 
     def floating_point_ops(self, inputs: Any) -> int:
         """By the number of parameters that the whole model has."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        tokens = self._counted(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
         return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(self._counted(inputs))  # type: ignore[misc]
+
+    def _counted(self, inputs: Any) -> dict[str, Any]:
+        """This rank's samples, none if another one counts them: all stages, and all of a team, have
+        the same."""
+        assert self._engine is not None
+        plan, rank = self._engine.plan, self._engine.comm.rank
+        stage = plan.stages_of(rank)[0]
+        if stage == 0 and plan.team_of(rank, stage)[0] == rank:
+            return dict(inputs)
+        return {name: t[:0] if isinstance(t, Tensor) else t for name, t in inputs.items()}
 
     def get_num_trainable_parameters(self) -> int:
         if self._engine is None:
@@ -303,6 +316,9 @@ class Planned:
         path = Path(checkpoint) / "scheduler.pt"
         if path.is_file():
             self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            rates = self.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.optimizer.param_groups, rates):
+                group["lr"] = rate
 
     def _load_best_model(self) -> None:
         self._saver.load(Path(self.state.best_model_checkpoint), None)
@@ -313,10 +329,6 @@ class Planned:
             why="each trial would need devices of its own",
             fix="start one run for each trial",
         )
-
-
-def _is_plan(plan: Any) -> bool:
-    return isinstance(plan, Plan)
 
 
 def _seeded(sampler: Any, seed: int | None) -> Any:

@@ -1,0 +1,125 @@
+"""What tests of integrations train: stock programs, and the same ones with another import.
+
+Functions run in ranks of `harness.run_ranks`; results are plain Python.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from gpumix.engine.units import dissect
+from gpumix.spec.plan import Plan
+from models import ARCHITECTURES
+from reference import SEED, Share, plan_for
+from staging import rows, staged_plan
+
+LLAMA = ARCHITECTURES["llama"]
+SAMPLES, GLOBAL_BATCH = 50, 12  # the last batch of an epoch has 2 samples
+STEPS = 10
+
+
+class Texts(Dataset):
+    """Samples of unequal length, padded; of few words, so that something is learnt."""
+
+    def __init__(self, samples: int = SAMPLES, seed: int = 1) -> None:
+        rows = LLAMA.batch(samples, torch.Generator().manual_seed(seed))
+        tokens = rows["input_ids"] % 4
+        labels = tokens.masked_fill(rows["labels"] == -100, -100)
+        self.rows = {**rows, "input_ids": tokens, "labels": labels}
+
+    def __len__(self) -> int:
+        return len(self.rows["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[index] for name, values in self.rows.items()}
+
+
+def model() -> nn.Module:
+    """As a script makes it: whole, on each rank."""
+    torch.manual_seed(SEED)
+    return LLAMA.factory()
+
+
+def unlike_ranks() -> Plan:
+    """One computes most, one little, one nothing; they store other parts than that."""
+    shares = [Share(8, 3, 1), Share(4, 4, 5), Share(0, 0, 2)]
+    return plan_for(model(), shares, zero_stage=3)
+
+
+def other_ranks() -> Plan:
+    return plan_for(model(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
+
+
+def two_stages() -> Plan:
+    plan = staged_plan("llama", rows([12], [8, 4]), zero_stage=1)
+    return plan.model_copy(update={"model": dissect(model()).fingerprint()})
+
+
+def as_launched(folder: Path) -> None:
+    """Let this rank of the harness look as if a launcher had started it, on made-up devices."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    if world > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    cluster = folder / f"cluster-{rank}.yaml"
+    cluster.write_text(f"- {{class: d, count: {world}, memory: 300MB, emulate: 1e12}}\n")
+    os.environ["GPUMIX_CLUSTER"] = str(cluster)
+
+
+def arguments(output: Path, batch: int, **settings: Any) -> Any:
+    """`TrainingArguments` of the tests' script."""
+    from transformers import TrainingArguments
+
+    defaults = {
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 5,
+    }
+    return TrainingArguments(
+        output_dir=str(output),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=2,
+        **(defaults | settings),
+    )
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Of next tokens, where there are labels."""
+    guessed, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    counted = labels != -100
+    return {"accuracy": float((guessed == labels)[counted].mean()), "seen": int(counted.sum())}
+
+
+def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def log_of(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def saved(folder: Path) -> dict[str, np.ndarray]:
+    """The weights in a folder that transformers wrote."""
+    from transformers import LlamaForCausalLM
+
+    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return {name: value.numpy() for name, value in found.items()}
