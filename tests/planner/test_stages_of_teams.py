@@ -9,7 +9,7 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
 from gpumix.planner.staged import staged
-from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
@@ -92,3 +92,12 @@ def test_devices_that_are_too_many_for_teams_are_left_out():
     assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
     with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
         staged(found, request(4, tensor=2, leave_out=False))
+
+
+def test_one_team_alone_has_one_stage():
+    """Of three devices two are a team, and the third is none."""
+    found = in_hosts(3, 2, faster=1.9, count=3)
+    with pytest.raises(InputError, match="one team of 2 alone has one stage") as caught:
+        staged(found, request(4, tensor=2, leave_out=True))
+    assert "tensor: [1, 2]" in caught.value.fix
+    assert len(fastest(found, request(4, tensor=2, leave_out=True)).stages) == 1

@@ -22,6 +22,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.profile import CollectiveTimes, Profile
 from gpumix.spec.space import Space
+from gpumix.train.tables import why
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
 
@@ -230,3 +231,36 @@ def test_the_plan_says_why():
     plan = make_plan(cards(), 1, space=Space(most_stages=1, leave_out=True))
     assert plan.in_teams and plan.reasons is not None
     assert plan.reasons.alternatives
+
+
+def test_devices_that_are_in_no_team_are_told_so():
+    """No cost is weighed of what cannot be: the one old card, and of three new ones the third."""
+    found = cards()
+    third = found.cluster.devices[0].model_copy(update={"id": "new-9", "ordinal": 9})
+    cluster = found.cluster.model_copy(update={"devices": (*found.cluster.devices, third)})
+    plan = make_plan(
+        found.model_copy(update={"cluster": cluster}), 8, space=Space(tensor=2, leave_out=True)
+    )
+    reasons = plan.reasons
+    assert reasons is not None and reasons.mixing is None
+    assert reasons.in_no_team == ("new-9", "old-0")
+    assert reasons.hosts_left_out == reasons.devices_left_out == ()
+    assert "2 devices (new-9, old-0) left out: too few of a class on a host for a team" in why(plan)
+
+
+def test_devices_that_a_team_is_faster_without_are_told_so():
+    plan = make_plan(in_threes(), 1, space=Space(most_stages=1, leave_out=True))
+    assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
+    (left,) = plan.reasons.devices_left_out
+    assert plan.reasons.in_no_team == ()
+    assert f"{left} left out: more devices would cost more than they give" in why(plan)
+
+
+def in_threes() -> Profile:
+    """Three cards of one host, of which two may be a team."""
+    found = profile(
+        [Card("new", 3, GIB, steady(1e-3), per_host=3)],
+        calls=("block",) * 4,
+        kinds=[block(kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+    )
+    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from profiles import Card, block, in_a_row, line, profile, steady
+from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
-from gpumix.planner.manner import ALONE, Manner
+from gpumix.planner.manner import ALONE, Manner, Team
 from gpumix.planner.way import Way, assemble_stages
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
@@ -24,9 +24,16 @@ S = 1e-3  # seconds of a sample and call
 MESSAGE = 1e3
 
 
-def cluster(devices: int, *, link: float = 1e9, overhead: float = 0.0, calls: int = 4) -> Profile:
+def cluster(
+    devices: int,
+    *,
+    link: float = 1e9,
+    overhead: float = 0.0,
+    calls: int = 4,
+    per_host: int = 1,
+) -> Profile:
     found = profile(
-        [Card("a", devices, GIB, steady(S), per_host=1, optimizer_s_per_element=1e-7)],
+        [Card("a", devices, GIB, steady(S), per_host=per_host, optimizer_s_per_element=1e-7)],
         calls=("block",) * calls,
         kinds=[block(kept=line(MESSAGE), gradient=line(MESSAGE), backward=line(MESSAGE))],
         links=StatedNetwork(between=Link.stated(link, 1e-6), inside=Link.stated(link, 1e-6)),
@@ -35,7 +42,9 @@ def cluster(devices: int, *, link: float = 1e9, overhead: float = 0.0, calls: in
     return in_a_row(found, message=line(MESSAGE))
 
 
-def staged(found: Profile, groups: list[int], batches: int, **settings) -> Plan:
+def staged(
+    found: Profile, groups: list[int], batches: int, *, team: Team = ALONE, **settings
+) -> Plan:
     devices, row, at = found.cluster.in_rank_order(), [], 0
     for size in groups:
         row.append(tuple(devices[at : at + size]))
@@ -43,9 +52,10 @@ def staged(found: Profile, groups: list[int], batches: int, **settings) -> Plan:
     calls = len(found.model.calls)
     cut = tuple(calls * (n + 1) // len(groups) for n in range(len(groups)))
     way = Way(
-        tuple(row), (Manner(ALONE, Mode()),) * len(groups), settings.pop("schedule", "1f1b"), 1
+        tuple(row), (Manner(team, Mode()),) * len(groups), settings.pop("schedule", "1f1b"), 1
     )
-    counts = tuple(tuple([batches // size] * size) for size in groups)
+    workers = [size // team.degree for size in groups]
+    counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
     return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
 
 
@@ -134,6 +144,32 @@ def test_a_slow_link_is_what_is_waited_for():
     found = cluster(2, link=1e4)
     idle = uses(simulate(found, staged(found, [1, 1], 4)))[1].idle_s
     assert idle["message"] > 2 * idle["other stage"] > 0
+
+
+def sent_s(found: Profile, plan: Plan) -> list[float]:
+    """How long the messages of each action take."""
+    events = simulate(found, plan).events
+    return [event.end - event.start for event in events if event.kind == "send"]
+
+
+def test_messages_of_a_wave_go_over_a_link_one_after_the_other():
+    """The first two workers have four samples and two, the others two and four."""
+    found = cluster(4, link=1e6, per_host=2)
+    plan = staged(found, [2, 2], 6, counts=((4, 2), (2, 4)), zero_stage=3)
+    assert sent_s(found, plan) == [pytest.approx(6 * MESSAGE / 1e6, rel=0.01)] * 2
+
+
+def test_each_of_a_team_on_another_host_gets_a_message_of_its_own():
+    found = with_teams(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
+    plan = staged(found, [2, 2], 4, team=Team(2))
+    assert [stage.tensor for stage in plan.stages] == [2, 2]
+    assert sent_s(found, plan) == [pytest.approx(2 * MESSAGE / 1e6, rel=0.01)] * 8
+
+
+def test_inside_a_host_messages_do_not_hinder_each_other():
+    found = with_teams(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
+    plan = staged(found, [2, 2], 4, team=Team(2))
+    assert sent_s(found, plan) == [pytest.approx(MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_the_trace_names_stages():

@@ -18,10 +18,11 @@ and their backward, and the working set of the one that it computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 
 import numpy as np
 
@@ -259,19 +260,26 @@ class StagedStep:
     # -- messages ------------------------------------------------------------------------------
 
     def _transfer(self, action: Action, other: Action) -> Transfer:
-        """What `action` sends, for `other`."""
+        """What `action` sends, for `other`: over one link one message after the other, to each of a
+        team its own."""
         if action.stage == other.stage:
             return NOTHING_SENT
-        longest = NOTHING_SENT
+        members = self._whole.stages[other.stage].tensor
+        over: dict[Hashable, float] = {}
         for giver, taker, size in self.sent(action, other):
             if giver.device == taker.device:
                 continue
-            found = self._messages.transfer(giver, taker, size)
-            longest = max(longest, found, key=lambda transfer: transfer.seconds)
-        return longest
+            one = self._messages.transfer(giver, taker, size)
+            before = over.get(one.over, 0.0)
+            if one.over is None:
+                over[None] = max(before, one.seconds)
+            else:
+                over[one.over] = before + members * one.seconds
+        link, seconds = max(over.items(), key=itemgetter(1), default=(None, 0.0))
+        return Transfer(seconds, link)
 
     def sent(self, action: Action, other: Action) -> Iterator[tuple[Worker, Worker, int]]:
-        """From whom to whom so many bytes go between two actions."""
+        """From whom to whom so many bytes go between two actions; of teams, from first to first."""
         takes = self._taken[max(action.stage, other.stage), action.kind != "forward"]
         for giver, taker, samples in self._pairs(action, other):
             size = sum(self.taken_bytes(taken, samples) for taken in takes)

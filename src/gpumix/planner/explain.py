@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Literal
 
@@ -21,6 +21,7 @@ from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
 from gpumix.planner.worth import Worths
+from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import reason, support_of
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
@@ -114,10 +115,13 @@ def plan(
         _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
     ]
     single = _single_classes(profile, request, chosen, paces)
+    few = _in_no_team(profile, request, chosen)
+    able = tuple(d for d in profile.cluster.devices if d.id not in few)
     reasons = Reasons(
-        mixing=_mixing(profile, chosen, single),
-        hosts_left_out=_hosts_left_out(profile, chosen),
-        devices_left_out=_devices_left_out(profile, chosen),
+        mixing=_mixing(able, chosen, single),
+        hosts_left_out=_hosts_left_out(able, chosen),
+        devices_left_out=_devices_left_out(able, chosen),
+        in_no_team=few,
         dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
         worth=Worths(profile, request, best, paces).all()
@@ -202,30 +206,47 @@ def _slowest(plan: Plan) -> str:
     )
 
 
-def _mixing(profile: Profile, plan: Plan, single: list[Alternative]) -> Mixing | None:
-    """The plan against the best single class; None if there is only one."""
-    if not single:
+def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
+    """Devices that get nothing because those of their class that are left on their host are too few
+    for a team, where no device may compute alone."""
+    used = {w.device for w in plan.workers}
+    left: dict[tuple[str, str], list[str]] = {}
+    for device in profile.cluster.devices:
+        if device.id not in used:
+            left.setdefault((device.host, device.device_class), []).append(device.id)
+    least = min(request.space.tensor)
+    return tuple(sorted(name for some in left.values() if len(some) < least for name in some))
+
+
+def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mixing | None:
+    """The plan against the best single class; None if only one could train.
+
+    Args:
+        able: devices that could take part.
+    """
+    classes = {d.device_class for d in able}
+    if not single or len(classes) == 1:
         return None
     used = {w.device_class for w in plan.workers}
-    left_out = {d.device_class for d in profile.cluster.devices} - used
     possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
     best_s, best = min(possible, default=(None, None))
     speedup = None if best_s is None else best_s / predicted(plan).step_s
     pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
-    return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=tuple(sorted(left_out)))
+    left_out = tuple(sorted(classes - used))
+    return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=left_out)
 
 
-def _hosts_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
+def _hosts_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
     """Hosts that get nothing, although others with their classes do."""
     used = {w.device_class for w in plan.workers}
-    with_used = {d.host for d in profile.cluster.devices if d.device_class in used}
+    with_used = {d.host for d in able if d.device_class in used}
     return tuple(sorted(with_used - {w.host for w in plan.workers}))
 
 
-def _devices_left_out(profile: Profile, plan: Plan) -> tuple[str, ...]:
+def _devices_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
     """Devices that get nothing, although others of their class do, and others on their host."""
     classes, hosts = {w.device_class for w in plan.workers}, {w.host for w in plan.workers}
-    there = {d.id for d in profile.cluster.devices if d.device_class in classes and d.host in hosts}
+    there = {d.id for d in able if d.device_class in classes and d.host in hosts}
     return tuple(sorted(there - {w.device for w in plan.workers}))
 
 

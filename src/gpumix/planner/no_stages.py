@@ -32,6 +32,12 @@ def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, de
             where="techniques.most_stages",
             fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
         )
+    if most_groups < 2:  # of one device alone `refuse_one_stage` tells
+        raise InputError(
+            f"there is no plan of several stages: one team of {degree} alone has one stage",
+            where="techniques.tensor",
+            fix=f"allow `techniques: {{tensor: [1, {degree}]}}`, or {ONE_STAGE}",
+        )
     if space.least_stages > most:
         teams = f"teams of {degree}" if degree > 1 else "devices"
         twice = f", of which each may have {rounds} stages" if rounds > 1 else ""

@@ -56,7 +56,7 @@ class Dtype(Value):
 
 
 class Reasons(Value):
-    """All of them; `mixing` is None where there is only one class."""
+    """All of them; `mixing` is None where there is only one class that could train."""
 
     mixing: Mixing | None = None
     hosts_left_out: tuple[str, ...] = Field(
@@ -64,6 +64,10 @@ class Reasons(Value):
     )
     devices_left_out: tuple[str, ...] = Field(
         default=(), description="single ones: others of their class, and on their host, take part"
+    )
+    in_no_team: tuple[str, ...] = Field(
+        default=(),
+        description="devices that may not compute alone, and are too few on their host for a team",
     )
     dtypes: tuple[Dtype, ...] = Field(
         default=(), description="of the classes, where not all compute in the same, or not well"

@@ -164,7 +164,11 @@ def why(plan: Plan) -> list[str]:
         lines.append(f"{named} left out: the links between hosts would cost more than they give")
     if reasons.devices_left_out:
         named = _few("devices", reasons.devices_left_out)
-        lines.append(f"{named} left out: longer rings would cost more than they give")
+        more = "more devices" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
+        lines.append(f"{named} left out: {more} would cost more than they give")
+    if reasons.in_no_team:
+        named = _few("devices", reasons.in_no_team)
+        lines.append(f"{named} left out: too few of a class on a host for a team")
     lines.append(predicted)
     lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
