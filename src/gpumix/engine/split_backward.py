@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -38,6 +33,9 @@ class SplitBackward:
         inputs: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> None:
+        # Private to torch: should it move, other schedules do without.
+        from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
+
         nodes = [edge.node for edge in edges]
         reverse = construct_reverse_graph(nodes)
         leaves = {_node(parameter): parameter for parameter in parameters}
@@ -125,6 +123,8 @@ def _users(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
 
 
 def _node(tensor: torch.Tensor) -> Node:
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
+
     node = _get_grad_fn_or_grad_acc(tensor)
     assert node is not None, "it requires a gradient"
     return node

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -21,7 +22,8 @@ LABELS, SHIFTED = "labels", "shift_labels"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
-class Computed(NamedTuple):
+@dataclass(frozen=True)
+class Computed:
     """Of a micro-batch: the sum of its losses, the number that the sum of all is divided by, what
     the model returned."""
 

@@ -57,8 +57,8 @@ class Planned:
     """Put before `transformers.Trainer` or a class that derives from it.
 
     Args:
-        plan: trains by this one, or that of a file; by default the devices are measured and one is made, when it is
-            first needed.
+        plan: trains by this one, or that of a file; by default the devices are measured and one is
+            made, when it is first needed.
     """
 
     args: Any
