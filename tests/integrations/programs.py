@@ -5,6 +5,7 @@ Functions run in ranks of `harness.run_ranks`; results are plain Python.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def two_stages() -> Plan:
 
 def as_launched(folder: Path) -> None:
     """Let this rank of the harness look as if a launcher had started it, on made-up devices."""
+    multiprocessing.current_process()._config["daemon"] = False  # it may have data workers
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")

@@ -6,11 +6,12 @@ weights, samples, an optimizer. Every rank of the program comes here with the sa
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,6 @@ class Training:
         optimizer: makes one like the program's, for given parameters.
         precision, compile, space: as for `gpumix.profile`.
         seed: of dropout.
-        measures: what tells the profiler of one is not to be seen by the program: it runs `loss` on
-            a copy of the model inside.
     """
 
     make_batch: Callable[[int], Any]
@@ -59,20 +58,41 @@ class Training:
     seed: int = 0
 
 
+class Device:
+    """This process's device, opened for as many models as the program trains, one after another."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._used = False
+        atexit.register(self.give_back)
+
+    def use(self) -> None:
+        if not self._used:
+            self._open.enter_context(open_device())
+            self._used = True
+
+    def give_back(self) -> None:
+        self._open.close()
+        self._used = False
+
+
+@cache
+def own_device() -> Device:
+    return Device()
+
+
 def host(
     model: nn.Module,
     training: Training,
-    stack: ExitStack,
     *,
     plan: Plan | None = None,
     folder: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """Shard `model` in place, by `plan` or by one that is made for the devices of all ranks.
-    Collective.
+    Collective. From then on this process is the user of its device.
 
     Args:
-        stack: this process is the user of its device until it is closed.
         folder: where plan and profile are written, by the first rank.
         say: is told, on the first rank, what is measured and what was planned.
 
@@ -93,13 +113,14 @@ def host(
     if first and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / run_files.PLAN)
-    stack.enter_context(open_device())
+    own_device().use()
     return prepare(model, plan, loss=training.loss, seed=training.seed)
 
 
 def _planned(
     model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
 ) -> Plan:
+    own_device().give_back()  # the profiler opens it itself
     found = profile(
         partial(without_weights, model),
         training.make_batch,

@@ -81,11 +81,7 @@ class OwnPart:
 
 
 class Collated:
-    """Collates samples that were wanted, in the process that reads them.
-
-    Raises:
-        InputError: what the collator makes has not one row for each sample.
-    """
+    """Collates samples that were wanted, in the process that reads them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -93,14 +89,7 @@ class Collated:
     def __call__(self, read: tuple[list[Any], Wanted]) -> Given:
         samples, wanted = read
         with host_memory():
-            batch = self._collate(samples)
-            if not isinstance(batch, Mapping):
-                raise InputError(
-                    f"the data collator made a {type(batch).__name__}, not a dictionary",
-                    fix="return a dictionary of tensors by the names of forward's arguments",
-                )
-            for name, value in batch.items():
-                _check(name, value, len(samples))
+            batch = collated(self._collate, samples)
             rows = len(wanted.indices)
             own = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
         return Given.of(wanted.samples, own)
@@ -209,11 +198,25 @@ def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:
     return Wanted(len(batch), indices, batch[0])
 
 
-def _check(name: str, value: Any, samples: int) -> None:
-    if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != samples):
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Mapping[str, Any]:
+    """What a collator makes of samples.
+
+    Raises:
+        InputError: it is no dictionary whose tensors have one row for each sample.
+    """
+    batch = collate(samples)
+    if not isinstance(batch, Mapping):
         raise InputError(
-            f"of {samples} samples the data collator made '{name}' of shape {tuple(value.shape)}",
-            why="a batch is cut into micro-batches along its first dimension, which must be the "
-            "samples: what lays several samples into one row cannot be cut",
-            fix="use a collator that pads; to pack short samples do it in the dataset",
+            f"the data collator made a {type(batch).__name__}, not a dictionary",
+            fix="return a dictionary of tensors by the names of forward's arguments",
         )
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(samples)):
+            raise InputError(
+                f"of {len(samples)} samples the data collator made '{name}' of shape "
+                f"{tuple(value.shape)}",
+                why="a batch is cut into micro-batches along its first dimension, which must be "
+                "the samples: what lays several samples into one row cannot be cut",
+                fix="use a collator that pads; to pack short samples do it in the dataset",
+            )
+    return batch

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.hardware.memory import host_memory
+from gpumix.integrations.own_batches import collated
 from gpumix.spec.errors import InputError
 
 LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
@@ -39,7 +40,7 @@ class Specimen:
     def batch(self, samples: int) -> dict[str, Any]:
         with host_memory():
             # A collator may change what it is given.
-            return dict(self.collate([_fresh(self.sample) for _ in range(samples)]))
+            return dict(collated(self.collate, [_fresh(self.sample) for _ in range(samples)]))
 
 
 def specimen_of(dataset: Any, collate: Callable[[list[Any]], Any]) -> Specimen:
@@ -58,7 +59,7 @@ def specimen_of(dataset: Any, collate: Callable[[list[Any]], Any]) -> Specimen:
                 break
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
-        batch = dict(collate([_fresh(longest)]))
+        batch = collated(collate, [_fresh(longest), _fresh(longest)])
     tokens = batch.get(TOKENS)
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     return Specimen(longest, collate, tokens.shape[1] if known else 1)  # type: ignore[union-attr]

@@ -7,9 +7,8 @@ saved comes out of its shards.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,6 @@ class Planned:
     def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
         self._given = Plan.load(plan) if isinstance(plan, Path) else plan
         self._engine: Engine | None = None
-        self._stack = ExitStack()
         super().__init__(*args, **kwargs)
 
     # -- taken from transformers as they are set up ------------------------------------------------
@@ -119,15 +117,14 @@ class Planned:
         )
         folder = Path(args.output_dir) / STATE
         with by_itself(self.accelerator), self._measured():
-            self._engine = host(model, training, self._stack, plan=self._given, folder=folder)
-        atexit.register(self._stack.close)
+            self._engine = host(model, training, plan=self._given, folder=folder)
         self._saver = Saver(self._engine, dtypes, ranks_here())
         return self._engine
 
-    def _measured(self) -> Any:
+    def _measured(self) -> AbstractContextManager[None]:
         """Inside, losses are computed that are not the program's: a class that notes something of
         each puts it back."""
-        return ExitStack()
+        return nullcontext()
 
     # -- data --------------------------------------------------------------------------------------
 

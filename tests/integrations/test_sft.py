@@ -1,0 +1,156 @@
+"""TRL's `SFTTrainer`, with adapters and without, gives what it gave before."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import as_launched
+from safetensors.numpy import load_file
+
+from harness import run_ranks
+from reference import Share, plan_for
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+TOLERANCE = 1e-5
+WORDS = [f"w{number}" for number in range(60)]
+SAMPLES = 30
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *WORDS])}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def texts() -> Any:
+    from datasets import Dataset
+
+    draw = random.Random(1)
+    lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 14))) for _ in range(SAMPLES)]
+    return Dataset.from_dict({"text": lines})
+
+
+def model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes))
+
+
+def adapters() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def plan(adapted: bool) -> Any:
+    """Two unlike ranks: the second one stores most of the state."""
+    if adapted:
+        from peft import get_peft_model
+
+        whole = get_peft_model(model(), adapters())
+    else:
+        whole = model()
+    shares = [Share(7, 3, 1), Share(1, 1, 3)]
+    return plan_for(whole, shares, length=16, zero_stage=3)
+
+
+def trained(folder: Path, world: int, adapted: bool) -> dict[str, Any]:
+    as_launched(folder)
+    from trl import SFTConfig
+
+    more: dict[str, Any] = {}
+    if world == 1:
+        from trl import SFTTrainer
+    else:
+        from gpumix.integrations.trl import SFTTrainer
+
+        more["plan"] = plan(adapted)
+    output = folder / f"{world}-{adapted}"
+    trainer = SFTTrainer(
+        model=model(),
+        args=SFTConfig(
+            output_dir=str(output),
+            per_device_train_batch_size=8 // world,
+            per_device_eval_batch_size=4,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            seed=5,
+            max_length=16,
+        ),
+        train_dataset=texts(),
+        eval_dataset=texts().select(range(9)),
+        processing_class=tokenizer(),
+        peft_config=adapters() if adapted else None,
+        **more,
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    trainer.save_model(str(output / "final"))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logged],
+        "norms": [entry["grad_norm"] for entry in logged],
+        "tokens": [entry["num_tokens"] for entry in logged],
+        "entropy": [entry["entropy"] for entry in logged],
+        "evaluated": evaluated["eval_loss"],
+        "files": sorted(path.name for path in (output / "final").glob("*.safetensors")),
+        "final": str(output / "final"),
+        "parameters": trainer.get_num_trainable_parameters(),
+    }
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapters"])
+def both(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("sft")
+    (stock,) = run_ranks(trained, 1, folder, 1, request.param, timeout_s=120)
+    return stock, run_ranks(trained, 2, folder, 2, request.param, timeout_s=120)
+
+
+def test_losses_and_norms_are_those_of_the_stock_script(both):
+    stock, ours = both
+    for rank in ours:
+        assert rank["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+
+
+def test_metrics_are_of_all_ranks(both):
+    stock, ours = both
+    for rank in ours:
+        assert rank["tokens"] == stock["tokens"]
+        # Means over micro-batches, of which the stock script has one.
+        assert rank["entropy"] == pytest.approx(stock["entropy"], rel=0.05)
+        assert rank["entropy"] == ours[0]["entropy"]
+
+
+def test_what_is_saved_is_what_is_trained(both):
+    stock, ours = both
+    assert ours[0]["parameters"] == stock["parameters"]
+    adapted = ours[0]["parameters"] < 2000
+    name = f"{'adapter_' if adapted else ''}model.safetensors"
+    assert ours[0]["files"] == [name]
+    expected, found = (load_file(Path(one["final"], name)) for one in (stock, ours[0]))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=2e-3, atol=2e-4, err_msg=key)

@@ -1,0 +1,169 @@
+"""What users of `Trainer` bring along: losses and data of their own, and what has no meaning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import Texts, arguments, as_launched, log_of, model, other_ranks, unlike_ranks
+from torch.utils.data import IterableDataset
+
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+
+pytestmark = pytest.mark.slow
+
+SHORT = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
+
+
+class Stream(IterableDataset):
+    """Read from its beginning to its end."""
+
+    def __iter__(self):
+        return iter([Texts()[n] for n in range(30)])
+
+
+def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """As users write them: it needs the number of labels."""
+    logits = outputs.logits[:, :-1].float()
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", ignore_index=-100
+    )
+    return losses * 2 / num_items_in_batch
+
+
+def variations() -> dict[str, dict[str, Any]]:
+    return {
+        "a loss function": {"compute_loss_func": own_loss},
+        "label smoothing": {"label_smoothing_factor": 0.1},
+        "a stream": {"train_dataset": Stream(), "max_steps": 3, "num_train_epochs": -1},
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "an optimizer": {"optimizers": True},
+        "a subclass": {"subclass": True},
+        "workers": {"dataloader_num_workers": 2},
+        "by length": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+    }
+
+
+def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
+    """The losses of all variations of a script."""
+    as_launched(folder)
+    if ours:
+        from gpumix.integrations.transformers import Trainer
+    else:
+        from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+            loss = outputs.loss + 0.01
+            return (loss, outputs) if return_outputs else loss
+
+    found = {}
+    for name, changes in variations().items():
+        accumulates = changes.get("gradient_accumulation_steps", 1)
+        kind = Own if changes.pop("subclass", False) else Trainer
+        given = {"model": model(), "train_dataset": Texts(30)}
+        if changes.pop("optimizers", False):
+            optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.1, momentum=0.9)
+            given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+        given |= {n: changes.pop(n) for n in ("train_dataset", "compute_loss_func") if n in changes}
+        batch = 12 // accumulates // (2 if ours else 1)
+        args = arguments(folder / "out", batch, **(SHORT | changes))
+        if ours:
+            given["plan"] = other_ranks()
+        trainer = kind(args=args, **given)
+        trainer.train()
+        found[name] = log_of(trainer, "loss")
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[dict[str, list[float]], list[dict[str, list[float]]]]:
+    folder = tmp_path_factory.mktemp("variations")
+    (stock,) = run_ranks(trained, 1, folder, False, timeout_s=120)
+    return stock, run_ranks(trained, 2, folder, True, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", variations())
+def test_it_is_as_with_the_stock_trainer(name, both):
+    stock, ours = both
+    assert len(stock[name]) >= 2
+    for rank in ours:
+        assert rank[name] == pytest.approx(stock[name], rel=1e-4)
+
+
+REFUSED = {
+    "fsdp": ({"fsdp": True}, "fsdp=True has no meaning"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "ddp": ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters=True has no meaning"),
+    "split batches": ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+    "sampling": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_without_meaning_are_refused(name, tmp_path):
+    settings, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        run_ranks(_made, 1, tmp_path, settings)
+
+
+def _made(folder: Path, settings: dict[str, Any]) -> None:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    Trainer(model=model(), args=arguments(folder, 12, **settings), train_dataset=Texts())
+
+
+def test_a_collator_that_lays_samples_into_one_row_is_told(tmp_path):
+    with pytest.raises(InputError, match="of 2 samples the data collator made 'input_ids'"):
+        run_ranks(_flattened, 1, tmp_path)
+
+
+def _flattened(folder: Path) -> None:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+
+    def collate(samples):
+        tokens = torch.cat([sample["input_ids"] for sample in samples])[None]
+        return {"input_ids": tokens, "labels": tokens}
+
+    args = arguments(folder, 12, **SHORT)
+    Trainer(model=model(), args=args, train_dataset=Texts(), data_collator=collate).train()
+
+
+def test_a_plan_for_another_batch_is_told(tmp_path):
+    with pytest.raises(InputError, match="the plan is for steps of 12 samples, the program trains"):
+        run_ranks(_other_batch, 3, tmp_path)
+
+
+def _other_batch(folder: Path) -> None:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    args = arguments(folder, 2, **SHORT)
+    Trainer(model=model(), args=args, train_dataset=Texts(), plan=unlike_ranks()).train()
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("transformers", "accelerate", "trainer"), ("trl", "trl", "trl")],
+)
+def test_what_is_not_installed_is_named_with_the_line_that_installs_it(module, package, extra):
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        f"u.find_spec = lambda n, *a: None if n == {package!r} else find(n, *a)\n"
+        "from gpumix.spec.errors import InputError\n"
+        "try:\n"
+        f"    import gpumix.integrations.{module}\n"
+        "except InputError as error: print(error)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"'{package}'" in told.stdout
+    assert f'pip install "gpumix[{extra}]"' in told.stdout
