@@ -339,13 +339,18 @@ class Engine(ShardedModel):
             samples: of the global batch; default: the plan's.
         """
         with evaluating(self.model), self._in_step():
-            results = self._forward_only(self._objective, batch, samples)
+            results = self._forward_only(self._objective, batch, self._rows_given(batch, samples))
             table, gradient_scale = self._exchange(results, torch.ones(()), in_step=False)
             gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
 
     def outputs(
-        self, function: Function, batch: Any, samples: int | None = None
+        self,
+        function: Function,
+        batch: Any,
+        samples: int | None = None,
+        *,
+        as_trained: bool = False,
     ) -> dict[range, Any]:
         """What `function` makes of this rank's samples, a micro-batch at a time, without gradients
         and without dropout. Collective.
@@ -353,36 +358,45 @@ class Engine(ShardedModel):
         Args:
             function: is called with the model, whose forward it calls once, and a micro-batch.
             batch, samples: as `evaluate` takes them.
+            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it.
 
         Returns:
             What it returned, by the places of each micro-batch's samples: in `batch`, or by a plan
-            of several stages in the global one. Of several stages the last one's ranks have it, of
-            a team each has the same.
+            of several stages, and as they are trained, in the global one. Of several stages the
+            last one's ranks have it, of a team each has the same.
         """
+        if as_trained:
+            rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+        else:
+            rows = self._rows_given(batch, samples)
         made: dict[range, Any] = {}
 
         def keep(of: range, compute: Callable[[], Any]) -> Loss:
             made[of] = compute()
             return torch.zeros(()), torch.zeros(())
 
-        with contextlib.ExitStack() as stack, evaluating(self.model), self._in_step():
+        with contextlib.ExitStack() as stack, self._in_step():
+            if not as_trained:
+                stack.enter_context(evaluating(self.model))
             for head in self._heads:
                 stack.enter_context(head.whole())
-            self._forward_only(function, batch, samples, keep)
+            self._forward_only(function, batch, rows, keep)
         return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
+
+    def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
+        """Places of this rank's samples where nothing is trained: of any number of them."""
+        if self._places:
+            return share_of(self.plan, self.comm.rank).rows(samples)
+        return cut_rows(range(samples_in(batch)), self._worker.micro_batch)
 
     def _forward_only(
         self,
         objective: Function,
         batch: Any,
-        samples: int | None,
+        rows: Sequence[range],
         keep: Callable[[range, Callable[[], Any]], Loss] | None = None,
     ) -> list[Loss]:
         """Of each micro-batch what comes of `objective`, or what `keep` gives in its place."""
-        if self._places:
-            rows = share_of(self.plan, self.comm.rank).rows(samples)
-        else:
-            rows = cut_rows(range(samples_in(batch)), self._worker.micro_batch)
         cut = self._cut(batch, rows, objective)
         if keep is not None:
             cut = [
