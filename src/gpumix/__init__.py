@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gpumix.engine.optimizers.groups import parameter_groups
     from gpumix.engine.optimizers.muon import Muon
     from gpumix.engine.prepare import prepare
+    from gpumix.integrations.accelerate import Accelerator
     from gpumix.planner.explain import plan
     from gpumix.profiler.library import open_device, profile
     from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -49,6 +50,7 @@ _HOME = {
     "Muon": "gpumix.engine.optimizers.muon",
     "parameter_groups": "gpumix.engine.optimizers.groups",
     "prepare": "gpumix.engine.prepare",
+    "Accelerator": "gpumix.integrations.accelerate",
     "plan": "gpumix.planner.explain",
     "open_device": "gpumix.profiler.library",
     "profile": "gpumix.profiler.library",
@@ -63,6 +65,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Accelerator",
     "Adafactor",
     "ByLength",
     "Checkpointer",

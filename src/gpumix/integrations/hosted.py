@@ -86,6 +86,7 @@ def host(
     training: Training,
     *,
     plan: Plan | None = None,
+    own: Objective | None = None,
     folder: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
@@ -93,6 +94,7 @@ def host(
     Collective. From then on this process is the user of its device.
 
     Args:
+        own: the loss that is trained on, if the one that is measured stands for it.
         folder: where plan and profile are written, by the first rank.
         say: is told, on the first rank, what is measured and what was planned.
 
@@ -114,7 +116,7 @@ def host(
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / run_files.PLAN)
     own_device().use()
-    return prepare(model, plan, loss=training.loss, seed=training.seed)
+    return prepare(model, plan, loss=own or training.loss, seed=training.seed)
 
 
 def _planned(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,14 +28,17 @@ class Given(dict[str, Any]):
 
     Attributes:
         samples: of the whole batch.
+        own: this rank's; where they are none there may be a row that stands for what they look
+            like.
     """
 
     samples: int
+    own: int
 
     @classmethod
-    def of(cls, samples: int, values: Mapping[str, Any]) -> Given:
+    def of(cls, values: Mapping[str, Any], *, samples: int, own: int) -> Given:
         given = cls(values)
-        given.samples = samples
+        given.samples, given.own = samples, own
         return given
 
 
@@ -81,18 +84,24 @@ class OwnPart:
 
 
 class Collated:
-    """Collates samples that were wanted, in the process that reads them."""
+    """Collates samples that were wanted, in the process that reads them.
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    Args:
+        stand_ins: whether the row is kept that is read where a rank has none.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], *, stand_ins: bool = False) -> None:
         self._collate = collate
+        self._stand_ins = stand_ins
 
     def __call__(self, read: tuple[list[Any], Wanted]) -> Given:
         samples, wanted = read
         with host_memory():
             batch = collated(self._collate, samples)
-            rows = len(wanted.indices)
-            own = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
-        return Given.of(wanted.samples, own)
+            own = len(wanted.indices)
+            rows = max(own, 1) if self._stand_ins else own
+            kept = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        return Given.of(kept, samples=wanted.samples, own=own)
 
 
 class Readable(Dataset[Any]):
@@ -123,14 +132,14 @@ class OwnOfStream(IterableDataset[Given]):
         stream: Any,
         batch_size: int,
         rows: Rows,
-        collate: Callable[[list[Any]], Any],
+        collate: Collated,
         *,
         drop_last: bool,
     ) -> None:
         self.stream = stream
         self._batch_size = batch_size
         self._rows = rows
-        self._collate = Collated(collate)
+        self._collate = collate
         self._drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
@@ -159,36 +168,41 @@ class OwnLoader(DataLoader[Given]):
         told.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def own_loader(
+L = TypeVar("L", bound=OwnLoader)
+
+
+def own_loader(  # a DataLoader has as many settings
     dataset: Any,
     *,
     batch_size: int,
     rows: Rows,
-    collate: Callable[[list[Any]], Any],
+    collate: Collated,
     sampler: Any = None,
     drop_last: bool = False,
+    kind: type[L] = OwnLoader,  # type: ignore[assignment]
     **settings: Any,
-) -> OwnLoader:
+) -> L:
     """This rank's part of a dataset's batches.
 
     Args:
         dataset: map-style, or a stream.
         batch_size: samples of all ranks together.
         sampler: of a map-style dataset's indices, the same on all ranks.
+        kind: of the loader.
         settings: of torch's `DataLoader`.
     """
     if isinstance(dataset, IterableDataset):
         stream = OwnOfStream(dataset, batch_size, rows, collate, drop_last=drop_last)
-        return OwnLoader(stream, batch_size=None, **settings)
+        return kind(stream, batch_size=None, **settings)
     batches = GlobalBatches(
         torch.utils.data.SequentialSampler(dataset) if sampler is None else sampler,
         batch_size,
         drop_last,
     )
-    return OwnLoader(
+    return kind(
         Readable(dataset),
         batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
-        collate_fn=Collated(collate),  # type: ignore[arg-type]
+        collate_fn=collate,  # type: ignore[arg-type]
         **settings,
     )
 

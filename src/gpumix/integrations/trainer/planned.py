@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.hosted import Training, host, world
-from gpumix.integrations.own_batches import OwnLoader, own_loader
+from gpumix.integrations.optimizers import Pieces, like, taken_over
+from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
+from gpumix.integrations.samplers import seeded
+from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.arguments import (
     folded,
@@ -29,8 +32,6 @@ from gpumix.integrations.trainer.arguments import (
 )
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import by_itself, loss_of
-from gpumix.integrations.trainer.optimizers import Pieces, like, taken_over
-from gpumix.integrations.trainer.saving import STATE, Saver, dtypes_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of
@@ -150,7 +151,7 @@ class Planned:
             collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
         sampler = None
         if sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset):
-            sampler = _seeded(sampler_fn(dataset), args.data_seed)
+            sampler = seeded(sampler_fn(dataset), args.data_seed)
         if not is_training:
             self._hosted(dataset)
         return own_loader(
@@ -159,7 +160,7 @@ class Planned:
             if is_training
             else min(batch_size * world(), self._global_batch),
             rows=self._rows if is_training else self._evaluated_rows,
-            collate=collate,
+            collate=Collated(collate),
             sampler=sampler,
             drop_last=is_training and args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers,
@@ -326,21 +327,6 @@ class Planned:
             why="each trial would need devices of its own",
             fix="start one run for each trial",
         )
-
-
-def _seeded(sampler: Any, seed: int | None) -> Any:
-    """Random samplers draw the same on all ranks, and what they draw without other ranks."""
-    from accelerate.data_loader import SeedableRandomSampler
-
-    if type(sampler) is not torch.utils.data.RandomSampler:
-        return sampler
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=seed,
-    )
 
 
 def _flops_per_token(model: Any) -> int:

@@ -1,9 +1,10 @@
-"""The optimizer of a trainer, of the pieces that a rank has instead of whole parameters."""
+"""Optimizers of other programs, of the pieces that a rank has instead of whole parameters."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,19 +28,24 @@ class Pieces:
 def like(trainer: Any) -> OptimizerOf:
     """What makes optimizers as the trainer's will be, to be measured."""
     if trainer.optimizer is not None:
-        kind = type(trainer.optimizer)
-        known = inspect.signature(kind).parameters
-        settings = {k: v for k, v in trainer.optimizer.defaults.items() if k in known}
-    elif trainer.optimizer_cls_and_kwargs is not None:
+        return optimizer_like(trainer.optimizer)
+    if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
     else:
         kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    return partial(_made, kind, settings)
 
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        made: Optimizer = kind(parameters, **settings)
-        return made
 
-    return make
+def optimizer_like(optimizer: Optimizer) -> OptimizerOf:
+    """What makes optimizers like this one, to be measured."""
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    return partial(_made, kind, {k: v for k, v in optimizer.defaults.items() if k in known})
+
+
+def _made(kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    made: Optimizer = kind(parameters, **settings)
+    return made
 
 
 def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:

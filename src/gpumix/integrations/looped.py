@@ -1,0 +1,247 @@
+"""A model that a loop of somebody else's calls and goes backward from, run by a plan underneath.
+
+A loss that the model computes itself, from `labels`, is computed micro-batch by micro-batch,
+forward and backward at once, when the loop calls the model; the loop's own backward says what it is
+worth. A loss that the loop computes from what the model returns needs that first: the batch then
+runs forward once more, with the gradients that the loop came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.objective import IGNORED_LABEL, counted_labels
+from gpumix.integrations.own_batches import Given
+from gpumix.spec.errors import InputError
+
+ARGS, KWARGS, GRADIENTS = "args", "kwargs", "gradients"
+LABELS = "labels"
+
+
+def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """(summed loss, count) of a micro-batch of the loop's."""
+    given = batch[KWARGS]
+    if GRADIENTS not in batch:
+        outputs = model(*batch[ARGS], **given)
+        count = _count(model, batch)
+        return _loss(outputs).float() * count, count
+    outputs = model(*batch[ARGS], **given)
+    pairs = zip(_differentiable(outputs), batch[GRADIENTS], strict=True)
+    sums = [(made.float() * wanted).sum() for made, wanted in pairs]
+    rows = torch.tensor(_rows(batch), device=sums[0].device)
+    return torch.stack(sums).sum(), rows
+
+
+class Looped(nn.Module):
+    """What a loop calls instead of its model.
+
+    Args:
+        module: the model, sharded by `engine`.
+        at: this rank's part of the batch that the loop is at; None if it is at none.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine, at: Callable[[], Given | None]) -> None:
+        super().__init__()
+        self.module = module
+        self._engine = engine
+        self._at = at
+        self._samples: int | None = None  # of the batch of the last call
+        self._begun: _Begun | None = None
+        self._saved_up: dict[nn.Parameter, Tensor] = {}
+        self._like: Any = None  # what the model returned last, without rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        batch = {ARGS: args, KWARGS: kwargs}
+        if not (self.training and torch.is_grad_enabled()):
+            return self._evaluated(batch)
+        if self._begun is not None:
+            raise InputError(
+                "the model is called again before the backward of its last loss",
+                fix="call accelerator.backward(loss) once for each call of the model",
+            )
+        given = self._at()
+        self._samples = None if given is None else given.samples
+        if given is not None and given.own == 0:
+            batch = tree_map(lambda t: t[:0] if isinstance(t, Tensor) else t, batch)
+        if LABELS in kwargs:
+            loss = self._engine.step(batch, samples=self._samples).float().requires_grad_()
+            self._begun = _Begun(batch, [loss], inside=True)
+            return Outputs(loss)
+        return self._outside(batch)
+
+    def _outside(self, batch: dict[str, Any]) -> Any:
+        """What the model returns, as leaves of the loop's graph."""
+        found = self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
+        outputs = self._joined(list(found.values()))
+        leaves = [leaf.detach().requires_grad_() for leaf in _differentiable(outputs)]
+        self._begun = _Begun(batch, leaves, inside=False)
+        return _with(outputs, leaves)
+
+    def backward_done(self, *, more_follows: bool) -> None:
+        """The loop's backward has come to what the model returned; now gradients of parameters are
+        there, or are kept until there are all.
+
+        Raises:
+            InputError: there was no call of the model, or the loss does not depend on it.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None or any(leaf.grad is None for leaf in begun.leaves[:1]):
+            raise InputError(
+                "the loss does not come from the last call of the model",
+                fix="compute it of what the model returned, and call accelerator.backward once",
+            )
+        if begun.inside:
+            worth = begun.leaves[0].grad
+            assert worth is not None
+            for parameter in self._with_gradients():
+                assert parameter.grad is not None
+                parameter.grad.mul_(worth.to(parameter.grad.device))
+        else:
+            rows = _rows(begun.batch)  # the loop's loss is a mean over them
+            wanted = [_gradient(leaf) * rows for leaf in begun.leaves]
+            self._engine.step({**begun.batch, GRADIENTS: wanted}, samples=self._samples)
+        self._add_up(more_follows)
+
+    def check_done(self) -> None:
+        """
+        Raises:
+            InputError: a loss was computed, and no backward followed.
+        """
+        if self._begun is not None:
+            raise InputError(
+                "the optimizer steps before the backward of the last loss",
+                fix="call accelerator.backward(loss), not loss.backward()",
+            )
+
+    def _add_up(self, more_follows: bool) -> None:
+        for parameter in self._with_gradients():
+            gradient = parameter.grad
+            assert gradient is not None
+            if more_follows:
+                if parameter in self._saved_up:
+                    self._saved_up[parameter].add_(gradient)
+                else:
+                    self._saved_up[parameter] = gradient.clone()
+                parameter.grad = None
+            elif parameter in self._saved_up:
+                gradient.add_(self._saved_up.pop(parameter))
+
+    def _with_gradients(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._engine.parameters() if p.grad is not None)
+
+    def _evaluated(self, batch: dict[str, Any]) -> Any:
+        """What the model returns, without gradients; a loss is that of the global batch."""
+
+        def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
+            return model(*part[ARGS], **part[KWARGS]), _count(model, part)
+
+        found = list(self._engine.outputs(made, batch).values())
+        outputs = self._joined([outputs for outputs, _ in found])
+        if not (isinstance(outputs, Mapping) and outputs.get("loss") is not None):
+            return outputs
+        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
+        given = self._at()
+        stands_in = given is not None and given.own == 0
+        for one, count in [] if stands_in else found:
+            sums += torch.stack([one["loss"].double() * count, count.double()])
+        total = self._engine.comm.all_reduce(sums, "loss of an evaluation")
+        whole: Any = outputs
+        whole["loss"] = (total[0] / total[1]).float()
+        return whole
+
+    def _joined(self, outputs: Sequence[Any]) -> Any:
+        """What micro-batches returned, as one."""
+        if not outputs:
+            if self._like is None:
+                raise InputError(
+                    "this rank has no samples, and does not know what the model returns",
+                    fix="use batches of at least as many samples as there are devices",
+                )
+            return self._like
+        flat, (_, spec) = [tree_flatten(one)[0] for one in outputs], tree_flatten(outputs[0])
+        joined = [_together(values) for values in zip(*flat)]
+        self._like = tree_unflatten([_without_rows(value) for value in joined], spec)
+        return tree_unflatten(joined, spec)
+
+
+class Outputs(dict[str, Any]):
+    """What a training call returns, whose backward has been done: the loss of the global batch."""
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__(loss=loss)
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{name}' is not kept while training: the batch went through the model in micro-"
+            "batches, forward and backward; call the model in eval mode for it"
+        )
+
+
+class _Begun:
+    """A call of the model whose backward is to come."""
+
+    def __init__(self, batch: dict[str, Any], leaves: list[Tensor], *, inside: bool) -> None:
+        self.batch = batch
+        self.leaves = leaves
+        self.inside = inside
+
+
+def _outputs(model: nn.Module, batch: Any) -> Any:
+    return model(*batch[ARGS], **batch[KWARGS])
+
+
+def _loss(outputs: Any) -> Tensor:
+    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    if not isinstance(loss, Tensor):
+        raise InputError("the model was given labels, and returned no loss")
+    return loss
+
+
+def _count(model: nn.Module, batch: Any) -> Tensor:
+    """Labels that count, which the model's loss is a mean over; samples without any."""
+    labels = batch[KWARGS].get(LABELS)
+    if isinstance(labels, Tensor):
+        return (counted_labels(model, labels) != IGNORED_LABEL).sum()
+    return torch.tensor(_rows(batch))
+
+
+def _rows(batch: Any) -> int:
+    tensors = (t for t in tree_flatten((batch[ARGS], batch[KWARGS]))[0] if isinstance(t, Tensor))
+    return len(next(tensors))
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    """Tensors that a loss may be computed of."""
+    found = tree_flatten(outputs)[0]
+    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0]
+
+
+def _with(outputs: Any, leaves: Sequence[Tensor]) -> Any:
+    """The same with other differentiable tensors."""
+    rest = iter(leaves)
+
+    def other(value: Any) -> Any:
+        known = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        return next(rest) if known else value
+
+    return tree_map(other, outputs)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _together(values: Sequence[Any]) -> Any:
+    rows = isinstance(values[0], Tensor) and values[0].dim() > 0
+    return torch.cat(list(values)) if rows and len(values) > 1 else values[0]
+
+
+def _without_rows(value: Any) -> Any:
+    return value[:0] if isinstance(value, Tensor) and value.dim() > 0 else value

@@ -1,0 +1,244 @@
+"""A loop with `Accelerator`, changed by its import alone, gives what it gave before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
+
+pytestmark = pytest.mark.slow
+
+EPOCHS = 2
+PLANS = {1: None, 2: other_ranks, 3: unlike_ranks}
+
+
+class Outside(nn.Module):
+    """Returns logits; the loop computes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids).logits
+
+
+def outside_ranks() -> Any:
+    from reference import Share, plan_for
+
+    return plan_for(Outside(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
+
+
+def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> dict[str, Any]:
+    """The script."""
+    as_launched(folder)
+    more: dict[str, Any] = {}
+    if world == 1:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+
+        more["plan"] = PLANS[world]() if inside else outside_ranks()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulates, **more)
+    torch.manual_seed(11)
+    network = model() if inside else Outside()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
+    torch.manual_seed(12)
+    columns = None if inside else ["input_ids"]
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world, shuffle=True)
+    evaluated = DataLoader(Texts(10, seed=2), batch_size=6 // world)
+    network, optimizer, loader, evaluated = accelerator.prepare(
+        network, optimizer, loader, evaluated
+    )
+    losses, norms = [], []
+    for _ in range(EPOCHS):
+        network.train()
+        for batch in loader:
+            with accelerator.accumulate(network):
+                if columns is None:
+                    loss = network(**batch).loss
+                else:
+                    logits = network(*(batch[name] for name in columns))
+                    loss = nn.functional.cross_entropy(
+                        logits.flatten(0, 1), batch["input_ids"].flatten()
+                    )
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+            rows = len(batch["input_ids"]) if world == 1 or not inside else None
+            losses.append((loss.item(), rows))
+        if len(losses) == len(loader):
+            accelerator.save_state(str(folder / f"state-{world}"))
+    network.eval()
+    predictions, total = [], []
+    for batch in evaluated:
+        with torch.no_grad():
+            outputs = network(**batch) if columns is None else network(batch["input_ids"])
+        logits = outputs.logits if columns is None else outputs
+        found = accelerator.gather_for_metrics((logits.argmax(-1), batch["labels"]))
+        predictions += torch.stack(found).transpose(0, 1).tolist()
+        if columns is None:
+            total.append(outputs.loss.item())
+    state = accelerator.get_state_dict(network)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "predictions": predictions,
+        "evaluated": total,
+        "steps": len(loader),
+        "names": sorted(state),
+        "weights": {name: value.flatten()[:4].tolist() for name, value in state.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("loop")
+
+
+@pytest.fixture(scope="module")
+def stock(folder) -> dict[str, Any]:
+    return run_ranks(_inside, 1, folder, 1)[0]
+
+
+def _inside(folder: Path, world: int) -> dict[str, Any]:
+    return looped(folder, world, inside=True)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ours(request, folder) -> list[dict[str, Any]]:
+    return run_ranks(_inside, request.param, folder, request.param, timeout_s=120)
+
+
+def test_losses_and_norms_are_those_of_the_stock_script(stock, ours):
+    assert stock["steps"] == 5
+    for rank in ours:
+        assert rank["steps"] == stock["steps"]
+        assert [loss for loss, _ in rank["losses"]] == pytest.approx(
+            [loss for loss, _ in stock["losses"]], rel=1e-5
+        )
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+
+
+def test_metrics_are_of_all_samples_in_order(stock, ours):
+    for rank in ours:
+        assert rank["predictions"] == stock["predictions"]
+        assert rank["evaluated"] == pytest.approx(stock["evaluated"], rel=1e-5)
+
+
+def test_the_whole_model_comes_out(stock, ours):
+    assert ours[0]["names"] == stock["names"]
+    for name, values in stock["weights"].items():
+        assert ours[0]["weights"][name] == pytest.approx(values, abs=2e-4), name
+    assert all(rank["names"] == [] for rank in ours[1:])
+
+
+def test_a_loss_of_the_loops_own_is_the_same(folder):
+    """Means over samples of one length: the ranks' losses, weighted, are the stock one."""
+    (stock,) = run_ranks(_outside, 1, folder, 1)
+    ranks = run_ranks(_outside, 2, folder, 2, timeout_s=120)
+    for step, (loss, samples) in enumerate(stock["losses"]):
+        parts = [rank["losses"][step] for rank in ranks]
+        assert sum(rows for _, rows in parts) == samples
+        mean = sum(part * rows for part, rows in parts if rows) / samples
+        assert mean == pytest.approx(loss, rel=1e-5)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+        assert rank["predictions"] == stock["predictions"]
+
+
+def _outside(folder: Path, world: int) -> dict[str, Any]:
+    return looped(folder, world, inside=False)
+
+
+def test_gradients_accumulate(folder):
+    (stock,) = run_ranks(_accumulated, 1, folder, 1)
+    for rank in run_ranks(_accumulated, 2, folder, 2, timeout_s=120):
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+        assert len(rank["norms"]) == 2 * 3  # the last batch of an epoch steps too
+
+
+def _accumulated(folder: Path, world: int) -> dict[str, Any]:
+    return looped(folder, world, inside=True, accumulates=2)
+
+
+def test_a_run_goes_on_by_another_plan(folder, stock, ours):
+    """From the state after the first epoch."""
+    world = 2 if len(ours) == 3 else 3
+    for rank in run_ranks(_resumed, world, folder, len(ours), world, timeout_s=120):
+        assert rank == pytest.approx([loss for loss, _ in stock["losses"][5:]], rel=1e-4)
+
+
+def _resumed(folder: Path, saved: int, world: int) -> list[float]:
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=PLANS[world]())
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
+    torch.manual_seed(12)
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world, shuffle=True)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    accelerator.load_state(str(folder / f"state-{saved}"))
+    network.train()
+    losses = []
+    for batch in loader:
+        loss = network(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+WRONG = {
+    "no loader": "the model is prepared without the loader",
+    "no backward": "the optimizer steps before the backward",
+    "other loss": "the loss does not come from the last call",
+    "twice": "the model is called again before the backward",
+    "logits": "'logits' is not kept while training",
+    "plugin": "fsdp_plugin has no meaning",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_goes_wrong_is_told(what, tmp_path):
+    with pytest.raises((InputError, AttributeError), match=WRONG[what]):
+        run_ranks(_wrong, 1, tmp_path, what)
+
+
+def _wrong(folder: Path, what: str) -> None:
+    from gpumix import Accelerator
+    from reference import Share, plan_for
+
+    as_launched(folder)
+    if what == "plugin":
+        Accelerator(fsdp_plugin=object())
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters())
+    if what == "no loader":
+        accelerator.prepare(network, optimizer)
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    network.train()
+    for batch in loader:
+        outputs = network(**batch)
+        if what == "twice":
+            network(**batch)
+        if what == "logits":
+            print(outputs.logits)
+        if what == "other loss":
+            accelerator.backward(torch.zeros((), requires_grad=True) * 2)
+        optimizer.step()
