@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +24,8 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
+from gpumix.engine.randomness import untouched
+from gpumix.hardware.runtime import indexed
 from gpumix.integrations.alike import make_alike
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
@@ -105,7 +109,8 @@ def host(
     first = rank() == 0
     make_alike(model)
     if plan is None:
-        plan = _planned(model, training, folder if first else None, say if first else _silent)
+        with _numbers_untouched():
+            plan = _planned(model, training, folder if first else None, say if first else _silent)
     elif plan.global_batch != training.global_batch:
         raise InputError(
             f"the plan is for steps of {plan.global_batch} samples, the program trains with "
@@ -146,6 +151,19 @@ def _planned(
             "state"
         )
     return plan
+
+
+@contextmanager
+def _numbers_untouched() -> Iterator[None]:
+    """The program draws what it would have drawn if nothing had been measured."""
+    current = "cuda" if torch.cuda.is_available() else "cpu"
+    states = random.getstate(), np.random.get_state()
+    try:
+        with untouched(indexed(current)):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def without_weights(model: nn.Module) -> nn.Module:
