@@ -20,7 +20,7 @@ VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 def test_the_verbs_are_these():
     assert VERBS == [
         "check", "compare", "demo", "devices", "doctor", "export", "inspect", "plan", "profile",
-        "simulate", "train", "whatif",
+        "report", "simulate", "top", "train", "whatif",
     ]  # fmt: skip
 
 
