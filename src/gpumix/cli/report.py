@@ -13,7 +13,7 @@ from gpumix.cli.common import Debug, Json, print_json, verb
 def register(app: typer.Typer) -> None:
     app.command(
         help="Write a run as one page that opens offline: how fast, who does what, and why.\n\n"
-        "Of a run that is under way, ended, failed, or only planned; nothing in it is changed.\n\n"
+        "Of a run that is under way, ended, failed, or only planned; nothing of it is changed.\n\n"
         "Example: gpumix report runs/first --open"
     )(report)
 

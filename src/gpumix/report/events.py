@@ -53,7 +53,8 @@ def _end(run: Run) -> list[Told]:
     if progress.state not in words:
         return []
     what, weight = words[progress.state]
-    return [Told(progress.state, progress.step, progress.heard_at, what, progress.why, weight)]
+    why = "" if progress.state == "finished" else progress.why
+    return [Told(progress.state, progress.step, progress.heard_at, what, why, weight)]
 
 
 _Words = tuple[str, str, Weight]

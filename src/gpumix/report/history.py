@@ -100,10 +100,16 @@ class History:
         return tuple(self._over_all(last) for last in self.classes)
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
-        before, told = 0, []
+        before = overruns = counted = 0
+        told = []
         for window in self.windows:
             steps, before = max(1, window.step - before), window.step
-            told += [(steps, c) for c in window.classes if c.device_class == last.device_class]
+            for one in window.classes:
+                if one.device_class == last.device_class:
+                    told.append((steps, one))
+                    # Each start counts from 0.
+                    overruns += one.overruns - (counted if one.overruns >= counted else 0)
+                    counted = one.overruns
         return replace(
             last,
             busy_share=_mean([(n, c.busy_share) for n, c in told]) or 0.0,
@@ -111,7 +117,7 @@ class History:
             mfu=_mean([(n, c.mfu) for n, c in told]),
             hfu=_mean([(n, c.hfu) for n, c in told]),
             peak_bytes=max((p for _, c in told if (p := c.peak_bytes) is not None), default=None),
-            overruns=sum(c.overruns for _, c in told),
+            overruns=overruns,
             shares=_mean_shares([(n, c.shares) for n, c in told]),
         )
 

@@ -150,7 +150,7 @@ def _events(events: tuple[Told, ...]) -> Table:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("last events", overflow="fold")
     for one in events:
-        said = Text(one.what, style=STYLES[one.weight])
+        said = Text().append(one.what, STYLES[one.weight])
         if one.why:
             said.append(f": {one.why}", style="dim")
         table.add_row(f"{one.step:,}", said)

@@ -12,8 +12,9 @@ from gpumix.train import run_files
 
 def mark_failed(folder: Path, why: str) -> None:
     """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
-    if none of them could."""
-    _mark(folder, "failed", why, after=("training", "restarting"))
+    which none of them may have been able to, and why: the one who writes may only know that its
+    peers did not answer."""
+    _mark(folder, "failed", why, after=("training", "restarting", "failed"))
 
 
 def mark_restarting(folder: Path, why: str) -> None:

@@ -14,7 +14,7 @@ def compared(facts: Facts) -> Markup:
     answer = facts.answer
     rows = [
         _row("step time", answer.predicted.step_s, answer.measured.step_s, words.seconds),
-        _row("speed", answer.predicted.tokens_per_s, answer.measured.tokens_per_s, words.rate),
+        _row("tokens/s", answer.predicted.tokens_per_s, answer.measured.tokens_per_s, words.count),
     ]
     for one in facts.classes:
         rows += _of_class(one)

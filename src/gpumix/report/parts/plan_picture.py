@@ -34,7 +34,7 @@ def plan_picture(facts: Facts) -> Markup:
         el("details", el("summary", "Why this plan"), el("ul", [el("li", line) for line in rest]))
         if rest
         else None,
-        lead=first,
+        lead=f"{first[:1].upper()}{first[1:]}." if first else "",
     )
 
 
