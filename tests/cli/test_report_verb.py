@@ -9,25 +9,7 @@ import subprocess
 import webbrowser
 
 import pytest
-from test_help import heavy_imports
-from verbs import gpumix, measured, refused
-
-from gpumix.planner.explain import plan as make_plan
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A folder with a plan, and a few steps of a run."""
-    folder = tmp_path / "first"
-    plan, profile = make_plan(measured(), 8), measured()
-    plan.save(folder / "plan.json")
-    profile.save(folder / "profile.json")
-    steps = [
-        {"event": "step", "step": n, "loss": 3.0 / n, "step_s": 0.5, "tokens_per_s": 2048.0}
-        for n in range(1, 6)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
-    return folder
+from verbs import gpumix, refused
 
 
 def test_the_page_lies_in_the_runs_folder(run):
@@ -77,11 +59,6 @@ def test_what_is_no_run_is_bad_input(tmp_path):
 def test_a_foreign_file_is_not_overwritten(run, tmp_path):
     (tmp_path / "mine.html").write_text("mine")
     assert "is not overwritten" in refused("report", run, "--output", tmp_path / "mine.html")
-
-
-def test_it_does_not_import_torch(run, tmp_path):
-    assert heavy_imports(tmp_path, "report", "first") == set()
-    assert heavy_imports(tmp_path, "top", "first", "--once") == set()
 
 
 CHROMIUM = next(

@@ -8,7 +8,6 @@ import time
 
 import pytest
 from rich.console import Console
-from test_report_verb import run  # noqa: F401
 from verbs import gpumix
 
 from gpumix.cli import top
@@ -41,7 +40,7 @@ def classes(folder) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):  # noqa: F811
+def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     tell(run, "training")
     classes(run)
@@ -60,7 +59,7 @@ def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):  # noqa: F
 
 
 @pytest.mark.parametrize("state", [None, "finished", "failed", "interrupted", "restarting"])
-def test_every_state_has_a_frame(run, state):  # noqa: F811
+def test_every_state_has_a_frame(run, state):
     if state is not None:
         tell(run, state, why="the disk is full")
     done = gpumix("top", run, "--once")
@@ -68,7 +67,7 @@ def test_every_state_has_a_frame(run, state):  # noqa: F811
     assert ("the disk is full" in done.stdout) == (state is not None)
 
 
-def test_json_is_one_object(run):  # noqa: F811
+def test_json_is_one_object(run):
     tell(run, "training")
     found = json.loads(gpumix("top", run, "--json").stdout)
     assert found["progress"]["step"] == 5
@@ -91,21 +90,21 @@ def follow(folder, then: list) -> str:
     return screen.file.getvalue()
 
 
-def test_it_ends_with_the_run(run):  # noqa: F811
+def test_it_ends_with_the_run(run):
     tell(run, "training")
     shown = follow(run, [lambda: tell(run, "training", step=6), lambda: tell(run, "finished")])
     assert "step 6 of 20" in shown
     assert "finished" in shown
 
 
-def test_a_run_that_starts_again_is_followed(run):  # noqa: F811
+def test_a_run_that_starts_again_is_followed(run):
     """For a moment it has failed."""
     tell(run, "training")
     then = ["failed", "restarting", "training", "failed", "failed"]
     follow(run, [lambda state=state: tell(run, state) for state in then])
 
 
-def test_ctrl_c_ends_it(run):  # noqa: F811
+def test_ctrl_c_ends_it(run):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -114,11 +113,11 @@ def test_ctrl_c_ends_it(run):  # noqa: F811
 
 
 @pytest.mark.parametrize(("silent_s", "over"), [(10, False), (500, False), (700, True)])
-def test_a_run_that_is_silent_for_long_is_over(run, silent_s, over):  # noqa: F811
+def test_a_run_that_is_silent_for_long_is_over(run, silent_s, over):
     tell(run, "training", time=time.time() - silent_s)
     assert top.over(read_run(run)) is over
 
 
-def test_long_steps_are_waited_for(run):  # noqa: F811
+def test_long_steps_are_waited_for(run):
     tell(run, "training", time=time.time() - 700, step_s=60.0)
     assert not top.over(read_run(run))

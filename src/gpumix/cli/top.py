@@ -80,7 +80,8 @@ def _follow(folder: Path, console: Console, every_s: float) -> None:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         settled = False
         while True:
-            live.update(frame(facts, width=console.width), refresh=True)
+            shown = frame(facts, width=console.width, height=console.height)
+            live.update(shown, refresh=True)
             failed = facts.run.progress.state == "failed"
             if over(facts.run) and (settled or not failed):
                 return

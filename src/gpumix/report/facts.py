@@ -184,7 +184,8 @@ def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Grou
         computed=samples / plan.global_batch,
         # Where hosts repeat the state, shares add up to one on each of them.
         stored=shares / (len(hosts) if plan.sharding == "host" else 1) if plan.zero_stage else None,
-        stored_each=Range.of([worker.state_share for worker in workers]),
+        # A team's workers divide what is their team's.
+        stored_each=Range.of([worker.state_share / stage.tensor for worker in workers]),
         micro_batch=max(worker.micro_batch for worker in workers),
         mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
         compute_dtype=first.compute_dtype,

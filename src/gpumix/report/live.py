@@ -16,19 +16,23 @@ from gpumix.report.page import SILENT_S, STATES
 from gpumix.train.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
-DEVICES = 16  # that are shown one by one
+DEVICES, LEAST_DEVICES = 16, 2  # that are shown one by one
+OTHER_LINES = 20  # of a frame, but for classes and devices
 SEPARATOR = "  ·  "
 NARROW = 100  # columns of a terminal: below it some columns of a table are left out
 STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
 STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
 
 
-def frame(facts: Facts, *, width: int) -> RenderableType:
-    """What fits into a terminal of so many columns."""
+def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableType:
+    """What fits into a terminal of so many columns, and lines if they are given."""
+    devices = DEVICES
+    if height is not None:
+        devices = max(LEAST_DEVICES, min(DEVICES, height - OTHER_LINES - len(facts.classes)))
     parts: list[RenderableType] = [_title(facts), _bar(facts, width), *_speed(facts), _plan(facts)]
     parts += [Text(), _classes(facts, wide=width >= NARROW)]
     if facts.run.history.ranks:
-        parts += [Text(), _devices(facts, wide=width >= NARROW)]
+        parts += [Text(), _devices(facts, devices, wide=width >= NARROW)]
     events = facts.events[-EVENTS:]
     if events:
         parts += [Text(), _events(events)]
@@ -122,11 +126,11 @@ def _class(facts: Facts, one: ClassFacts, *, wide: bool) -> Iterator[str]:
         yield words.size(one.planned_peak_bytes)
 
 
-def _devices(facts: Facts, *, wide: bool) -> RenderableType:
+def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:
     ranks = facts.run.history.ranks
     columns = ["device", "busy", "MFU", "tokens/s", "memory"]
     table = _new_table(*columns, *(["sent a step", "others", "input"] if wide else []))
-    for one in ranks[:DEVICES]:
+    for one in ranks[:most]:
         cells = [
             one.device,
             words.part(one.busy_share),
@@ -140,9 +144,9 @@ def _devices(facts: Facts, *, wide: bool) -> RenderableType:
             cells.append(words.part(shares.communication if shares else None))
             cells.append(words.part(shares.input if shares else None))
         table.add_row(*cells)
-    if len(ranks) <= DEVICES:
+    if len(ranks) <= most:
         return table
-    return Group(table, Text(f"and {len(ranks) - DEVICES:,} more devices", style="dim"))
+    return Group(table, Text(f"and {len(ranks) - most:,} more devices", style="dim"))
 
 
 def _events(events: tuple[Told, ...]) -> Table:

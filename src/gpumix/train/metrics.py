@@ -235,8 +235,10 @@ class RunLog:
             self.progress("finished")
         else:
             with suppress(OSError):  # a full disk must not hide the error
-                state = "interrupted" if isinstance(error, Interrupted) else "failed"
-                self.progress(state, first_line(error))
+                if isinstance(error, Interrupted):
+                    self.progress("interrupted", error.what)
+                else:
+                    self.progress("failed", first_line(error))
         self._file.close()
 
     def step(self, record: StepRecord) -> None:

@@ -29,6 +29,7 @@ class RunRecord(Document):
     """The file `run.json` of a run's folder."""
 
     KIND: ClassVar[str] = "run"
+    MADE_BY: ClassVar[str] = "gpumix train JOB.yaml"
     kind: Literal["run"] = "run"
 
     started_at: float = Field(description="time.time() of the last start")
