@@ -100,7 +100,7 @@ def test_it_ends_with_the_run(run):
 def test_a_run_that_starts_again_is_followed(run):
     """For a moment it has failed."""
     tell(run, "training")
-    then = ["failed", "restarting", "training", "failed", "failed"]
+    then = ["failed", "restarting", "training", "interrupted", "restarting", "failed", "failed"]
     follow(run, [lambda state=state: tell(run, state) for state in then])
 
 

@@ -82,11 +82,11 @@ def _follow(folder: Path, console: Console, every_s: float) -> None:
         while True:
             shown = frame(facts, width=console.width, height=console.height)
             live.update(shown, refresh=True)
-            failed = facts.run.progress.state == "failed"
-            if over(facts.run) and (settled or not failed):
+            may_go_on = facts.run.progress.state in ("failed", "interrupted")
+            if over(facts.run) and (settled or not may_go_on):
                 return
-            settled = failed
-            time.sleep(SETTLES_S if failed else every_s)
+            settled = may_go_on
+            time.sleep(SETTLES_S if may_go_on else every_s)
             facts = _looked(folder)
 
 

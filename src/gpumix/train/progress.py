@@ -18,8 +18,9 @@ def mark_failed(folder: Path, why: str) -> None:
 
 
 def mark_restarting(folder: Path, why: str) -> None:
-    """Say there that a run which failed starts again by itself."""
-    _mark(folder, "restarting", why, after=("training", "failed"))
+    """Say there that a run which failed, or one of whose ranks was asked to end, starts again by
+    itself."""
+    _mark(folder, "restarting", why, after=("training", "failed", "interrupted"))
 
 
 def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None:
