@@ -45,6 +45,9 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
     assert {c["device_class"] for c in summary["classes"]} == {"fast", "medium", "slow"}
     assert Plan.load(folder / "mine" / "plan.json").emulated
     assert summary["speedup_vs_even"] > 0
+    (even,) = metrics(folder / "mine", "compared")
+    speed = summary["speedup_vs_even"] * even["tokens_per_s"]
+    assert (even["strategy"], speed) == ("even", pytest.approx(summary["tokens_per_s"]))
     last = first.err.splitlines()[-1]
     assert last.startswith(f"{summary['tokens_per_s']:.0f} tokens/s, ")
     assert f"{summary['speedup_vs_even']:.2f} times an even split" in last

@@ -20,7 +20,7 @@ VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 def test_the_verbs_are_these():
     assert VERBS == [
         "check", "compare", "demo", "devices", "doctor", "export", "inspect", "plan", "profile",
-        "simulate", "train", "whatif",
+        "report", "simulate", "top", "train", "whatif",
     ]  # fmt: skip
 
 
@@ -97,3 +97,8 @@ def test_simulating_an_estimate_does_not_import_torch(tmp_path, model):
     assert heavy_imports(tmp_path, "plan", *cards, "--output", "plan.json") == set()
     assert heavy_imports(tmp_path, "simulate", "plan.json", *cards, "--trace", "t.json") == set()
     assert (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [("report", "first"), ("top", "first", "--once")])
+def test_showing_a_run_does_not_import_torch(run, tmp_path, arguments):
+    assert heavy_imports(tmp_path, *arguments) == set()

@@ -56,7 +56,9 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
         done = gpumix(*given, *(w for s in sets for w in ("--set", s)))
         assert done.exit_code == 0, f"{words}: {done.stderr}"
         ran.append(part)
-    assert ran == ["devices", "plan", "train", "resume", "simulate", "export", "inspect"]
+    assert ran == [
+        "devices", "plan", "train", "resume", "simulate", "top", "report", "export", "inspect",
+    ]  # fmt: skip
     assert checkpoints(tmp_path / "runs" / "first")[-1] == "step-00000005"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
     assert model.config.hidden_size == 32

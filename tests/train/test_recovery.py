@@ -92,6 +92,7 @@ def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undis
     pipeline.train(sound.plan(profile), resume=False, made_from=profile)
     restarts = check_same(tmp_path / "run", undisturbed)
     assert [one["resumed_from"] for one in restarts] == [0]
+    assert restarts[0]["decided"].endswith("is left out: its rank was lost 2 times in a row")
     assert [d.id for d in pipeline.cluster.devices] == ["big-0"]
 
 
@@ -102,6 +103,7 @@ def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):
     assert "was killed by signal 9" in caught.value.what
     assert caught.value.why.endswith("that happened 2 times in a row")
     assert progress(tmp_path / "run")["state"] == "failed"
+    assert caught.value.what in progress(tmp_path / "run")["why"]
 
 
 def test_who_does_not_want_it_is_told_at_once(tmp_path):

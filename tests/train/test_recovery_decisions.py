@@ -122,7 +122,7 @@ def test_memory_in_pieces_is_tried_as_it_was_once():
 def test_lessons_are_taken_up_by_other_processes():
     recovery = Recovery(3)
     recovery.after(full(), 5, plan(peak=50))
-    restart = Restart("out of memory", 1.5)
+    restart = Restart("out of memory", 1.5, "planning again")
     lessons = Lessons.from_text(recovery.lessons(restart).to_text())
     assert lessons.restart == restart
     taken_up = Recovery(3, lessons)

@@ -114,7 +114,7 @@ def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     first = train(job)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     again = train(job, resume=True)
-    kept = {"plan.json", "profile.json", ".lock"}  # what it was going to run by
+    kept = {"run.json", "plan.json", "profile.json", ".lock"}  # what it was going to run by
     assert {p for p, t in files.items() if p.stat().st_mtime_ns != t and p.is_file()} <= {
         tmp_path / "run" / name for name in kept
     }

@@ -12,16 +12,19 @@ from rich.console import Console
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.train.account import Shares
 from gpumix.train.display import Display
 from gpumix.train.metrics import (
     ClassRecord,
     RankRecord,
     RunLog,
     StepRecord,
+    Told,
     by_class,
     speed_of,
+    tell_afterwards,
 )
-from gpumix.train.watch import Shares
+from gpumix.train.progress import mark_failed, mark_restarting
 
 MIB = 2**20
 
@@ -161,7 +164,34 @@ def test_progress_says_how_a_run_ended(tmp_path, error, state):
         log.step(step(1))
         raise error
     assert progress(tmp_path)["state"] == state
+    assert progress(tmp_path)["why"] == str(error)
     assert progress(tmp_path)["step"] == 1
+
+
+def test_progress_says_that_a_run_starts_again_and_that_it_could_not(tmp_path):
+    with RunLog(tmp_path, plan(), 10) as log:
+        log.step(step(1))
+        log.progress("training")
+        mark_restarting(tmp_path, "rank 1 died")
+        assert (progress(tmp_path)["state"], progress(tmp_path)["why"]) == (
+            "restarting", "rank 1 died",
+        )  # fmt: skip
+        mark_failed(tmp_path, "no plan fits")
+        assert (progress(tmp_path)["state"], progress(tmp_path)["why"]) == (
+            "failed", "no plan fits",
+        )  # fmt: skip
+    assert progress(tmp_path)["state"] == "finished"
+    mark_restarting(tmp_path, "nothing")
+    assert progress(tmp_path)["state"] == "finished"
+
+
+def test_what_is_found_out_afterwards_is_one_more_record(tmp_path):
+    with RunLog(tmp_path, plan(), 1) as log:
+        log.step(step(1))
+    tell_afterwards(tmp_path, 1, Told("compared", {"strategy": "even", "step_s": 2.0}, ""))
+    assert [r["step"] for r in metrics(tmp_path)] == [1]
+    (told,) = metrics(tmp_path, "compared")
+    assert (told["step"], told["strategy"], told["step_s"]) == (1, "even", 2.0)
 
 
 def test_the_files_are_whole_after_every_record(tmp_path):

@@ -10,9 +10,10 @@ from jobs import metrics, train, write_job
 
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.tuning import Limit
+from gpumix.train.account import Shares
 from gpumix.train.display import input_bound
 from gpumix.train.metrics import RankRecord
-from gpumix.train.watch import WINDOW_STEPS, HostStamps, Shares, Starvation, Watch
+from gpumix.train.watch import WINDOW_STEPS, HostStamps, Starvation, Watch
 
 
 class Times:

@@ -19,7 +19,9 @@ from gpumix.cli import (
     inspect,
     plan,
     profile,
+    report,
     simulate,
+    top,
     train,
     whatif,
 )
@@ -57,6 +59,8 @@ for verb in (
     whatif,
     simulate,
     train,
+    report,
+    top,
     doctor,
     demo,
     export,

@@ -6,13 +6,17 @@ import shutil
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gpumix.cli.common import Debug, Json, print_json, verb
 from gpumix.spec.errors import InputError
 from gpumix.train import run_files
+
+if TYPE_CHECKING:
+    from gpumix.train.metrics import Told
+    from gpumix.train.outcome import Trial
 
 JOB_FILE = "demo.yaml"
 EVEN_STEPS = 5
@@ -59,6 +63,7 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from gpumix.train.metrics import tell_afterwards
     from gpumix.train.pipeline import Pipeline, too_busy
 
     _check_room(output)
@@ -72,12 +77,27 @@ def demo(
         pipeline.show(too_busy(overruns))
     speedup = summary.tokens_per_s / even.tokens_per_s
     error = summary.prediction_error or 0.0
+    tell_afterwards(pipeline.job.output, summary.steps, _even_told(even))
     pipeline.show(
         f"[bold]{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
         f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}[/bold]"
     )
     if as_json:
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
+
+
+def _even_told(even: Trial) -> Told:
+    """How fast the even split was, for the run's report."""
+    from gpumix.train.metrics import Told
+
+    fields = {
+        "strategy": "even",
+        "steps": EVEN_STEPS,
+        "step_s": even.step_s,
+        "tokens_per_s": even.tokens_per_s,
+        "overruns": even.overruns,
+    }
+    return Told("compared", fields, "")
 
 
 def _write_job(folder: Path, steps: int) -> Path:

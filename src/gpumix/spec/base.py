@@ -40,6 +40,7 @@ class Document(Value):
 
     KIND: ClassVar[str]
     SCHEMA: ClassVar[int] = 1
+    MADE_BY: ClassVar[str] = ""  # a command, where it is no verb of the kind's own name
 
     kind: str
     schema_version: int = 1
@@ -58,7 +59,8 @@ class Document(Value):
             raise InputError(
                 f"cannot read the {cls.KIND}", where=str(path), why=str(error)
             ) from error
-        fix = f"make one with `gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json`"
+        made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
+        fix = f"make one with `{made_by}`"
         _check_kind(cls, text, path, fix)
         try:
             return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are no 4

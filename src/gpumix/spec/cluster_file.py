@@ -2,13 +2,14 @@
 
 The long form names classes and then devices; in the short form each row of a list defines its
 class. `assemble` turns either into a `Cluster`, or says what is wrong. Used by `spec.read`.
+`written` goes the other way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -136,6 +137,36 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
     classes = {c.name: c for _, c in parts.classes}
     cluster = Cluster(classes=tuple(classes.values()), devices=devices, network=parts.network)
     return cluster, []
+
+
+def written(cluster: Cluster) -> dict[str, Any]:
+    """The long form of a cluster, as a file would have it; less what only drivers know."""
+    form: dict[str, Any] = {
+        "classes": {one.name: _class_form(one) for one in cluster.classes},
+        "devices": [_row_form(one, cluster) for one in cluster.devices],
+    }
+    if cluster.network is not None:
+        form["network"] = cluster.network.model_dump(mode="json")
+    return form
+
+
+def _class_form(one: DeviceClass) -> dict[str, Any]:
+    keys = {
+        "memory": one.memory_bytes,
+        "emulate": one.emulate_flops_per_s,
+        "accelerator": one.accelerator,
+        "product": one.product,
+        "driver": one.driver,
+        "compute_capability": one.compute_capability,
+        "peak_flops": one.peak_flops_per_s,
+    }
+    return {key: value for key, value in keys.items() if value not in (None, "")}
+
+
+def _row_form(device: Device, cluster: Cluster) -> dict[str, Any]:
+    cuda = cluster.class_named(device.device_class).accelerator == "cuda"
+    row: dict[str, Any] = {"class": device.device_class, "id": device.id, "host": device.host}
+    return row | {"ordinal": device.ordinal} if cuda else row
 
 
 def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:

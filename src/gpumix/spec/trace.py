@@ -146,6 +146,7 @@ class Trace(Document):
     """The file. What is not of the format, such as `kind`, viewers pass over."""
 
     KIND: ClassVar[str] = "trace"
+    MADE_BY: ClassVar[str] = "gpumix train JOB.yaml --trace STEP"
     kind: Literal["trace"] = "trace"
 
     displayTimeUnit: Literal["ms", "ns"] = "ms"  # the format's own name

@@ -26,6 +26,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
+from gpumix.train.account import Account
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
@@ -35,6 +36,7 @@ from gpumix.train.interlude import Interlude
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import (
+    WARM_UP_STEPS,
     ClassRecord,
     RankRecord,
     RunLog,
@@ -54,12 +56,11 @@ from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
-from gpumix.train.watch import Account, Watch, stamps_of
+from gpumix.train.watch import Watch, stamps_of
 
 # Notices of the engine's, the larger one first.
 STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
-WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
 class Trainer:
@@ -361,7 +362,11 @@ class Trainer:
         if restart is not None and self._display is not None:
             seconds = time.time() - restart.failed_at
             self._log.restart(
-                self.step, resumed_from=self._begun_at, why=restart.why, seconds=seconds
+                self.step,
+                resumed_from=self._begun_at,
+                why=restart.why,
+                decided=restart.decided,
+                seconds=seconds,
             )
             self._display.say(f"training again after {show_seconds(seconds)}")
 

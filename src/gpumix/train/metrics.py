@@ -18,15 +18,16 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
-from gpumix.spec.errors import Interrupted
+from gpumix.spec.errors import Interrupted, first_line
 from gpumix.spec.peak import Peak
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.train import run_files
+from gpumix.train.account import Shares
 from gpumix.train.progress import write_at_once
-from gpumix.train.watch import Shares
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
+WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
 def typical_s(times: Iterable[float]) -> float:
@@ -110,15 +111,19 @@ def speed_of(plan: Plan, rank: int, step_s: float, tokens: float) -> Speed:
     team = plan.stages[plan.stages_of(rank)[0]].tensor
     tokens_per_s = tokens / team / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
-    if expected is None or peak is None:
-        return Speed(tokens_per_s)
+    return Speed(tokens_per_s, *utilisation(expected, peak, step_s))
+
+
+def utilisation(
+    expected: WorkerPrediction | None, peak: Peak | None, step_s: float
+) -> tuple[float | None, float | None]:
+    """MFU and HFU of a device that does in a step of `step_s` what is expected of it; None where
+    FLOPs or peak are not known."""
+    if expected is None or peak is None or step_s <= 0:
+        return None, None
     most = step_s * peak.flops_per_s
     model, hardware = expected.model_flops, expected.hardware_flops
-    return Speed(
-        tokens_per_s,
-        mfu=None if model is None else model / most,
-        hfu=None if hardware is None else hardware / most,
-    )
+    return None if model is None else model / most, None if hardware is None else hardware / most
 
 
 def _peak_of(plan: Plan, name: str) -> Peak | None:
@@ -230,7 +235,10 @@ class RunLog:
             self.progress("finished")
         else:
             with suppress(OSError):  # a full disk must not hide the error
-                self.progress("interrupted" if isinstance(error, Interrupted) else "failed")
+                if isinstance(error, Interrupted):
+                    self.progress("interrupted", error.what)
+                else:
+                    self.progress("failed", first_line(error))
         self._file.close()
 
     def step(self, record: StepRecord) -> None:
@@ -261,19 +269,22 @@ class RunLog:
         fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
         self._write("checkpoint", {"step": step, **fields})
 
-    def restart(self, step: int, *, resumed_from: int, why: str, seconds: float) -> None:
+    def restart(
+        self, step: int, *, resumed_from: int, why: str, decided: str, seconds: float
+    ) -> None:
         """The run had to start again; it took so long until the first step after that was done."""
-        fields = {"resumed_from": resumed_from, "why": why, "seconds": seconds}
+        fields = {"resumed_from": resumed_from, "why": why, "decided": decided, "seconds": seconds}
         self._write("restart", {"step": step, **fields})
 
     def tell(self, step: int, told: Told) -> None:
         """What was found, or done, after a step."""
         self._write(told.event, {"step": step, **told.fields})
 
-    def progress(self, state: str) -> None:
-        """Replace `progress.json`, for whoever watches the run."""
+    def progress(self, state: str, why: str = "") -> None:
+        """Replace `progress.json`, for whoever watches the run; `why` it ended before its time."""
         value = {
             "state": state,
+            "why": why,
             "step": self.done,
             "steps": self.steps,
             "loss": self.loss,
@@ -301,6 +312,13 @@ class RunLog:
         assert self._file is not None
         self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
         self._file.flush()
+
+
+def tell_afterwards(folder: Path, step: int, told: Told) -> None:
+    """Add to the `metrics.jsonl` of a run that has ended what was found out beside it."""
+    line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
+    with (folder / run_files.METRICS).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def _until(path: Path, step: int) -> Iterator[str]:

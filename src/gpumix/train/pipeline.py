@@ -24,6 +24,7 @@ from gpumix.spec.errors import (
     MachineError,
     PlanOutdated,
     RankInterrupted,
+    first_line,
 )
 from gpumix.spec.job import Job
 from gpumix.spec.placed import placed
@@ -36,7 +37,7 @@ from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
-from gpumix.train.progress import mark_failed
+from gpumix.train.progress import mark_failed, mark_restarting
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
@@ -137,7 +138,12 @@ class Pipeline:
         with self._output_for_one():
             if self.speaks:
                 self._runs.begins(self.job.output, lessons)
-            return self._train(plan, profile, resume, lessons)
+            try:
+                return self._train(plan, profile, resume, lessons)
+            except BaseException as error:
+                if self.speaks:  # a rank that was ended could not say so
+                    mark_failed(self.job.output, first_line(error))
+                raise
 
     def _has_all(self, plan: Plan) -> bool:
         return {w.device for w in plan.workers} == {d.id for d in self.cluster.devices}
@@ -162,9 +168,12 @@ class Pipeline:
             except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
                 if not self._runs.restarts_after(error):
                     raise
-                restart = Restart(error.what, time.time())
+                failed_at = time.time()
                 again = recovery.after(error, self._newest(), plan)
+                restart = Restart(error.what, failed_at, again.told)
                 self.show(f"{error}\n{again.told}")
+                if self.speaks:
+                    mark_restarting(self.job.output, error.what)
                 self._runs.starts_again(self.job.output, recovery.lessons(restart))
                 plan, profile = self._plan_again(again, plan, profile)
 
@@ -188,8 +197,6 @@ class Pipeline:
                 saves=True,
             )
         except BaseException:
-            if self.speaks:  # a rank that was ended could not say so
-                mark_failed(self.job.output)
             self._tell_of_collectives()
             raise
         return summary

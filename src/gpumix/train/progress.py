@@ -10,14 +10,26 @@ from pathlib import Path
 from gpumix.train import run_files
 
 
-def mark_failed(folder: Path) -> None:
+def mark_failed(folder: Path, why: str) -> None:
     """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
-    if none of them could."""
+    which none of them may have been able to, and why: the one who writes may only know that its
+    peers did not answer."""
+    _mark(folder, "failed", why, after=("training", "restarting", "failed"))
+
+
+def mark_restarting(folder: Path, why: str) -> None:
+    """Say there that a run which failed, or one of whose ranks was asked to end, starts again by
+    itself."""
+    _mark(folder, "restarting", why, after=("training", "failed", "interrupted"))
+
+
+def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None:
     path = folder / run_files.PROGRESS
     with suppress(OSError, ValueError, KeyError, TypeError):
         value = json.loads(path.read_text(encoding="utf-8"))
-        if value["state"] == "training":
-            write_at_once(path, json.dumps(value | {"state": "failed", "time": time.time()}) + "\n")
+        if value["state"] in after:
+            now = {"state": state, "why": why, "time": time.time()}
+            write_at_once(path, json.dumps(value | now) + "\n")
 
 
 def last_heard(folder: Path) -> float | None:

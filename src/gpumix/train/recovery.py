@@ -30,10 +30,12 @@ BELOW_PEAK = 0.97
 
 @dataclass(frozen=True)
 class Restart:
-    """Why a run had to start again; `failed_at` is the time of that (`time.time()`)."""
+    """Why a run had to start again, and what was decided then; `failed_at` is the time of that
+    (`time.time()`)."""
 
     why: str
     failed_at: float
+    decided: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Lessons:
         told = json.loads(text)
         memory = tuple((str(name), float(part)) for name, part in told["memory"])
         slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
-        restart = Restart(str(told["restart"]["why"]), float(told["restart"]["failed_at"]))
+        why, failed_at = str(told["restart"]["why"]), float(told["restart"]["failed_at"])
+        restart = Restart(why, failed_at, str(told["restart"].get("decided", "")))
         return cls(restart, int(told["tried"]), int(told["newest"]), memory, slower)
 
 

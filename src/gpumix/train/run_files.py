@@ -1,12 +1,14 @@
-"""The names of what a run leaves in its folder."""
+"""The names of what a run leaves in its folder, and of what is made of it there."""
 
 from __future__ import annotations
 
+RUN = "run.json"  # the job as it was understood, and the versions
 PROFILE = "profile.json"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
 TRACE = "trace.json"
+REPORT = "report.html"  # what `gpumix report` makes of all that
 CHECKPOINTS = "checkpoints"
 COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that failed
 LOCK = ".lock"  # held by the process that runs
@@ -14,5 +16,18 @@ AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
 
 ALL = frozenset(
-    {PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, COLLECTIVES, LOCK, AGENTS, LESSONS}
+    {
+        RUN,
+        PROFILE,
+        PLAN,
+        METRICS,
+        PROGRESS,
+        TRACE,
+        REPORT,
+        CHECKPOINTS,
+        COLLECTIVES,
+        LOCK,
+        AGENTS,
+        LESSONS,
+    }
 )

@@ -28,6 +28,7 @@ from gpumix.train.models import model_of
 from gpumix.train.optimizer import trial_optimizer
 from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
+from gpumix.train.run_record import RunRecord
 from gpumix.train.tables import stderr
 
 
@@ -129,7 +130,8 @@ def train(
 ) -> Summary:
     """Train the job by the plan. Every rank returns the summary.
 
-    The run's folder gets the plan, and the profile it was made from, once nothing is in the way.
+    The run's folder gets the job, the plan and the profile it was made from, once nothing is in the
+    way.
     """
     with joined(seat, task) as context:
         own = plan.for_devices([d.id for d in devices])
@@ -138,6 +140,7 @@ def train(
             job = task.job
             for line in warnings_of(context.train_data, context.held_out, job.global_batch):
                 stderr().print(line, style="yellow")
+            RunRecord.of(task).save(task.job.output / run_files.RUN)
             plan.save(task.job.output / run_files.PLAN)
             if profile is not None:
                 profile.save(task.job.output / run_files.PROFILE)

@@ -1,0 +1,45 @@
+"""What devices reach alone: the mark that a mixture of them is held against.
+
+A device that computes without a pause, in the micro-batch and mode that were measured to be its
+fastest, needs so many seconds for a sample; it sends nothing, waits for nobody, and lacks no
+memory. Added up over devices that is a speed that no plan without better kernels goes beyond.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from gpumix.cost.curves import MicroBatches
+from gpumix.cost.time import can, work_seconds
+from gpumix.spec.plan import Mode
+from gpumix.spec.profile import ROOT, Profile
+
+MODES = (Mode(), Mode(recompute=False))
+HEADS = ("whole", "chunked")
+
+
+def samples_per_s_alone(profile: Profile, device_class: str) -> float:
+    """Of one device of a class."""
+    measured = profile.of_class(device_class)
+    sizes = sorted({size for one in measured.units.values() for size in one.forward.sizes})
+    most = measured.largest_micro_batch or max(measured.units[ROOT].forward.sizes)
+    tried = np.unique([max(1, int(size)) for size in sizes if size <= most] or [1])
+    micro = MicroBatches.of(tried, tried)
+    modes = [one.model_copy(update={"head": head}) for one in MODES for head in HEADS]
+    seconds = [
+        work_seconds(profile, device_class, micro, mode) / tried
+        for mode in modes
+        if can(profile, device_class, mode)
+    ]
+    least_s = float(np.min(seconds))
+    return 1.0 / least_s if least_s > 0 else float("inf")
+
+
+def ideal_tokens_per_s(profile: Profile, device_classes: Iterable[str]) -> float:
+    """Of devices of these classes together, each named as often as there are devices of it."""
+    counts = Counter(device_classes)
+    samples_per_s = sum(n * samples_per_s_alone(profile, name) for name, n in counts.items())
+    return samples_per_s * profile.sequence_length

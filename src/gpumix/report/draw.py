@@ -1,0 +1,98 @@
+"""What all pictures of the page share: bars and places in percent, ticks, legends.
+
+Widths are percent and heights pixels, so that letters keep their size on a phone and on a wide
+screen, and nothing has to be computed by a script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from gpumix.report.html import Child, Markup, el
+
+COLOURS = 8  # of the style sheet, c0 to c7
+
+
+def colour(number: int) -> str:
+    return f"c{number % COLOURS}"
+
+
+def percent(part: float) -> str:
+    """A part of a whole as a place; nothing lies outside of the picture."""
+    return f"{100 * min(1.0, max(0.0, part)):.4g}%"
+
+
+def picture(title: str, height: float, *children: Child, class_: str = "") -> Markup:
+    """An image with a name for those who do not see it, as wide as there is room."""
+    return el(
+        "svg",
+        el("title", title),
+        children,
+        role="img",
+        width="100%",
+        height=height,
+        class_=class_ or None,
+    )
+
+
+def bar(
+    begin: float, end: float, *, y: float, height: float, class_: str, title: str = ""
+) -> Markup:
+    """A bar between two parts of the width."""
+    width = max(0.0, min(1.0, end) - max(0.0, begin))
+    return el(
+        "rect",
+        el("title", title) if title else None,
+        x=percent(begin),
+        y=y,
+        width=percent(width),
+        height=height,
+        class_=class_,
+    )
+
+
+def label(at: float, y: float, words: str, *, anchor: str = "", class_: str = "") -> Markup:
+    """Words at a part of the width; by default they stay inside at both ends."""
+    if not anchor:
+        anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
+    return el("text", words, x=percent(at), y=y, text_anchor=anchor, class_=class_ or None)
+
+
+def tick(at: float, y1: float, y2: float, class_: str = "grid") -> Markup:
+    """A line from top to bottom."""
+    return el("line", x1=percent(at), x2=percent(at), y1=y1, y2=y2, class_=class_)
+
+
+Shape = Literal["square", "line", "dot", "mark"]
+Entry = tuple[str, str] | tuple[str, str, Shape]
+
+
+def legend(entries: Iterable[Entry]) -> Markup:
+    """What colours mean: classes of the style sheet with their words, and their shapes."""
+    items = (el("li", _swatch(class_, *shape), words) for class_, words, *shape in entries)
+    return el("ul", items, class_="legend")
+
+
+def _swatch(class_: str, shape: Shape = "square") -> Markup:
+    width, drawn = 11, el("rect", width=11, height=11, rx=2, class_=class_)
+    if shape == "line":
+        width, drawn = 22, el("line", x1=0, x2=22, y1=5.5, y2=5.5, class_=class_)
+    elif shape == "dot":
+        drawn = el("circle", cx=5.5, cy=5.5, r=4, class_=class_)
+    elif shape == "mark":
+        drawn = el("line", x1=5.5, x2=5.5, y1=0, y2=11, class_=class_)
+    return el("svg", drawn, width=width, height=11, aria_hidden="true", class_="swatch")
+
+
+def ticks(low: float, high: float, about: int = 4) -> Sequence[float]:
+    """Round numbers between two others."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    rough = span / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 2.5, 5, 10) if f * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]

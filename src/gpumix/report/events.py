@@ -1,0 +1,155 @@
+"""What happened in a run, in words: step, time, what, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from gpumix.report.history import Happened, finite
+from gpumix.report.run import Run
+from gpumix.spec.units import show_seconds
+
+Weight = Literal["note", "change", "trouble"]
+CHANGED = 6  # devices whose samples are told one by one
+
+
+@dataclass(frozen=True)
+class Told:
+    """An event as it is shown; `weight` says how much a reader should care."""
+
+    event: str
+    step: int
+    time: float | None
+    what: str
+    why: str
+    weight: Weight = "note"
+
+
+def told_of(run: Run) -> tuple[Told, ...]:
+    """All events of a run in the order in which they were told, its end the last."""
+    told = [_told(one) for one in run.history.events]
+    return (*told, *_end(run))
+
+
+def _told(one: Happened) -> Told:
+    if one.event in WORDS:
+        what, why, weight = WORDS[one.event](one)
+    else:
+        fields = (f"{k} {v}" for k, v in one.told.items() if k not in ("event", "step", "time"))
+        what, why, weight = one.event, ", ".join(fields), "note"
+    return Told(one.event, one.step, one.time, what, why, weight)
+
+
+def _end(run: Run) -> list[Told]:
+    progress = run.progress
+    words: dict[str, tuple[str, Weight]] = {
+        "failed": ("The run failed", "trouble"),
+        "interrupted": ("The run was stopped", "change"),
+        "restarting": ("The run starts again", "trouble"),
+        "finished": ("All steps are done", "note"),
+    }
+    if progress.state not in words:
+        return []
+    what, weight = words[progress.state]
+    why = "" if progress.state == "finished" else progress.why
+    return [Told(progress.state, progress.step, progress.heard_at, what, why, weight)]
+
+
+_Words = tuple[str, str, Weight]
+
+
+def _restart(one: Happened) -> _Words:
+    took = one.number("seconds")
+    seconds = "" if took is None else f", training again after {show_seconds(took)}"
+    since = one.number("resumed_from")
+    what = "Started again" if since is None else f"Started again from step {int(since)}"
+    return f"{what}{seconds}", _sentences(one.text("why"), one.text("decided")), "trouble"
+
+
+def _checkpoint(one: Happened) -> _Words:
+    seconds, stalled = one.number("seconds"), one.number("stalled_s")
+    took = "" if seconds is None else f"written in {show_seconds(seconds)}"
+    still = "" if stalled is None else f"training stood still for {show_seconds(stalled)}"
+    name = PurePath(one.text("path")).name
+    return f"Checkpoint {name}".strip(), ", ".join(filter(None, (took, still))), "note"
+
+
+def _rebalance(one: Happened) -> _Words:
+    moved = _changes(one.told.get("samples_before"), one.told.get("samples"))
+    state = " State moved with them." if "shares" in one.told else ""
+    return "Samples split anew", f"{_sentences(one.text('why'), moved)}{state}", "change"
+
+
+def _changes(before: object, after: object) -> str:
+    """Whose samples changed; of many only some."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return ""
+    changed = [
+        f"{device} {before[device]} to {now}"
+        for device, now in after.items()
+        if device in before and before[device] != now
+    ]
+    more = f" and {len(changed) - CHANGED} more" if len(changed) > CHANGED else ""
+    return ", ".join(changed[:CHANGED]) + more
+
+
+def _rebalanced(one: Happened) -> _Words:
+    now, before = one.number("step_s"), one.number("step_before_s")
+    if now is None or before is None:
+        return "What the new split came to", "", "note"
+    why = f"a step takes {show_seconds(now)}, it took {show_seconds(before)}"
+    return "What the new split came to", why, "note"
+
+
+def _starved(one: Happened) -> _Words:
+    told = one.told.get("ranks")
+    parts = []
+    for rank in told if isinstance(told, list) else ():
+        share = finite(rank.get("share")) if isinstance(rank, Mapping) else None
+        if share is not None:
+            limit = f" ({rank['limit']})" if rank.get("limit") else ""
+            parts.append(f"{rank.get('device', '')} {share:.0%} of each step{limit}")
+    return "Devices wait for their data", ", ".join(parts), "trouble"
+
+
+def _spike(one: Happened) -> _Words:
+    times, others = one.number("times"), one.number("others")
+    size = "beyond all numbers" if times is None else f"{times:.0f} times as large as usual"
+    beside = "" if others is None else f"; that of the others {others:.1f} times"
+    what = f"The gradient of {one.text('device') or 'a device'} stands out"
+    return what, f"it was {size}{beside}: bad samples, or wrong results", "trouble"
+
+
+def _replay(one: Happened) -> _Words:
+    devices = one.told.get("devices")
+    names = " and ".join(map(str, devices)) if isinstance(devices, list) else "a device"
+    who = f"{names} computes wrong" if one.told.get("sure") else f"One of {names} computes wrong"
+    off = one.number("deviation")
+    why = "" if off is None else f"its gradient of the same sample is {off:.0%} off"
+    where = f", from {one.text('where')} backward" if one.text("where") else ""
+    return who, f"{why}{where}", "trouble"
+
+
+def _compared(one: Happened) -> _Words:
+    step_s, steps = one.number("step_s"), one.number("steps")
+    took = "" if step_s is None else f"{show_seconds(step_s)} a step"
+    over = "" if steps is None else f", over {int(steps)} steps on the same devices"
+    return f"Strategy {one.text('strategy')} measured", f"{took}{over}", "note"
+
+
+def _sentences(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+WORDS: dict[str, Callable[[Happened], _Words]] = {
+    "restart": _restart,
+    "checkpoint": _checkpoint,
+    "rebalance": _rebalance,
+    "rebalanced": _rebalanced,
+    "input-bound": _starved,
+    "norm-spike": _spike,
+    "replay": _replay,
+    "compared": _compared,
+}

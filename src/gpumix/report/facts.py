@@ -1,0 +1,251 @@
+"""What is shown of a run, as numbers: page, terminal and `--json` take them from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from gpumix.report.events import Told, told_of
+from gpumix.report.run import Run
+from gpumix.report.speed import Answer, answer_of
+from gpumix.spec.plan import Plan, Stage, Worker, WorkerPrediction
+from gpumix.train.account import Shares
+from gpumix.train.metrics import ClassRecord, utilisation
+
+
+@dataclass(frozen=True)
+class Range:
+    """The least and the most that a device of several has."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        return cls(min(values), max(values))
+
+    @property
+    def alike(self) -> bool:
+        return self.most - self.least <= 1e-3 * max(abs(self.most), 1e-12)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices of one class in one stage: who computes, and who stores, what.
+
+    `samples` are of the whole group in a step, `stored` its part of the state that the stage's
+    workers divide; None where each of them stores all of it.
+    """
+
+    stage: int
+    device_class: str
+    devices: int
+    hosts: tuple[str, ...]
+    samples: int
+    samples_each: Range
+    computed: float
+    stored: float | None
+    stored_each: Range
+    micro_batch: int
+    mode: str
+    compute_dtype: str
+    state_on: str
+    team: int
+
+
+@dataclass(frozen=True)
+class ClassFacts:
+    """One device class: what is predicted of its devices, and what they did.
+
+    Memory is that of its fullest device, other numbers are means over its devices; None is not
+    known, or not measured yet. `planned_memory` is by cause.
+    """
+
+    device_class: str
+    devices: int
+    what: str
+    hosts: tuple[str, ...]
+    memory_limit_bytes: int | None
+    planned_memory: dict[str, int]
+    planned_peak_bytes: int | None
+    host_bytes: int
+    peak_bytes: int | None
+    planned_busy_share: float | None
+    busy_share: float | None
+    planned_mfu: float | None
+    mfu: float | None
+    planned_hfu: float | None
+    hfu: float | None
+    peak_source: str
+    tokens_per_s: float | None
+    shares: Shares | None
+    overruns: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of them. `left_out` devices are in the cluster and not in the plan."""
+
+    run: Run
+
+    @cached_property
+    def answer(self) -> Answer:
+        return answer_of(self.run)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        plan = self.run.plan
+        return tuple(
+            group
+            for number, stage in enumerate(plan.stages)
+            for group in _groups(plan, stage, number)
+        )
+
+    @cached_property
+    def classes(self) -> tuple[ClassFacts, ...]:
+        """Over the whole run."""
+        return _classes(self.run, self.run.history.over_all())
+
+    @cached_property
+    def classes_now(self) -> tuple[ClassFacts, ...]:
+        """In the last steps."""
+        return _classes(self.run, self.run.history.classes)
+
+    @cached_property
+    def events(self) -> tuple[Told, ...]:
+        return told_of(self.run)
+
+    @property
+    def emulated(self) -> bool:
+        profile = self.run.profile
+        return self.run.plan.emulated or (profile is not None and profile.cluster.emulated)
+
+    @property
+    def estimated(self) -> tuple[str, ...]:
+        """Classes whose times come from datasheets."""
+        return self.run.plan.estimated
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        profile = self.run.profile
+        there = () if profile is None else profile.cluster.devices
+        used = {worker.device for worker in self.run.plan.workers}
+        return tuple(sorted(device.id for device in there if device.id not in used))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        run, answer = self.run, self.answer
+        return {
+            "run": str(run.folder),
+            "emulated": self.emulated,
+            "estimated": list(self.estimated),
+            "plan": run.plan.digest(),
+            "strategy": run.plan.strategy,
+            "progress": asdict(run.progress),
+            "answer": asdict(answer)
+            | {
+                "against_even": answer.against_even,
+                "of_ideal": answer.of_ideal,
+                "prediction_error": answer.prediction_error,
+            },
+            "groups": [asdict(group) for group in self.groups],
+            "classes": [asdict(one) for one in self.classes],
+            "left_out": list(self.left_out),
+            "evaluations": [asdict(one) for one in run.history.evaluations],
+            "events": [asdict(one) for one in self.events],
+            "checkpoints": [name for _, name in run.checkpoints],
+            "unread_lines": run.history.unread,
+        }
+
+
+def _groups(plan: Plan, stage: Stage, number: int) -> list[Group]:
+    members: dict[str, list[Worker]] = {}
+    for worker in stage.workers:
+        members.setdefault(worker.device_class, []).append(worker)
+    return [_group(plan, stage, number, workers) for workers in members.values()]
+
+
+def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Group:
+    own, first = {worker.device for worker in workers}, workers[0]
+    leaders = [team[0] for team in stage.teams if team[0].device in own]
+    samples = sum(leader.samples for leader in leaders)
+    shares = sum(leader.state_share for leader in leaders)
+    hosts = tuple(dict.fromkeys(worker.host for worker in stage.workers))
+    return Group(
+        stage=number,
+        device_class=first.device_class,
+        devices=len(workers),
+        hosts=tuple(dict.fromkeys(worker.host for worker in workers)),
+        samples=samples,
+        samples_each=Range.of([worker.samples for worker in workers]),
+        computed=samples / plan.global_batch,
+        # Where hosts repeat the state, shares add up to one on each of them.
+        stored=shares / (len(hosts) if plan.sharding == "host" else 1) if plan.zero_stage else None,
+        # A team's workers divide what is their team's.
+        stored_each=Range.of([worker.state_share / stage.tensor for worker in workers]),
+        micro_batch=max(worker.micro_batch for worker in workers),
+        mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
+        compute_dtype=first.compute_dtype,
+        state_on=first.state_on,
+        team=stage.tensor,
+    )
+
+
+def _classes(run: Run, measured: Sequence[ClassRecord]) -> tuple[ClassFacts, ...]:
+    members: dict[str, list[Worker]] = {}
+    for worker in run.plan.workers:
+        members.setdefault(worker.device_class, []).append(worker)
+    known = {one.device_class: one for one in measured}
+    prediction = run.plan.prediction
+    told = {} if prediction is None else {one.device: one for one in prediction.workers}
+    return tuple(
+        _class(run, workers, [told[w.device] for w in workers if w.device in told], known.get(name))
+        for name, workers in members.items()
+    )
+
+
+def _class(
+    run: Run, workers: list[Worker], planned: list[WorkerPrediction], seen: ClassRecord | None
+) -> ClassFacts:
+    name, prediction = workers[0].device_class, run.plan.prediction
+    fullest = max(planned, key=lambda one: one.peak_bytes, default=None)
+    step_s = 0.0 if prediction is None else prediction.step_s
+    peak = None if prediction is None else prediction.peaks.get(name)
+    used = [utilisation(one, peak, step_s) for one in planned]
+    return ClassFacts(
+        device_class=name,
+        devices=len(workers),
+        what=_what(run, name),
+        hosts=tuple(dict.fromkeys(worker.host for worker in workers)),
+        memory_limit_bytes=None if fullest is None else fullest.memory_limit_bytes,
+        planned_memory={} if fullest is None else dict(fullest.memory_bytes),
+        planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
+        host_bytes=0 if fullest is None else fullest.host_bytes,
+        peak_bytes=None if seen is None else seen.peak_bytes,
+        planned_busy_share=_mean([one.busy_s / step_s for one in planned if step_s]),
+        busy_share=None if seen is None else seen.busy_share,
+        planned_mfu=_mean([mfu for mfu, _ in used]),
+        mfu=None if seen is None else seen.mfu,
+        planned_hfu=_mean([hfu for _, hfu in used]),
+        hfu=None if seen is None else seen.hfu,
+        peak_source="" if peak is None else peak.source,
+        tokens_per_s=None if seen is None else seen.tokens_per_s,
+        shares=None if seen is None else seen.shares,
+        overruns=0 if seen is None else seen.overruns,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one is not known, or there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def _what(run: Run, name: str) -> str:
+    if run.profile is None:
+        return ""
+    classes = {one.name: one for one in run.profile.cluster.classes}
+    return classes[name].describe() if name in classes else ""

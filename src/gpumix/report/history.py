@@ -1,0 +1,272 @@
+"""What `metrics.jsonl` tells: steps, evaluations, how devices did, and what happened when.
+
+A run may be under way or have died in the middle of a line, and older ones wrote less: what cannot
+be read is counted and passed over, what is missing in a line is taken as not known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any, TypeVar
+
+from gpumix.train.account import Shares
+from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRecord, typical_s
+
+# Lines that are numbers, not events.
+NUMBERS = ("step", "evaluation", "classes", "ranks")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event: its name, the step after which it was told, when (`time.time()`), what it says."""
+
+    event: str
+    step: int
+    time: float | None
+    told: Mapping[str, Any]
+
+    def number(self, key: str) -> float | None:
+        return finite(self.told.get(key))
+
+    def text(self, key: str) -> str:
+        value = self.told.get(key)
+        return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """How the classes did from the window before up to a step."""
+
+    step: int
+    classes: tuple[ClassRecord, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """All of it. `ranks` are the newest; `unread` lines could not be read."""
+
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    windows: tuple[Window, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
+    events: tuple[Happened, ...] = ()
+    unread: int = 0
+
+    def counted(self) -> tuple[StepRecord, ...]:
+        """The steps that a speed is of: without the first ones after each start, unless there are
+        no others."""
+        starts = {0, *(int(r) for e in self.restarts if (r := e.number("resumed_from")))}
+        cold = {start + n for start in starts for n in range(1, WARM_UP_STEPS + 1)}
+        return tuple(one for one in self.steps if one.step not in cold) or self.steps
+
+    @property
+    def restarts(self) -> tuple[Happened, ...]:
+        return tuple(one for one in self.events if one.event == "restart")
+
+    @property
+    def step_s(self) -> float | None:
+        """Of a typical step, the median."""
+        counted = self.counted()
+        return typical_s(one.step_s for one in counted) if counted else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The tokens of a mean step over the time of a typical one, as the run itself tells it."""
+        counted, step_s = self.counted(), self.step_s
+        if not counted or not step_s:
+            return None
+        return fmean(one.tokens_per_s * one.step_s for one in counted) / step_s
+
+    @property
+    def classes(self) -> tuple[ClassRecord, ...]:
+        """How they did in the last window."""
+        return self.windows[-1].classes if self.windows else ()
+
+    def over_all(self) -> tuple[ClassRecord, ...]:
+        """How the classes of the last window did in all windows: means over steps, highest peaks,
+        all overruns."""
+        return tuple(self._over_all(last) for last in self.classes)
+
+    def _over_all(self, last: ClassRecord) -> ClassRecord:
+        before = overruns = counted = 0
+        told = []
+        for window in self.windows:
+            steps, before = max(1, window.step - before), window.step
+            for one in window.classes:
+                if one.device_class == last.device_class:
+                    told.append((steps, one))
+                    # Each start counts from 0.
+                    overruns += one.overruns - (counted if one.overruns >= counted else 0)
+                    counted = one.overruns
+        return replace(
+            last,
+            busy_share=_mean([(n, c.busy_share) for n, c in told]) or 0.0,
+            tokens_per_s=_mean([(n, c.tokens_per_s) for n, c in told]) or 0.0,
+            mfu=_mean([(n, c.mfu) for n, c in told]),
+            hfu=_mean([(n, c.hfu) for n, c in told]),
+            peak_bytes=max((p for _, c in told if (p := c.peak_bytes) is not None), default=None),
+            overruns=overruns,
+            shares=_mean_shares([(n, c.shares) for n, c in told]),
+        )
+
+
+def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
+    """Of those that are known."""
+    known = [(n, value) for n, value in weighed if value is not None]
+    return sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
+
+
+def _mean_shares(weighed: Sequence[tuple[int, Shares | None]]) -> Shares | None:
+    known = [(n, shares) for n, shares in weighed if shares is not None]
+    if not known:
+        return None
+    means = {f.name: _mean([(n, getattr(s, f.name)) for n, s in known]) for f in fields(Shares)}
+    return Shares(**{name: value or 0.0 for name, value in means.items()})
+
+
+def read_history(lines: Iterable[str]) -> History:
+    """The history in these lines of `metrics.jsonl`."""
+    found: dict[str, list[Any]] = {name: [] for name in (*NUMBERS, "other")}
+    unread = 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            told = json.loads(line)
+            name = told["event"]
+            kind = name if name in NUMBERS else "other"
+            found[kind].append(READ[kind](told))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            unread += 1
+    steps = {one.step: one for one in found["step"]}  # of a step that is there twice the last
+    return History(
+        steps=tuple(steps[number] for number in sorted(steps)),
+        evaluations=tuple(found["evaluation"]),
+        windows=tuple(found["classes"]),
+        ranks=next(reversed(found["ranks"]), ()),
+        events=tuple(found["other"]),
+        unread=unread,
+    )
+
+
+def _step(told: Mapping[str, Any]) -> StepRecord:
+    step_s = _needed(told, "step_s")
+    rate = finite(told.get("tokens_per_s"))
+    return StepRecord(
+        step=_whole(told, "step"),
+        loss=_needed(told, "loss"),
+        learning_rate=finite(told.get("learning_rate")) or 0.0,
+        gradient_norm=finite(told.get("gradient_norm")) or 0.0,
+        step_s=step_s,
+        tokens_per_s=rate or 0.0,
+        tokens=int(finite(told.get("tokens")) or 0),
+        shares=_shares(told.get("shares")),
+    )
+
+
+def _evaluation(told: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(_whole(told, "step"), _needed(told, "loss"))
+
+
+def _window(told: Mapping[str, Any]) -> Window:
+    classes = tuple(_record(ClassRecord, one) for one in _list(told["classes"]))
+    return Window(_whole(told, "step"), classes)
+
+
+def _ranks(told: Mapping[str, Any]) -> tuple[RankRecord, ...]:
+    return tuple(_record(RankRecord, one) for one in _list(told["ranks"]))
+
+
+def _happened(told: Mapping[str, Any]) -> Happened:
+    name = told["event"]
+    if not isinstance(name, str):
+        raise TypeError("an event has a name")
+    return Happened(name, _whole(told, "step"), finite(told.get("time")), dict(told))
+
+
+READ = {
+    "step": _step,
+    "evaluation": _evaluation,
+    "classes": _window,
+    "ranks": _ranks,
+    "other": _happened,
+}
+
+NUMERIC = {
+    "busy_share", "peak_bytes", "planned_peak_bytes", "overruns", "devices", "samples",
+    "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
+}  # fmt: skip
+OPTIONAL = {"peak_bytes", "planned_peak_bytes", "mfu", "hfu", "starved_share"}
+
+
+def _record(cls: type[T], told: Any) -> T:
+    """A record of which older runs wrote less, and newer ones may write more."""
+    known: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        value = told.get(field.name)
+        if field.name in NUMERIC:
+            number = finite(value)
+            known[field.name] = number if field.name in OPTIONAL else number or 0
+        elif field.name == "shares":
+            known["shares"] = _shares(value)
+        elif field.name == "planned_memory":
+            known["planned_memory"] = _sizes(value)
+        else:
+            known[field.name] = value if isinstance(value, str) else ""
+    return cls(**known)
+
+
+def _shares(told: Any) -> Shares | None:
+    if not isinstance(told, dict):
+        return None
+    parts = {field.name: finite(told.get(field.name)) for field in fields(Shares)}
+    known = {name: part for name, part in parts.items() if part is not None}
+    return Shares(**known) if len(known) == len(parts) else None
+
+
+def _sizes(told: Any) -> dict[str, int]:
+    if not isinstance(told, dict):
+        return {}
+    return {str(name): int(n) for name, size in told.items() if (n := finite(size)) is not None}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise TypeError("a list of records is wanted")
+    return value
+
+
+def _needed(told: Mapping[str, Any], key: str) -> float:
+    number = finite(told[key])
+    if number is None:
+        raise TypeError(f"'{key}' is no number")
+    return number
+
+
+def _whole(told: Mapping[str, Any], key: str) -> int:
+    number = _needed(told, key)
+    if number < 0 or number != int(number):
+        raise ValueError(f"'{key}' is no whole number")
+    return int(number)
+
+
+def finite(value: Any) -> float | None:
+    """The number that a JSON value is, if it is a finite one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond all floats
+        return None

@@ -1,0 +1,69 @@
+"""Markup by construction: what is not markup is escaped, wherever it comes from.
+
+A run's folder may hold any text: device names, errors, paths. It enters a page only as a child or
+an attribute of `el`, and so never as markup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+# Not allowed in HTML, or able to turn the text around them the other way.
+_UNSHOWABLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+_VOID = {"br", "hr", "meta", "link"}
+_NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9-]*$")
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child = str | Iterable["Child"] | None
+Attribute = str | float | None
+
+
+def text(value: str) -> Markup:
+    """Any text as markup that shows it."""
+    return Markup(escape(_UNSHOWABLE.sub("\ufffd", value), quote=True))
+
+
+def el(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
+    """An element. Underscores in attribute names are hyphens, one at the end is for Python's own
+    words; attributes that are None are left out."""
+    told = "".join(
+        f' {_attribute(key)}="{text(_shown(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Markup(f"<{name}{told}>")
+    return Markup(f"<{name}{told}>{joined(children)}</{name}>")
+
+
+def joined(children: Iterable[Child]) -> Markup:
+    """One after the other."""
+    return Markup("".join(_child(child) for child in children))
+
+
+def _child(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return child
+    return text(child) if isinstance(child, str) else joined(child)
+
+
+def _attribute(key: str) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    assert _NAME.match(name), f"{name} is no attribute"
+    return name
+
+
+def _shown(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"

@@ -1,0 +1,168 @@
+"""A run in a terminal, as it stands: one frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gpumix.report import words
+from gpumix.report.events import Told
+from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.page import SILENT_S, STATES
+from gpumix.train.tables import EMULATED, ESTIMATE
+
+EVENTS = 5
+DEVICES, LEAST_DEVICES = 16, 2  # that are shown one by one
+OTHER_LINES = 20  # of a frame, but for classes and devices
+SEPARATOR = "  ·  "
+NARROW = 100  # columns of a terminal: below it some columns of a table are left out
+STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
+STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
+
+
+def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableType:
+    """What fits into a terminal of so many columns, and lines if they are given."""
+    devices = DEVICES
+    if height is not None:
+        devices = max(LEAST_DEVICES, min(DEVICES, height - OTHER_LINES - len(facts.classes)))
+    parts: list[RenderableType] = [_title(facts), _bar(facts, width), *_speed(facts), _plan(facts)]
+    parts += [Text(), _classes(facts, wide=width >= NARROW)]
+    if facts.run.history.ranks:
+        parts += [Text(), _devices(facts, devices, wide=width >= NARROW)]
+    events = facts.events[-EVENTS:]
+    if events:
+        parts += [Text(), _events(events)]
+    return Group(*parts, *_labels(facts))
+
+
+def _title(facts: Facts) -> Text:
+    run, progress = facts.run, facts.run.progress
+    line = Text(run.folder.resolve().name, style="bold")
+    line.append("  ").append(STATES[progress.state], STATE_STYLES.get(progress.state, "green"))
+    if progress.live and progress.silent_s() > SILENT_S:
+        line.append(f"  nothing heard for {words.seconds(progress.silent_s())}", "yellow")
+    if progress.why:
+        line.append(f"\n{progress.why}", STATE_STYLES.get(progress.state, ""))
+    return line
+
+
+def _bar(facts: Facts, width: int) -> RenderableType:
+    progress = facts.run.progress
+    if not progress.steps:
+        return Text("no step yet", style="dim")
+    told = f"step {progress.step:,} of {progress.steps:,}"
+    if progress.live and progress.remaining_s:
+        told += f", {words.seconds(progress.remaining_s)} left"
+    row = Table.grid(padding=(0, 2))
+    row.add_row(ProgressBar(progress.steps, progress.step, width=max(10, width - 48)), told)
+    return row
+
+
+def _speed(facts: Facts) -> Iterator[Text]:
+    progress, answer = facts.run.progress, facts.answer
+    losses = []
+    if progress.loss is not None:
+        losses.append(f"loss {progress.loss:.4f}")
+    if facts.run.history.evaluations:
+        last = facts.run.history.evaluations[-1]
+        losses.append(f"held-out {last.loss:.4f} at step {last.step:,}")
+    if losses:
+        yield Text(SEPARATOR.join(losses))
+    now = progress.tokens_per_s or answer.predicted.tokens_per_s
+    source = "measured" if progress.tokens_per_s else "predicted"
+    parts = [f"{words.rate(now)} {source}"]
+    if answer.against_even is not None:
+        parts.append(f"{words.times(answer.against_even)} an even split ({answer.even.source})")
+    if answer.of_ideal is not None:
+        parts.append(f"{answer.of_ideal:.0%} of ideal")
+    yield Text(SEPARATOR.join(parts))
+
+
+def _plan(facts: Facts) -> Text:
+    plan = facts.run.plan
+    stages = f", {len(plan.stages)} stages ({plan.schedule})" if len(plan.stages) > 1 else ""
+    teams = ", teams" if plan.in_teams else ""
+    expected = plan.prediction
+    took = "" if expected is None else f", planned {words.seconds(expected.step_s)} a step"
+    now = facts.run.progress.step_s
+    took += f", takes {words.seconds(now)}" if now else ""
+    told = f"plan {plan.strategy}, ZeRO stage {plan.zero_stage}{stages}{teams}{took}"
+    return Text(told, style="dim")
+
+
+def _new_table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _classes(facts: Facts, *, wide: bool) -> Table:
+    columns = ["class", "devices", "samples", "busy", "MFU", "tokens/s", "memory", "limit"]
+    table = _new_table(*columns, *(["HFU", "input", "planned"] if wide else []))
+    table.columns[0].overflow = "ellipsis"
+    for one in facts.classes_now:
+        table.add_row(*_class(facts, one, wide=wide))
+    return table
+
+
+def _class(facts: Facts, one: ClassFacts, *, wide: bool) -> Iterator[str]:
+    samples = sum(g.samples for g in facts.groups if g.device_class == one.device_class)
+    yield one.device_class
+    yield str(one.devices)
+    yield str(samples)
+    yield words.part(one.busy_share)
+    yield words.part(one.mfu)
+    yield words.count(one.tokens_per_s)
+    yield words.size(one.peak_bytes)
+    yield words.size(one.memory_limit_bytes)
+    if wide:
+        yield words.part(one.hfu)
+        yield words.part(one.shares.input if one.shares else None)
+        yield words.size(one.planned_peak_bytes)
+
+
+def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:
+    ranks = facts.run.history.ranks
+    columns = ["device", "busy", "MFU", "tokens/s", "memory"]
+    table = _new_table(*columns, *(["sent a step", "others", "input"] if wide else []))
+    for one in ranks[:most]:
+        cells = [
+            one.device,
+            words.part(one.busy_share),
+            words.part(one.mfu),
+            words.count(one.tokens_per_s),
+            words.size(one.peak_bytes),
+        ]
+        if wide:
+            shares = one.shares
+            cells.append(words.size(one.sent_bytes))
+            cells.append(words.part(shares.communication if shares else None))
+            cells.append(words.part(shares.input if shares else None))
+        table.add_row(*cells)
+    if len(ranks) <= most:
+        return table
+    return Group(table, Text(f"and {len(ranks) - most:,} more devices", style="dim"))
+
+
+def _events(events: tuple[Told, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("last events", overflow="fold")
+    for one in events:
+        said = Text().append(one.what, STYLES[one.weight])
+        if one.why:
+            said.append(f": {one.why}", style="dim")
+        table.add_row(f"{one.step:,}", said)
+    return table
+
+
+def _labels(facts: Facts) -> Iterator[Text]:
+    if facts.emulated:
+        yield Text(EMULATED, style="yellow")
+    if facts.estimated:
+        yield Text(f"times of {words.some(facts.estimated)} are {ESTIMATE}", style="yellow")

@@ -1,0 +1,166 @@
+"""The page: one file that opens offline. It holds no script and asks for nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from contextlib import suppress
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import gpumix
+from gpumix.report import words
+from gpumix.report.draw import bar, picture
+from gpumix.report.facts import Facts
+from gpumix.report.html import Markup, el
+from gpumix.report.parts.answer import answer
+from gpumix.report.parts.compared import compared
+from gpumix.report.parts.curves import curves
+from gpumix.report.parts.happened import happened
+from gpumix.report.parts.memory_bars import memory_bars
+from gpumix.report.parts.plan_picture import plan_picture
+from gpumix.report.parts.reproduce import reproduce
+from gpumix.report.parts.section import labels
+from gpumix.report.parts.spent import spent
+from gpumix.report.parts.timeline import timeline
+from gpumix.report.run import Run
+from gpumix.spec.errors import InputError, MachineError
+
+PARTS = (
+    answer,
+    plan_picture,
+    memory_bars,
+    timeline,
+    curves,
+    compared,
+    spent,
+    happened,
+    reproduce,
+)
+GENERATOR = "gpumix report"
+STATES = {
+    "planned": "planned, not trained",
+    "training": "under way",
+    "restarting": "starting again",
+    "interrupted": "stopped",
+    "failed": "failed",
+    "finished": "finished",
+}
+SILENT_S = 120.0  # after so long a run that is under way may be no more
+
+
+def page(run: Run) -> str:
+    """The report of a run as HTML."""
+    facts = Facts(run)
+    name = run.folder.resolve().name
+    body = el(
+        "body",
+        el("header", _head(facts, name)),
+        el("main", (part(facts) for part in PARTS)),
+        el("footer", el("p", f"Written by gpumix {gpumix.__version__}.")),
+    )
+    return f"<!doctype html>\n{el('html', _meta(name), body, lang='en')}\n"
+
+
+def _meta(name: str) -> Markup:
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="generator", content=f"{GENERATOR} {gpumix.__version__}"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", f"{name}: gpumix report"),
+        el("style", Markup(style)),
+    )
+
+
+@cache
+def _style() -> str:
+    found = files("gpumix.report").joinpath("style.css").read_text(encoding="utf-8")
+    assert "</" not in found, "nothing may end the style early"
+    return found
+
+
+def _head(facts: Facts, name: str) -> list[Markup]:
+    run = facts.run
+    progress = run.progress
+    devices = ", ".join(f"{one.devices} × {one.device_class}" for one in facts.classes)
+    done = 0.0 if not progress.steps else progress.step / progress.steps
+    how = f"step {progress.step:,} of {progress.steps:,}" if progress.steps else "no step yet"
+    parts = [
+        el("p", "gpumix run", class_="eyebrow"),
+        el("h1", name),
+        el(
+            "p",
+            el("span", STATES[progress.state], class_=f"state {progress.state}"),
+            f" {how}",
+            f", loss {progress.loss:.4f}" if progress.loss is not None else "",
+            f", {_left(facts)}" if _left(facts) else "",
+            class_="stand",
+        ),
+        el("p", devices, " ", labels(facts), class_="devices"),
+        picture(
+            how,
+            6,
+            bar(0, 1, y=0, height=6, class_="track"),
+            bar(0, done, y=0, height=6, class_="c0"),
+            class_="done",
+        ),
+    ]
+    if progress.why and progress.state in ("failed", "interrupted", "restarting"):
+        parts.append(el("p", progress.why, class_="why"))
+    return parts
+
+
+def _left(facts: Facts) -> str:
+    progress = facts.run.progress
+    if not progress.live:
+        return ""
+    if progress.silent_s() > SILENT_S:
+        return f"nothing heard for {words.seconds(progress.silent_s())}: it may be no more"
+    return f"{words.seconds(progress.remaining_s)} left" if progress.remaining_s else ""
+
+
+def write_page(run: Run, path: Path) -> None:
+    """Write the report of a run to `path`, in one step.
+
+    Raises:
+        InputError: something else lies there.
+        MachineError: it cannot be written.
+    """
+    made = page(run)
+    if path.is_dir() or (path.exists() and GENERATOR not in _beginning(path)):
+        raise InputError(
+            "this is no report, and is not overwritten",
+            where=str(path),
+            fix="write elsewhere: --output report.html",
+        )
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(made, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise MachineError(
+            "cannot write the report",
+            where=str(path),
+            why=error.strerror or str(error),
+            fix="write elsewhere: --output report.html",
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _beginning(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError:
+        return ""

@@ -1,0 +1,112 @@
+"""How fast the run is, against an even split and against what its devices reach alone."""
+
+from __future__ import annotations
+
+from gpumix.report import words
+from gpumix.report.draw import bar, picture
+from gpumix.report.facts import Facts
+from gpumix.report.html import Markup, el
+from gpumix.report.parts.section import aside, labels, too_busy
+from gpumix.report.speed import Answer, Speed
+
+MOST = 0.985  # of the width: the longest bar
+
+
+def answer(facts: Facts) -> Markup:
+    found = facts.answer
+    return el(
+        "section",
+        el("h2", "How fast", " ", labels(facts), id="answer-heading"),
+        el("div", _speed(found), _even(found), _ideal(found), class_="figures"),
+        _bars(found),
+        too_busy(facts),
+        aside(_note(facts)),
+        id="answer",
+        aria_labelledby="answer-heading",
+    )
+
+
+def _figure(number: str, what: str, how: str, class_: str = "figure") -> Markup:
+    return el(
+        "div",
+        el("p", number, class_="big"),
+        el("p", what, class_="what"),
+        el("p", how, class_="how"),
+        class_=class_,
+    )
+
+
+def _speed(found: Answer) -> Markup:
+    best = found.best
+    if not best:
+        return _figure(words.UNKNOWN, "tokens/s", best.why)
+    how = f"{best.source}, {words.seconds(best.step_s)} a step"
+    if found.prediction_error is not None:
+        how += f"; predicted step time off by {found.prediction_error:+.1%}"
+    return _figure(words.count(best.tokens_per_s), "tokens/s", how, "figure first")
+
+
+def _even(found: Answer) -> Markup:
+    if found.against_even is None:
+        why = found.even.why or found.best.why
+        return _figure(words.UNKNOWN, "against an even split", why)
+    what = "the speed of an even split"
+    return _figure(words.times(found.against_even), what, _held(found, found.even))
+
+
+def _ideal(found: Answer) -> Markup:
+    what = "of what all devices reach alone, added up"
+    if found.of_ideal is None:
+        return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
+    return _figure(f"{found.of_ideal:.0%}", what, _held(found, found.ideal))
+
+
+def _held(found: Answer, other: Speed) -> str:
+    """What is held against what."""
+    return f"{found.best.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
+
+
+def _bars(found: Answer) -> Markup | None:
+    rows = [
+        ("even split", found.even, "bar-other"),
+        ("this plan", found.predicted, "bar-predicted"),
+        ("this run", found.measured, "bar-measured"),
+        ("ideal", found.ideal, "bar-other"),
+    ]
+    known = [(name, speed, class_) for name, speed, class_ in rows if speed.tokens_per_s]
+    if len(known) < 2:
+        return None
+    longest = max(speed.tokens_per_s or 0.0 for _, speed, _ in known)
+    return el("div", (_bar(*row, longest) for row in known), class_="bars")
+
+
+def _bar(name: str, speed: Speed, class_: str, longest: float) -> Markup:
+    told = words.rate(speed.tokens_per_s)
+    part = MOST * (speed.tokens_per_s or 0.0) / longest
+    title = f"{name}: {told}, {speed.source}"
+    return el(
+        "div",
+        el("span", name, class_="name"),
+        picture(title, 16, bar(0, part, y=0, height=16, class_=class_, title=title)),
+        el("span", told, " ", el("em", speed.source), class_="value"),
+        class_="row",
+    )
+
+
+def _note(facts: Facts) -> str:
+    steps = len(facts.run.history.counted())
+    parts = []
+    if steps:
+        parts.append(
+            f"Measured: the median of {words.plural(steps, 'step')}, those after each start left "
+            "out."
+        )
+    known = "datasheets of the cards" if facts.estimated else "what was measured of each class"
+    parts.append(f"Predicted: what the cost model expects from {known}.")
+    parts.append(
+        "Ideal: each device of the cluster computing without a pause in its fastest way, "
+        "sending nothing and lacking no memory."
+    )
+    if facts.emulated:
+        parts.append("Times are of the emulation, not of any real card.")
+    return " ".join(parts)

@@ -1,0 +1,204 @@
+"""Loss and throughput over the steps, with what happened marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpumix.report import words
+from gpumix.report.draw import Shape, label, legend, percent, ticks
+from gpumix.report.facts import Facts
+from gpumix.report.html import Markup, el
+from gpumix.report.parts.section import aside, section
+
+HEIGHT, BELOW = 190, 22  # pixels: of the curve, and of the steps below it
+POINTS = 400  # places in which a curve keeps its least and its most
+HOVERS = 100
+EDGE = 0.06  # of the range, above and below
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve, or dots, by its class of the style sheet."""
+
+    points: Points
+    class_: str
+    name: str
+    shape: Shape = "line"
+
+
+def curves(facts: Facts) -> Markup:
+    history = facts.run.history
+    if not history.steps:
+        return section(facts, "curves", "Loss and throughput", aside("No step was done yet."))
+    losses = [(one.step, one.loss) for one in history.steps]
+    held_out = [(one.step, one.loss) for one in history.evaluations]
+    lines = [Line(losses, "line-main", "training loss")]
+    lines += [Line(held_out, "line-dot", "held-out loss", "dot")] if held_out else []
+    return section(
+        facts,
+        "curves",
+        "Loss and throughput",
+        el(
+            "div",
+            _chart("Loss", lines, facts, from_zero=False),
+            _chart("Tokens a second", _speeds(facts), facts, from_zero=True),
+            class_="charts",
+        ),
+        aside(f"{words.plural(history.unread, 'line')} of metrics.jsonl could not be read.")
+        if history.unread
+        else None,
+    )
+
+
+def _speeds(facts: Facts) -> list[Line]:
+    steps = facts.run.history.steps
+    answer = facts.answer
+    lines = [Line([(one.step, one.tokens_per_s) for one in steps], "line-main", "this run")]
+    for speed, class_, name in (
+        (answer.predicted, "line-predicted", "predicted"),
+        (answer.even, "line-even", f"even split, {answer.even.source}"),
+    ):
+        if speed.tokens_per_s:
+            ends = [(steps[0].step, speed.tokens_per_s), (steps[-1].step, speed.tokens_per_s)]
+            lines.append(Line(ends, class_, name))
+    return lines
+
+
+def _chart(name: str, lines: Sequence[Line], facts: Facts, *, from_zero: bool) -> Markup:
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    left, right = min(xs), max(xs)
+    low, high = (0.0 if from_zero else min(ys)), max(ys)
+    room = (high - low) * EDGE or abs(high) * EDGE or 1.0
+    frame = _Frame(left, right, low if from_zero else low - room, high + room)
+    last = lines[0].points[-1]
+    title = f"{name} over steps {left:.0f} to {right:.0f}; {words.count(last[1])} at the end"
+    return el(
+        "figure",
+        el("figcaption", f"{name}, by step"),
+        legend([(line.class_, line.name, line.shape) for line in lines]),
+        el(
+            "div",
+            frame.left_axis(),
+            el(
+                "svg",
+                el("title", title),
+                frame.grid(),
+                frame.events(facts),
+                [frame.drawn(line) for line in lines],
+                frame.hovers(lines[0]),
+                frame.steps(),
+                role="img",
+                width="100%",
+                height=HEIGHT + BELOW,
+            ),
+            class_="chart",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What of the numbers is shown, and where."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def x(self, value: float) -> float:
+        return (value - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+
+    def y(self, value: float) -> float:
+        return HEIGHT * (1 - (value - self.low) / (self.high - self.low))
+
+    def left_axis(self) -> Markup:
+        marks = ticks(self.low, self.high, 4)
+        words_of = (
+            el("text", f"{value:,.6g}", x=46, y=self.y(value) + 4, text_anchor="end")
+            for value in marks
+        )
+        return el(
+            "svg", words_of, width=50, height=HEIGHT + BELOW, class_="axis", aria_hidden="true"
+        )
+
+    def grid(self) -> list[Markup]:
+        return [
+            el("line", x1="0%", x2="100%", y1=self.y(v), y2=self.y(v), class_="grid")
+            for v in ticks(self.low, self.high, 4)
+        ]
+
+    def steps(self) -> list[Markup]:
+        marks = [v for v in ticks(self.left, self.right, 5) if v == int(v)] or [self.left]
+        return [label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
+
+    def events(self, facts: Facts) -> list[Markup]:
+        """What changed a run's course, as lines."""
+        told = [one for one in facts.events if one.weight != "note" or one.event == "restart"]
+        found = []
+        for one in told[-200:]:
+            at = percent(self.x(one.step))
+            title = el("title", f"step {one.step}: {one.what}")
+            line = el("line", title, x1=at, x2=at, y1=0, y2=HEIGHT, class_=f"event {one.weight}")
+            found.append(line)
+        return found
+
+    def drawn(self, line: Line) -> Markup | list[Markup]:
+        if line.shape == "dot":
+            return [
+                el(
+                    "circle",
+                    el("title", f"{line.name} {y:.4f} at step {x:.0f}"),
+                    cx=percent(self.x(x)),
+                    cy=round(self.y(y), 1),
+                    r=4,
+                    class_=line.class_,
+                )
+                for x, y in _thin(line.points)
+            ]
+        places = _thin(line.points)
+        told = " ".join(f"{1000 * self.x(x):.1f},{self.y(y):.1f}" for x, y in places)
+        # Stretched to the width that there is; what is drawn keeps its strength.
+        return el(
+            "svg",
+            el("polyline", points=told, class_=line.class_, vector_effect="non-scaling-stroke"),
+            viewBox=f"0 0 1000 {HEIGHT}",
+            preserveAspectRatio="none",
+            width="100%",
+            height=HEIGHT,
+        )
+
+    def hovers(self, line: Line) -> list[Markup]:
+        """Strips that tell the value below the pointer."""
+        points = line.points[:: max(1, len(line.points) // HOVERS)]
+        half = 0.5 / max(1, len(points))
+        return [
+            el(
+                "rect",
+                el(
+                    "title",
+                    f"step {x:,.0f}: {line.name} {words.count(y) if y >= 10 else f'{y:.4f}'}",
+                ),
+                x=percent(self.x(x) - half),
+                y=0,
+                width=percent(2 * half),
+                height=HEIGHT,
+                class_="hover",
+            )
+            for x, y in points
+        ]
+
+
+def _thin(points: Points) -> Points:
+    """Of many points the least and the most in each of some places, so that no peak is lost."""
+    if len(points) <= 2 * POINTS:
+        return points
+    found: list[tuple[float, float]] = []
+    for place in range(POINTS):
+        some = points[place * len(points) // POINTS : (place + 1) * len(points) // POINTS]
+        ends = {min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])}
+        found += sorted(ends)
+    return found

@@ -1,0 +1,49 @@
+"""What happened, by step: new splits, restarts, failures, waits for data, checkpoints, the end."""
+
+from __future__ import annotations
+
+from gpumix.report import words
+from gpumix.report.events import Told
+from gpumix.report.facts import Facts
+from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.section import aside, section, table
+
+CHECKPOINTS = 6  # that stand among the others
+MOST = 500
+
+
+def happened(facts: Facts) -> Markup:
+    told = list(facts.events)
+    saves = [one for one in told if one.event == "checkpoint"]
+    folded: list[Told] = []
+    if len(saves) > CHECKPOINTS:
+        folded = saves
+        told = [one for one in told if one.event != "checkpoint"]
+    return section(
+        facts,
+        "events",
+        "What happened",
+        _table("Events, in the order in which they were told", told)
+        if told
+        else aside("Nothing but steps so far."),
+        el(
+            "details",
+            el("summary", words.plural(len(folded), "checkpoint")),
+            _table("Checkpoints", folded),
+        )
+        if folded
+        else None,
+    )
+
+
+def _table(caption: str, told: list[Told]) -> Markup:
+    rows: list[list[Child]] = [
+        [f"{one.step:,}", words.moment(one.time), _what(one), one.why] for one in told[-MOST:]
+    ]
+    left = len(told) - len(rows)
+    caption += f"; the first {left:,} are left out" if left else ""
+    return table(caption, ["step", "time", "what", "why"], rows)
+
+
+def _what(one: Told) -> Markup:
+    return el("span", one.what, class_=f"weight {one.weight}")

@@ -1,0 +1,169 @@
+"""Who computes and who stores what, as a picture: a row for each class of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from gpumix.report import words
+from gpumix.report.draw import bar, colour, picture
+from gpumix.report.facts import Facts, Group, Range
+from gpumix.report.html import Markup, el
+from gpumix.report.parts.section import aside, section
+from gpumix.spec.plan import Stage
+from gpumix.train.tables import why
+
+GLYPHS = 64  # squares for devices; more are a number
+SQUARE, GAP, TEAM_GAP, LINE = 9, 3, 6, 190  # pixels
+STAGES = 24  # that are drawn; more are told
+
+
+def plan_picture(facts: Facts) -> Markup:
+    plan = facts.run.plan
+    shown = plan.stages[:STAGES]
+    first, *rest = why(plan) or [""]
+    return section(
+        facts,
+        "plan",
+        "Who computes, who stores",
+        el("div", _head(facts), class_="plan head", aria_hidden="true"),
+        [_stage(facts, stage, number) for number, stage in enumerate(shown)],
+        aside(f"{len(plan.stages) - STAGES} more stages are not drawn.")
+        if len(plan.stages) > STAGES
+        else None,
+        _left_out(facts),
+        el("details", el("summary", "Why this plan"), el("ul", [el("li", line) for line in rest]))
+        if rest
+        else None,
+        lead=f"{first[:1].upper()}{first[1:]}." if first else "",
+    )
+
+
+def _head(facts: Facts) -> list[Markup]:
+    plan = facts.run.plan
+    what = "the state" if len(plan.stages) == 1 else "its stage's state"
+    return [
+        el("span", "devices"),
+        el("span", "computes of the samples", class_="to-left"),
+        el("span", f"stores of {what}" if plan.zero_stage else f"stores of {what}, undivided"),
+    ]
+
+
+def _stage(facts: Facts, stage: Stage, number: int) -> Markup:
+    plan = facts.run.plan
+    groups = [group for group in facts.groups if group.stage == number]
+    rows = [_row(facts, group) for group in groups]
+    if len(plan.stages) == 1:
+        return el("div", rows, class_="stage")
+    arrow = el("p", "↓ activations, gradients back ↑", class_="arrow") if number else None
+    return el("div", arrow, el("h3", _named(facts, stage, number)), rows, class_="stage several")
+
+
+def _named(facts: Facts, stage: Stage, number: int) -> str:
+    """A stage by its number and its run of blocks."""
+    units = stage.units
+    names = units[0] if units[0] == units[-1] else f"{units[0]} to {units[-1]}"
+    return f"Stage {number + 1}: {words.plural(len(units), 'block')}, {names}"
+
+
+def _row(facts: Facts, group: Group) -> Markup:
+    place = _place(facts, group.device_class)
+    each = _each(group)
+    computes = words.part(group.computed)
+    stores = "all" if group.stored is None else words.part(group.stored)
+    title = (
+        f"{group.device_class}: computes {computes} of the samples, stores {stores} of the state"
+    )
+    stored = 1.0 if group.stored is None else group.stored
+    return el(
+        "div",
+        el("div", _who(facts, group, place), class_="who"),
+        _half(title, group.computed, colour(place), computes, left=True),
+        _half(title, stored, f"{colour(place)} stores", stores, left=False),
+        el("p", each, class_="each"),
+        class_="plan",
+    )
+
+
+def _half(title: str, part: float, class_: str, told: str, *, left: bool) -> Markup:
+    """One side of a row: bars grow away from the middle."""
+    begin, end = (1 - part, 1.0) if left else (0.0, part)
+    frame = bar(0, 1, y=0, height=20, class_="track")
+    drawn = bar(begin, end, y=0, height=20, class_=class_, title=title)
+    return el(
+        "div",
+        picture(title, 20, frame, drawn),
+        el("span", told, class_="told"),
+        class_="half left" if left else "half",
+    )
+
+
+def _who(facts: Facts, group: Group, place: int) -> Iterator[Markup]:
+    yield el("strong", group.device_class)
+    yield _glyphs(group, place)
+    what = next((c.what for c in facts.classes if c.device_class == group.device_class), "")
+    hosts = words.some(group.hosts, 3)
+    teams = f", teams of {group.team}" if group.team > 1 else ""
+    count = words.plural(group.devices, "device")
+    yield el("span", f"{count}{teams} on {hosts}{f': {what}' if what else ''}", class_="small")
+
+
+def _glyphs(group: Group, place: int) -> Markup:
+    """A square a device, those of a team close together; of many only some."""
+    inside, between = (1, TEAM_GAP) if group.team > 1 else (GAP, GAP)
+    spots: list[tuple[int, int]] = []
+    x = y = 0
+    for number in range(min(group.devices, GLYPHS)):
+        if number % group.team == 0 and x + group.team * (SQUARE + inside) > LINE:
+            x, y = 0, y + SQUARE + GAP
+        spots.append((x, y))
+        x += SQUARE + (between if (number + 1) % group.team == 0 else inside)
+    squares = (
+        el("rect", x=x, y=y, width=SQUARE, height=SQUARE, rx=2, class_=colour(place))
+        for x, y in spots
+    )
+    more = f"+{group.devices - len(spots)}" if group.devices > len(spots) else ""
+    name = f"{words.plural(group.devices, 'device')} of class {group.device_class}"
+    return el(
+        "svg",
+        el("title", name),
+        squares,
+        el("text", more, x=x + 2, y=y + SQUARE) if more else None,
+        role="img",
+        width=max(x for x, _ in spots) + SQUARE,
+        height=y + SQUARE + 1,
+        class_="glyphs",
+    )
+
+
+def _each(group: Group) -> str:
+    """What one device has, in words."""
+    if not group.samples:
+        return "computes nothing: it stores for others"
+    batch = f"in micro-batches of {group.micro_batch}" if group.micro_batch > 1 else "one by one"
+    samples = _range(group.samples_each, words.count)
+    parts = [f"each {samples} samples {batch}", group.mode, group.compute_dtype]
+    if group.devices > 1 and group.stored is not None:
+        parts.insert(1, f"{_range(group.stored_each, words.part)} of the state")
+    if group.state_on == "host":
+        parts.append("state on the host")
+    return "; ".join(parts)
+
+
+def _range(each: Range, shown: Callable[[float], str]) -> str:
+    return shown(each.most) if each.alike else f"{shown(each.least)} to {shown(each.most)}"
+
+
+def _place(facts: Facts, name: str) -> int:
+    return class_names(facts).index(name)
+
+
+def class_names(facts: Facts) -> Sequence[str]:
+    """In the order of the plan, which gives each its colour."""
+    return [one.device_class for one in facts.classes]
+
+
+def _left_out(facts: Facts) -> Markup | None:
+    if not facts.left_out:
+        return None
+    names = words.some(facts.left_out)
+    return aside(f"Left out of the plan: {names}.")

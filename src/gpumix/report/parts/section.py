@@ -1,0 +1,84 @@
+"""What every part of the page has: a heading, and the words that its numbers may need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpumix.report import words
+from gpumix.report.facts import Facts
+from gpumix.report.html import Child, Markup, el
+
+
+def section(facts: Facts, name: str, heading: str, *children: Child, lead: str = "") -> Markup:
+    """A part with its heading; where devices are emulated or estimated it says so beside that."""
+    return el(
+        "section",
+        el("h2", heading, " ", labels(facts), id=f"{name}-heading"),
+        el("p", lead, class_="lead") if lead else None,
+        children,
+        id=name,
+        aria_labelledby=f"{name}-heading",
+    )
+
+
+def labels(facts: Facts) -> list[Markup]:
+    """What all numbers of a run are of, where it is not plain devices that were measured."""
+    found = []
+    if facts.emulated:
+        found.append(el("span", "emulated devices", class_="tag"))
+    if facts.estimated:
+        found.append(el("span", f"estimated: {words.some(facts.estimated, 3)}", class_="tag"))
+    return found
+
+
+def table(
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[Child]], *, numbers: int = 0
+) -> Markup:
+    """A table whose columns from `numbers` on are numbers; 0: none of them is."""
+
+    def cell(name: str, child: Child, place: int) -> Markup:
+        number = numbers and place >= numbers
+        scope = "col" if name == "th" else None
+        return el(name, child, class_="number" if number else None, scope=scope)
+
+    body = [
+        el(
+            "tr",
+            el("th", row[0], scope="row"),
+            (cell("td", child, place) for place, child in enumerate(row[1:], 1)),
+        )
+        for row in rows
+    ]
+    heads = (cell("th", name, place) for place, name in enumerate(head))
+    return el(
+        "div",
+        el(
+            "table",
+            el("caption", caption),
+            el("thead", el("tr", heads)),
+            el("tbody", body),
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
+
+
+def too_busy(facts: Facts) -> Markup | None:
+    """What to say of measured times where emulated devices had overruns."""
+    overruns = sum(one.overruns for one in facts.classes)
+    if not overruns:
+        return None
+    times = "once" if overruns == 1 else f"{overruns:,} times"
+    return el(
+        "p",
+        f"Emulated devices fell behind their speed {times}: this machine was too busy for measured "
+        "times to count.",
+        class_="why",
+    )
+
+
+def aside(words: str) -> Markup:
+    """A remark below a picture."""
+    return el("p", words, class_="aside")

@@ -1,0 +1,65 @@
+"""What steps were spent on, by class: computing, waiting for data, for others, for copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from gpumix.report import words
+from gpumix.report.draw import bar, legend, picture
+from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.section import aside, section
+
+SHARES = {
+    "compute": ("c0", "computing"),
+    "communication": ("c2", "waiting for others"),
+    "input": ("c3", "waiting for data"),
+    "copies": ("c5", "waiting for copies"),
+    "other": ("idle", "other"),
+}
+
+
+def spent(facts: Facts) -> Markup:
+    known = [one for one in facts.classes if one.shares is not None]
+    if not known:
+        why = "Not known: the run has not told yet how its devices did."
+        return section(facts, "spent", "What steps were spent on", aside(why))
+    return section(
+        facts,
+        "spent",
+        "What steps were spent on",
+        legend(SHARES.values()),
+        [_row(one) for one in known],
+        lead="Measured, as parts of the time of all steps; means over the devices of each class.",
+    )
+
+
+def _row(one: ClassFacts) -> Markup:
+    assert one.shares is not None
+    shares = asdict(one.shares)
+    told = ", ".join(
+        f"{words.part(shares[key])} {name}"
+        for key, (_, name) in SHARES.items()
+        if _seen(shares[key])
+    )
+    return el(
+        "div",
+        el("span", one.device_class, class_="name"),
+        picture(f"{one.device_class}: {told}", 20, _bars(shares)),
+        el("span", told, class_="value"),
+        class_="row wide",
+    )
+
+
+def _bars(shares: dict[str, float]) -> Iterator[Child]:
+    at = 0.0
+    for key, (class_, name) in SHARES.items():
+        title = f"{name}: {words.part(shares[key])}"
+        yield bar(at, at + shares[key], y=0, height=20, class_=class_, title=title)
+        at += shares[key]
+
+
+def _seen(share: float) -> bool:
+    """Whether it is not 0.0 % when it is written."""
+    return share >= 5e-4

@@ -1,0 +1,125 @@
+"""One step, planned and measured, on one scale of time: what each device does, and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumix.report import words
+from gpumix.report.draw import bar, label, legend, picture, tick, ticks
+from gpumix.report.facts import Facts
+from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.section import aside, section
+from gpumix.report.step_rows import COPIES, WAITING, Bar, Row, Step, simulated, traced
+
+# Kinds of bars, their class of the style sheet, and their words.
+KINDS = {
+    "forward": ("c4", "forward"),
+    "head": ("c0", "head and loss"),
+    "backward": ("c1", "backward"),
+    "weights": ("c6", "gradients of weights"),
+    "optimizer": ("c5", "update"),
+    WAITING: ("idle", "waiting"),
+}
+COMMUNICATES = ("c2", "communication")
+COPYING = ("c3", "copies to and from the host")
+LEAST_PART = 2e-4  # of the width: what is shorter is not drawn
+
+
+def timeline(facts: Facts) -> Markup:
+    run = facts.run
+    planned = None if run.profile is None else simulated(run.profile, run.plan)
+    measured = None if run.trace is None else traced(run.trace, run.plan)
+    steps = [(n, s) for n, s in (("As planned", planned), ("As measured", measured)) if s]
+    if not steps:
+        why = (
+            "What the devices were measured to do is not in the folder, so a step cannot be "
+            "simulated."
+        )
+        return section(facts, "step", "One step", aside(why))
+    longest = max(step.step_s for _, step in steps)
+    return section(
+        facts,
+        "step",
+        "One step",
+        legend(_used(step for _, step in steps)),
+        [_panel(name, step, longest) for name, step in steps],
+        None if measured else _how_to_measure(),
+        lead="What each device does over one step: above what it computes or waits for, below what "
+        "it sends. Point at a bar to see which unit, or what is waited for.",
+    )
+
+
+def _how_to_measure() -> Markup:
+    command = el("code", "gpumix train JOB.yaml --trace STEP")
+    return el("p", command, " puts a measured one beside it.", class_="aside")
+
+
+def _used(steps: Iterator[Step]) -> list[tuple[str, str]]:
+    """The entries of the legend: what there is."""
+    rows = [row for step in steps for row in step.rows]
+    kinds = {one.kind for row in rows for one in row.computes}
+    entries = [entry for kind, entry in KINDS.items() if kind in kinds]
+    sends = {one.kind for row in rows for one in row.sends}
+    entries += [COMMUNICATES] if sends - COPIES else []
+    entries += [COPYING] if sends & COPIES else []
+    return entries
+
+
+def _panel(name: str, step: Step, longest: float) -> Markup:
+    return el(
+        "div",
+        el("h3", f"{name}: {words.seconds(step.step_s)}"),
+        [_row(row, longest, name) for row in step.rows],
+        el("div", el("span", class_="name"), _axis(longest), class_="row lane"),
+        aside(f"{words.plural(step.more, 'more group')} of devices not drawn.")
+        if step.more
+        else None,
+        class_="panel",
+    )
+
+
+def _row(row: Row, longest: float, name: str) -> Markup:
+    device, what = row.device, row.device_class
+    if row.others:
+        device, what = row.device_class, f"{row.others + 1} alike, such as {row.device}"
+    busy_s = sum(one.seconds for one in row.computes if one.kind != WAITING)
+    title = f"{name}, {row.device}: computes {words.seconds(busy_s)} of the step"
+    return el(
+        "div",
+        el(
+            "span",
+            device,
+            el("span", what, class_="small"),
+            class_="name",
+        ),
+        picture(title, 28, _bars(row, longest)),
+        class_="row lane",
+    )
+
+
+def _bars(row: Row, longest: float) -> Iterator[Child]:
+    for one in row.computes:
+        class_, _ = KINDS.get(one.kind, ("idle", one.kind))
+        yield _drawn(one, longest, class_, y=0, height=18)
+    for one in row.sends:
+        class_ = (COPYING if one.kind in COPIES else COMMUNICATES)[0]
+        yield _drawn(one, longest, class_, y=20, height=6)
+
+
+def _drawn(one: Bar, longest: float, class_: str, *, y: float, height: float) -> Markup | None:
+    if one.seconds < LEAST_PART * longest:
+        return None
+    told = f"waits for {one.name}" if one.kind == WAITING else one.name
+    title = f"{told}: {words.seconds(one.seconds)}"
+    begin, end = one.start_s / longest, one.end_s / longest
+    return bar(begin, end, y=y, height=height, class_=class_, title=title)
+
+
+def _axis(longest: float) -> Markup:
+    marks = [at for at in ticks(0.0, longest, 4) if at <= longest]
+    drawn = ((tick(at / longest, 0, 4), label(at / longest, 16, _time(at))) for at in marks)
+    return el("svg", drawn, width="100%", height=20, class_="axis", aria_hidden="true")
+
+
+def _time(at: float) -> str:
+    return "0" if at == 0 else f"{at:g} s" if at >= 1 else f"{at * 1e3:g} ms"

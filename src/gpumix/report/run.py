@@ -1,0 +1,175 @@
+"""A run's folder as a value: plan, profile, what was recorded, and how it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from gpumix.report.history import History, finite, read_history
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.trace import Trace
+from gpumix.train import run_files
+from gpumix.train.checkpoint_file import step_of
+from gpumix.train.checkpoint_folder import choices
+from gpumix.train.run_record import RunRecord
+
+State = Literal["planned", "training", "restarting", "interrupted", "failed", "finished"]
+LIVE: tuple[State, ...] = ("training", "restarting")
+
+# What `gpumix plan --output plan.json` writes beside the plan.
+BESIDE_PLAN = "plan.profile.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `progress.json` says; `heard_at` is when (`time.time()`)."""
+
+    state: State
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    remaining_s: float | None = None
+    why: str = ""
+    heard_at: float | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    def silent_s(self) -> float:
+        """For how long a run has said nothing."""
+        return max(0.0, time.time() - self.heard_at) if self.heard_at else 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a folder holds. `checkpoints` are those that are there, the newest first."""
+
+    folder: Path
+    plan: Plan
+    profile: Profile | None
+    record: RunRecord | None
+    progress: Progress
+    history: History
+    trace: Trace | None
+    checkpoints: tuple[tuple[int, str], ...]
+
+
+def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
+    """The run in `folder`.
+
+    Args:
+        newest_bytes: read no more than the last so many of its metrics, and no trace: for who
+            looks again and again.
+
+    Raises:
+        InputError: there is none, or a file of it is not readable, or of another schema.
+    """
+    _check_folder(folder)
+    plan = Plan.load(folder / run_files.PLAN)
+    trace = folder / run_files.TRACE
+    return Run(
+        folder=folder,
+        plan=plan,
+        profile=_profile(folder, plan),
+        record=_loaded_record(folder),
+        progress=_progress(folder / run_files.PROGRESS),
+        history=read_history(_lines(folder / run_files.METRICS, newest_bytes)),
+        trace=Trace.load(trace) if newest_bytes is None and trace.exists() else None,
+        checkpoints=tuple(_checkpoints(folder)),
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / run_files.PLAN).exists():
+        return
+    why = "there is no plan.json in it"
+    if not folder.exists():
+        why = "there is nothing of this name"
+    elif not folder.is_dir():
+        why = "it is a file"
+    elif (folder / run_files.LOCK).exists():
+        why = "it has no plan yet: devices are still measured, or that failed"
+    raise InputError(
+        "this is no run",
+        where=str(folder),
+        why=why,
+        fix="give the `output` of a job that was trained, such as runs/first",
+    )
+
+
+def _profile(folder: Path, plan: Plan) -> Profile | None:
+    """What the plan was made from; None where what lies there is of something else."""
+    for name in (run_files.PROFILE, BESIDE_PLAN):
+        if (folder / name).exists():
+            found = Profile.load(folder / name)
+            same = found.model.fingerprint == plan.model
+            return found if same and found.sequence_length == plan.sequence_length else None
+    return None
+
+
+def _loaded_record(folder: Path) -> RunRecord | None:
+    path = folder / run_files.RUN
+    return RunRecord.load(path) if path.exists() else None
+
+
+def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            if newest_bytes is not None and path.stat().st_size > newest_bytes:
+                file.seek(-newest_bytes, os.SEEK_END)
+                file.readline()  # the rest of a line
+            yield from (line.decode("utf-8", errors="replace") for line in file)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+
+
+def _progress(path: Path) -> Progress:
+    if not path.exists():
+        return Progress("planned")
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, f"it is no JSON: {error}") from error
+    if not isinstance(told, dict) or told.get("state") not in get_args(State):
+        raise _unreadable(path, "it does not say how the run stands")
+    return Progress(
+        state=told["state"],
+        step=int(finite(told.get("step")) or 0),
+        steps=None if (steps := finite(told.get("steps"))) is None else int(steps),
+        loss=finite(told.get("loss")),
+        tokens_per_s=finite(told.get("tokens_per_s")),
+        step_s=finite(told.get("step_s")),
+        remaining_s=finite(told.get("remaining_s")),
+        why=str(told.get("why") or ""),
+        heard_at=finite(told.get("time")),
+    )
+
+
+def _unreadable(path: Path, why: str) -> InputError:
+    return InputError(
+        "cannot read this file of the run",
+        where=str(path),
+        why=why,
+        fix="give the folder of another run, or remove this file: the rest is shown without it",
+    )
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[int, str]]:
+    with suppress(InputError):  # there is none
+        for path in choices(folder):
+            yield step_of(path), path.name

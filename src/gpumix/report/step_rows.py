@@ -1,0 +1,160 @@
+"""One step as rows of bars: of the plan, as it is simulated, and of the run, as it was traced.
+
+Of many devices one of each class and stage stands for those that are alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gpumix.simulate.events import simulate
+from gpumix.simulate.replay import Replay
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.trace import Label, Slice, Trace, process_of
+
+ROWS = 16
+BARS = 500  # of a row: more are drawn by what there is most of in each place
+PLACES = 600
+ALL_DEVICES = 12  # up to so many are all shown
+COMMUNICATION = {"gather", "regather", "reduce", "meet", "send"}
+COPIES = {"copy to host", "copy from host"}
+WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a device does or, if `kind` is "waiting", waits for; `name` says it to a reader."""
+
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Row:
+    """A device; `others` are alike. What it computes and waits for, and what it sends beside."""
+
+    device: str
+    device_class: str
+    others: int
+    computes: tuple[Bar, ...]
+    sends: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    rows: tuple[Row, ...]
+    step_s: float
+    more: int = 0  # rows that are not shown
+
+
+def simulated(profile: Profile, plan: Plan) -> Step | None:
+    """A step of the plan; None where the profile cannot tell."""
+    try:
+        replay = simulate(profile, plan)
+    except InputError:
+        return None
+    chosen, more = _chosen(plan)
+    lane_of = {rank: number for number, lane in enumerate(replay.lanes) for rank in lane.ranks}
+    workers = plan.workers
+    rows = [
+        _row(workers[rank].device, workers[rank].device_class, others, _bars(replay, lane_of[rank]))
+        for rank, others in chosen
+    ]
+    return Step(tuple(rows), replay.step_s, more)
+
+
+def traced(trace: Trace, plan: Plan) -> Step:
+    """A step that was measured: the same devices, where they are in the trace."""
+    names = {
+        one.pid: str(one.args.get("name", ""))
+        for one in trace.traceEvents
+        if isinstance(one, Label) and one.name == "process_name"
+    }
+    bars: dict[str, list[Bar]] = {}
+    for one in trace.traceEvents:
+        if isinstance(one, Slice):
+            start_s, end_s = one.ts / 1e6, (one.ts + one.dur) / 1e6
+            bar = Bar(one.cat, one.name, start_s, end_s)
+            bars.setdefault(names.get(one.pid, ""), []).append(bar)
+    chosen, more = _chosen(plan)
+    rows = []
+    for rank, others in chosen:
+        worker = plan.workers[rank]
+        found = bars.get(process_of(worker, emulated=plan.emulated), [])
+        if found:
+            rows.append(_row(worker.device, worker.device_class, others, found))
+    ends = [bar.end_s for found in bars.values() for bar in found]
+    return Step(tuple(rows), max(ends, default=0.0), more)
+
+
+def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
+    """The ranks that are shown, each with how many others it stands for; and how many groups are
+    not."""
+    workers = plan.workers
+    if len(workers) <= ALL_DEVICES:
+        return [(rank, 0) for rank in range(len(workers))], 0
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        for worker in stage.workers:
+            stages.setdefault(worker.device, []).append(number)
+    keys = [(tuple(stages[worker.device]), worker.device_class) for worker in workers]
+    alike = Counter(keys)
+    first: dict[object, int] = {}
+    for rank, key in enumerate(keys):
+        first.setdefault(key, rank)
+    found = [(rank, alike[keys[rank]] - 1) for rank in first.values()]
+    return found[:ROWS], max(0, len(found) - ROWS)
+
+
+def _bars(replay: Replay, lane: int) -> list[Bar]:
+    """What the ranks of a lane do, and wait for."""
+    done = [
+        Bar(one.kind, f"{one.kind} {replay.unit(one.call)}", one.start, one.end)
+        for one in replay.events
+        if one.lane in (None, lane) and one.kind != "overhead"
+    ]
+    idle = (Bar(WAITING, one.cause, one.start, one.end) for one in replay.idle if one.lane == lane)
+    return [*done, *idle]
+
+
+def _row(device: str, device_class: str, others: int, bars: Iterable[Bar]) -> Row:
+    ordered = sorted(bars, key=lambda bar: bar.start_s)
+    sends = [bar for bar in ordered if bar.kind in COMMUNICATION | COPIES]
+    computes = [bar for bar in ordered if bar.kind not in COMMUNICATION | COPIES]
+    return Row(device, device_class, others, _thinned(computes), _thinned(sends))
+
+
+def _thinned(bars: Sequence[Bar]) -> tuple[Bar, ...]:
+    """The same, drawn with fewer bars: of each place the kind that fills most of it."""
+    if len(bars) <= BARS:
+        return tuple(bars)
+    begin, end = bars[0].start_s, max(bar.end_s for bar in bars)
+    width = (end - begin) / PLACES or 1.0
+    filled: list[dict[str, float]] = [{} for _ in range(PLACES)]
+    for bar in bars:
+        first, last = (int((time - begin) / width) for time in (bar.start_s, bar.end_s))
+        for place in range(first, min(last, PLACES - 1) + 1):
+            left, right = begin + place * width, begin + (place + 1) * width
+            inside = max(0.0, min(right, bar.end_s) - max(left, bar.start_s))
+            filled[place][bar.kind] = filled[place].get(bar.kind, 0.0) + inside
+    found: list[Bar] = []
+    for place, kinds in enumerate(filled):
+        if not kinds:
+            continue
+        kind = max(kinds, key=kinds.__getitem__)
+        left, right = begin + place * width, begin + (place + 1) * width
+        if found and found[-1].kind == kind and abs(found[-1].end_s - left) < width / 2:
+            found[-1] = replace(found[-1], end_s=right)
+        else:
+            found.append(Bar(kind, kind, left, right))
+    return tuple(found)

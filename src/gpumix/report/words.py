@@ -1,0 +1,66 @@
+"""Numbers as a reader of the page sees them; what is not known is a dash."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from gpumix.spec.units import show_bytes, show_seconds
+
+UNKNOWN = "–"
+
+
+def count(value: float | None) -> str:
+    """A number with as many digits as say something: 1,095, 34.8, 0.52."""
+    if value is None:
+        return UNKNOWN
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def rate(tokens_per_s: float | None) -> str:
+    return UNKNOWN if tokens_per_s is None else f"{count(tokens_per_s)} tokens/s"
+
+
+def seconds(value: float | None) -> str:
+    return UNKNOWN if value is None else show_seconds(value)
+
+
+def size(value: float | None) -> str:
+    return UNKNOWN if value is None else show_bytes(value)
+
+
+def part(value: float | None) -> str:
+    """A part of a whole."""
+    return UNKNOWN if value is None else f"{value:.1%}"
+
+
+def times(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}×"
+
+
+def off(predicted: float | None, measured: float | None) -> str:
+    """How far the prediction is off, as a part of what was measured."""
+    if predicted is None or not measured:
+        return UNKNOWN
+    return f"{predicted / measured - 1:+.1%}"
+
+
+def moment(at: float | None) -> str:
+    """A time of day, in UTC: who reads a page may be elsewhere."""
+    if at is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def some(names: tuple[str, ...], most: int = 4) -> str:
+    """Names; of many the first and their number."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def plural(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -1,0 +1,58 @@
+"""What steps are spent on, as values. Who measures it imports torch (`watch`), who reads it need
+not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a time that add up to 1. What a device idles between the kernels of a step, because
+    they are small, counts as computing."""
+
+    compute: float
+    input: float
+    communication: float
+    copies: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds of some steps by what they were spent on."""
+
+    steps: int
+    compute: float
+    input: float
+    communication: float
+    copies: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.input + self.communication + self.copies + self.other
+
+    @classmethod
+    def of(
+        cls, steps: int, gap: float, starved: float, busy: float, waits: float, copying: float
+    ) -> Account:
+        """By the time before devices compute, the loader's part of it, and the time after it, with
+        its waits and copies."""
+        return cls(steps, busy - waits - copying, starved, waits, copying, gap - starved)
+
+    def and_then(self, later: Account) -> Account:
+        """Of the steps of both."""
+        return Account(*(getattr(self, f.name) + getattr(later, f.name) for f in fields(self)))
+
+    def shares(self) -> Shares:
+        whole = self.seconds
+        if whole <= 0:
+            return Shares(1.0, 0.0, 0.0, 0.0, 0.0)
+        return Shares(
+            self.compute / whole,
+            self.input / whole,
+            self.communication / whole,
+            self.copies / whole,
+            self.other / whole,
+        )

@@ -1,0 +1,123 @@
+"""`gpumix top`: one frame, and frames until a run ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+from verbs import gpumix
+
+from gpumix.cli import top
+from gpumix.report.run import read_run
+
+
+def tell(folder, state: str, **changes) -> None:
+    told = {"state": state, "why": "", "step": 5, "steps": 20, "loss": 0.6, "step_s": 0.5}
+    told |= {"tokens_per_s": 2048.0, "remaining_s": 7.5, "time": time.time()}
+    (folder / "progress.json").write_text(json.dumps(told | changes))
+
+
+def happens(folder, event: str, step: int, **told) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "step": step, **told}) + "\n")
+
+
+def classes(folder) -> None:
+    names = {"quick": 2, "tardy": 1}
+    told = [
+        {"device_class": name, "devices": n, "busy_share": 0.875, "mfu": 0.25, "hfu": 0.3,
+         "peak_bytes": 3 * 2**20, "tokens_per_s": 512.0}
+        for name, n in names.items()
+    ]  # fmt: skip
+    happens(folder, "classes", 5, classes=told)
+    ranks = [
+        {"device": f"quick-{n}", "device_class": "quick", "busy_share": 0.5} for n in range(20)
+    ]
+    happens(folder, "ranks", 5, ranks=ranks)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    tell(run, "training")
+    classes(run)
+    happens(run, "restart", 4, resumed_from=3, why="rank 1 died", seconds=2.0)
+    done = gpumix("top", run)  # stdout is no terminal
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    for said in (
+        "under way", "step 5 of 20, 7.50 s left", "loss 0.6000", "2,048 tokens/s measured",
+        "an even split (predicted)", "plan optimal", "87.5%", "25.0%", "3.0 MiB", "quick-15",
+        "and 4 more devices", "Started again from step 3",
+    ):  # fmt: skip
+        assert any(said in line for line in lines), said
+    assert any("30.0%" in line for line in lines) == (width == 120)
+
+
+@pytest.mark.parametrize("state", [None, "finished", "failed", "interrupted", "restarting"])
+def test_every_state_has_a_frame(run, state):
+    if state is not None:
+        tell(run, state, why="the disk is full")
+    done = gpumix("top", run, "--once")
+    assert done.exit_code == 0
+    assert ("the disk is full" in done.stdout) == (state is not None)
+
+
+def test_json_is_one_object(run):
+    tell(run, "training")
+    found = json.loads(gpumix("top", run, "--json").stdout)
+    assert found["progress"]["step"] == 5
+    assert found["answer"]["measured"]["tokens_per_s"] == pytest.approx(2048.0)
+
+
+def follow(folder, then: list) -> str:
+    """What `top` shows on a terminal while `then` happens, one thing each time it waits."""
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100, highlight=False)
+
+    def wait(seconds: float) -> None:
+        then.pop(0)()
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(top.time, "sleep", wait)
+        top._follow(folder, screen, 1.0)
+    assert not then
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_it_ends_with_the_run(run):
+    tell(run, "training")
+    shown = follow(run, [lambda: tell(run, "training", step=6), lambda: tell(run, "finished")])
+    assert "step 6 of 20" in shown
+    assert "finished" in shown
+
+
+def test_a_run_that_starts_again_is_followed(run):
+    """For a moment it has failed."""
+    tell(run, "training")
+    then = ["failed", "restarting", "training", "interrupted", "restarting", "failed", "failed"]
+    follow(run, [lambda state=state: tell(run, state) for state in then])
+
+
+def test_ctrl_c_ends_it(run):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    tell(run, "training")
+    follow(run, [interrupt])
+
+
+@pytest.mark.parametrize(("silent_s", "over"), [(10, False), (500, False), (700, True)])
+def test_a_run_that_is_silent_for_long_is_over(run, silent_s, over):
+    tell(run, "training", time=time.time() - silent_s)
+    assert top.over(read_run(run)) is over
+
+
+def test_long_steps_are_waited_for(run):
+    tell(run, "training", time=time.time() - 700, step_s=60.0)
+    assert not top.over(read_run(run))

@@ -1,0 +1,99 @@
+"""What is read of metrics.jsonl: all that is whole, whatever lies between."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from folders import event_line, step_line
+
+from gpumix.report.history import read_history
+
+
+def window(step: int, **told: float) -> str:
+    return event_line("classes", step, classes=[{"device_class": "fast", **told}])
+
+
+def test_a_line_that_was_cut_short_is_passed_over():
+    lines = [step_line(1), step_line(2), step_line(3)[:40]]
+    found = read_history(lines)
+    assert [one.step for one in found.steps] == [1, 2]
+    assert found.unread == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '"step"',
+        "\x00\x01\ufffd",
+        "[" * 100_000,
+        '{"event": ["step"], "step": 1}',
+        '{"event": "step", "step": 1.5, "loss": 2, "step_s": 1}',
+        '{"event": "step", "step": -1, "loss": 2, "step_s": 1}',
+        '{"event": "step", "step": 1, "loss": NaN, "step_s": 1}',
+        '{"event": "step", "step": true, "loss": 2, "step_s": 1}',
+        '{"event": "step", "step": 1, "loss": "2", "step_s": 1}',
+        '{"event": "step", "step": 1, "loss": 1' + "0" * 400 + ', "step_s": 1}',
+        '{"event": "classes", "step": 1, "classes": [1]}',
+        '{"event": "evaluation", "step": 1}',
+        '{"step": 1}',
+    ],
+)
+def test_what_is_no_record_is_counted(line):
+    found = read_history([step_line(1), line, step_line(2)])
+    assert ([one.step for one in found.steps], found.unread) == ([1, 2], 1)
+
+
+def test_older_lines_that_tell_less_are_read():
+    found = read_history(['{"event": "step", "step": 4, "loss": 2.5, "step_s": 0.5}'])
+    (only,) = found.steps
+    assert (only.step, only.loss, only.shares) == (4, 2.5, None)
+    told = {"event": "classes", "step": 4, "classes": [{"device_class": "fast", "busy_share": 0.5}]}
+    (fast,) = read_history([json.dumps(told)]).classes
+    assert (fast.device_class, fast.busy_share, fast.peak_bytes, fast.mfu) == (
+        "fast",
+        0.5,
+        None,
+        None,
+    )
+
+
+def test_of_a_step_that_is_there_twice_the_last_counts():
+    found = read_history([step_line(1, loss=3.0), step_line(2), step_line(1, loss=2.5)])
+    assert [(one.step, one.loss) for one in found.steps] == [(1, 2.5), (2, 2.0)]
+
+
+def test_the_first_steps_after_each_start_do_not_count_for_speed():
+    lines = [step_line(n, step_s=9.0 if n in (1, 2, 5, 6) else 0.5) for n in range(1, 9)]
+    lines.insert(5, event_line("restart", 5, resumed_from=4, why="killed", seconds=3.0))
+    found = read_history(lines)
+    assert [one.step for one in found.counted()] == [3, 4, 7, 8]
+    assert found.step_s == 0.5
+
+
+def test_all_steps_count_where_there_are_no_others():
+    assert read_history([step_line(1, step_s=9.0)]).step_s == 9.0
+    assert read_history([]).step_s is None
+
+
+def test_means_over_windows_are_by_their_steps():
+    (fast,) = read_history([window(10, busy_share=0.5), window(40, busy_share=0.9)]).over_all()
+    assert fast.busy_share == pytest.approx((10 * 0.5 + 30 * 0.9) / 40)
+
+
+def test_peaks_are_the_highest():
+    (fast,) = read_history([window(10, peak_bytes=7), window(40, peak_bytes=5)]).over_all()
+    assert fast.peak_bytes == 7
+
+
+def test_overruns_are_told_since_the_last_start():
+    """So many by then: 1, 3, and after another start 2, 2."""
+    lines = [window(n, overruns=told) for n, told in ((10, 1), (20, 3), (30, 2), (40, 2))]
+    (fast,) = read_history(lines).over_all()
+    assert fast.overruns == 3 + 2
+
+
+def test_events_keep_what_they_tell():
+    (found,) = read_history([event_line("something new", 3, colour="blue")]).events
+    assert (found.event, found.step, found.text("colour")) == ("something new", 3, "blue")

@@ -1,0 +1,101 @@
+"""A folder that is a run, and one that is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from folders import planned, run_of, step_line, write_run
+
+from gpumix.report.run import read_run
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+
+
+def refused(folder) -> InputError:
+    with pytest.raises(InputError) as caught:
+        read_run(folder)
+    assert caught.value.exit_code == 2
+    assert caught.value.fix
+    return caught.value
+
+
+def test_a_plan_alone_is_enough(tmp_path):
+    planned().save(tmp_path / "plan.json")
+    found = read_run(tmp_path)
+    assert (found.progress.state, found.profile, found.record) == ("planned", None, None)
+    assert found.history.steps == () and found.checkpoints == ()
+
+
+def test_what_gpumix_plan_writes_is_a_planned_run(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "profile.json").rename(tmp_path / "plan.profile.json")
+    assert read_run(tmp_path).profile is not None
+
+
+def test_a_profile_of_something_else_is_not_used(tmp_path):
+    write_run(tmp_path)
+    told = json.loads((tmp_path / "profile.json").read_text())
+    told["model"]["fingerprint"] = "another"
+    (tmp_path / "profile.json").write_text(json.dumps(told))
+    assert read_run(tmp_path).profile is None
+
+
+def test_a_trained_run_has_all_of_it(trained):
+    folder, summary = trained
+    found = read_run(folder)
+    assert found.plan == Plan.load(folder / "plan.json")
+    assert [one.loss for one in found.history.steps] == summary.losses
+    assert found.progress.state == "finished"
+    assert [step for step, _ in found.checkpoints] == [8, 4]
+    assert found.trace is not None and found.record is not None
+
+
+def test_who_looks_again_and_again_reads_the_end_of_the_metrics(tmp_path):
+    write_run(tmp_path, [step_line(n) for n in range(1, 101)], state="training")
+    found = read_run(tmp_path, newest_bytes=10 * len(step_line(100)))
+    assert 8 <= len(found.history.steps) <= 10
+    assert (found.history.steps[-1].step, found.history.unread) == (100, 0)
+
+
+@pytest.mark.parametrize("name", ["nothing", "file", "empty", "measuring"])
+def test_what_is_no_run_is_said(tmp_path, name):
+    if name == "file":
+        (tmp_path / name).write_text("x")
+    elif name != "nothing":
+        (tmp_path / name).mkdir()
+    if name == "measuring":
+        (tmp_path / name / ".lock").touch()
+    error = refused(tmp_path / name)
+    assert error.what == "this is no run"
+    assert name in error.where
+    assert ("measured" in error.why) == (name == "measuring")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "profile.json", "run.json", "trace.json"])
+def test_a_file_of_a_newer_schema_is_refused(tmp_path, trained, name):
+    for file in trained[0].glob("*.json*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    told = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps(told | {"schema_version": 99}))
+    error = refused(tmp_path)
+    assert "schema 99" in error.what
+    assert name in error.where
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"state": "dancing"}', "[" * 100_000])
+def test_progress_that_is_none_is_refused(tmp_path, text):
+    write_run(tmp_path)
+    (tmp_path / "progress.json").write_text(text)
+    assert "progress.json" in refused(tmp_path).where
+
+
+def test_metrics_that_cannot_be_read_are_refused(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl" in refused(tmp_path).where
+
+
+@pytest.mark.parametrize("step", [None, "three", True, float("nan"), 10**400])
+def test_numbers_of_progress_that_are_none_are_not_known(tmp_path, step):
+    assert run_of(tmp_path, state="training", loss=step, remaining_s=step).progress.loss is None

@@ -1,0 +1,59 @@
+"""One step as it is drawn: the simulated one, and the traced one."""
+
+from __future__ import annotations
+
+import pytest
+from folders import planned, run_of
+
+from gpumix.report.run import read_run
+from gpumix.report.step_rows import BARS, WAITING, Bar, _thinned, simulated, traced
+from gpumix.simulate.events import simulate
+from gpumix.simulate.timeline import uses
+
+
+def test_the_simulated_step_is_the_simulators(tmp_path):
+    run = run_of(tmp_path)
+    assert run.profile is not None
+    found, replay = simulated(run.profile, run.plan), simulate(run.profile, run.plan)
+    assert found is not None
+    assert found.step_s == replay.step_s
+    assert [row.device for row in found.rows] == [w.device for w in run.plan.workers]
+    busy = {rank: use.busy_s for use in uses(replay) for rank in use.lane.ranks}
+    for rank, row in enumerate(found.rows):
+        computed = sum(bar.seconds for bar in row.computes if bar.kind != WAITING)
+        assert computed == pytest.approx(busy[rank])
+        # At any moment a device computes, or waits.
+        assert sum(bar.seconds for bar in row.computes) == pytest.approx(replay.step_s)
+
+
+def test_the_traced_step_has_the_same_devices(trained):
+    run = read_run(trained[0])
+    assert run.trace is not None and run.profile is not None
+    found, planned_step = traced(run.trace, run.plan), simulated(run.profile, run.plan)
+    assert planned_step is not None
+    assert [row.device for row in found.rows] == [row.device for row in planned_step.rows]
+    for row, worker in zip(found.rows, run.plan.workers):
+        computes = {"forward", "backward"} <= {bar.kind for bar in row.computes}
+        assert computes == (worker.samples > 0)
+        assert all(0 <= bar.start_s <= bar.end_s <= found.step_s for bar in row.computes)
+
+
+def test_a_profile_without_a_device_of_the_plan_tells_nothing(tmp_path):
+    run = run_of(tmp_path)
+    assert run.profile is not None
+    cluster = run.profile.cluster.only({planned().workers[0].device})
+    assert simulated(run.profile.model_copy(update={"cluster": cluster}), run.plan) is None
+
+
+def test_many_bars_are_drawn_by_what_fills_each_place():
+    bars = [
+        Bar("forward" if number % 3 else "backward", "x", number * 1.0, number + 1.0)
+        for number in range(30_000)
+    ]
+    bars += [Bar(WAITING, "gather", 30_000.0, 60_000.0)]
+    found = _thinned(bars)
+    assert len(found) <= 2 * BARS
+    assert found[-1].kind == WAITING
+    assert found[-1].seconds == pytest.approx(30_000, rel=0.01)
+    assert found[0].kind == "forward"
+    assert (found[0].start_s, found[-1].end_s) == (0.0, pytest.approx(60_000))
