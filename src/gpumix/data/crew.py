@@ -166,7 +166,8 @@ class Threads(Crew):
             self._given.put(None)
         for thread in threads:
             # Where one was left behind others may wait for a lock that it holds.
-            thread.join(0 if self._left_behind else self._timeout_s)
+            patience_s = min(self._timeout_s, threading.TIMEOUT_MAX)
+            thread.join(0 if self._left_behind else patience_s)
 
     # -- inside ------------------------------------------------------------------------------------
 
