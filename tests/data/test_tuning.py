@@ -157,6 +157,12 @@ def test_corrections_too_keep_to_what_is_pinned_and_to_the_memory(bounds, most, 
     assert max(found) <= most
 
 
+def test_threads_are_tried_with_the_batches_ahead_that_are_pinned():
+    tuner = Tuner(replace(BOUNDS, threads=True, ahead=1), splits=True)
+    tried = tuner.first([Cost(SAMPLES, 0.1, 0.1)], SAMPLES, 2**20)
+    assert (tried.kind, tried.workers, tried.ahead) == ("threads", 2, 1)
+
+
 def test_where_a_few_samples_take_most_of_the_time_all_say_what_one_takes():
     """Those without a slow one come first."""
     tuner = Tuner(BOUNDS, splits=True)

@@ -201,7 +201,8 @@ class Tuner:
             return self.setting
         if self.bounds.threads and self.bounds.kind is None and self.bounds.workers is None:
             self._tried = []
-            return self._move(Setting("threads", 2), "to see whether two compute at once")
+            two = replace(self.setting, workers=2)
+            return self._move(two, "to see whether two compute at once")
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
 
     def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
