@@ -124,7 +124,7 @@ class Loader(Iterator[Batch]):
             cores=cores_for(shares, rank) if cores is None else cores,
             processes=can_fork() and not self._source.once,
             threads=self._source.thread_safe or kind == "threads",
-            memory_bytes=batch_memory_bytes(),
+            memory_bytes=batch_memory_bytes(shares, rank),
             kind=None if kind == "auto" else kind,
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
