@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -174,9 +175,17 @@ def test_a_loader_says_what_holds_it_back():
         assert loader.limit is Limit.CORES
 
 
-def test_no_prefetch_is_refused():
-    with pytest.raises(InputError, match="prefetch"):
-        Loader(Numbers(4), [1], 0, prefetch=0)
+@pytest.mark.parametrize(
+    "given", [{"prefetch": 0}, {"workers": -1}, {"workers": 2000}, {"timeout_s": math.nan}]
+)
+def test_settings_that_cannot_be_are_refused(given):
+    with pytest.raises(InputError, match=next(iter(given))):
+        Loader(Numbers(4), [1], 0, **given)
+
+
+def test_a_loader_may_wait_without_end():
+    with Loader(Numbers(40), [4], 0, kind="threads", timeout_s=math.inf) as loader:
+        assert take(loader, 2) == GlobalOrder(40, 0).span(0, 8).tolist()
 
 
 def test_host_batches_are_not_pinned():

@@ -108,9 +108,12 @@ def test_what_is_no_tensor_is_named(value):
         SampleSource([{"a": value}], "mine:make")
 
 
-@pytest.mark.parametrize("sample", [(1, 2), 3, {}])
-def test_samples_must_be_dictionaries(sample):
-    with pytest.raises(InputError, match="not a dictionary of tensors"):
+@pytest.mark.parametrize(
+    ("sample", "what"),
+    [((1, 2), "a tuple"), (3, "a int"), (np.zeros(3), "a ndarray"), ({}, "an empty dict")],
+)
+def test_samples_must_be_dictionaries(sample, what):
+    with pytest.raises(InputError, match=f"sample 0 is {what}, not a dictionary of tensors"):
         SampleSource([sample], "mine:make")
 
 

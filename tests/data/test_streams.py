@@ -242,6 +242,59 @@ def test_a_bad_sample_is_named_or_the_next_one_takes_its_place():
         assert [(one.index, one.instead) for one in loader.skipped] == [(7, 8)]
 
 
+@pytest.mark.parametrize("shapes", [False, True])
+def test_of_a_generator_too_only_the_bad_samples_are_skipped(shapes):
+    """What goes by once was read before the bad one was found."""
+
+    def other_shape(sample: dict[str, int]) -> dict[str, Any]:
+        return {**sample, "x": torch.zeros(3 + (sample["k"] % 10 == 7))}
+
+    given = {"transform": other_shape if shapes else bad, "bad_samples": "skip"}
+    with Loader(numbers(), [5], 0, **given) as loader:
+        found = [k for _ in range(6) for k in next(loader)["k"].tolist()]
+        assert found == [k + (k % 10 == 7) for k in range(30)]
+        assert [one.index for one in loader.skipped] == [7, 17, 27]
+
+
+def test_a_bad_sample_does_not_begin_a_stream_anew():
+    begun = []
+
+    def counted() -> Iterator[dict[str, int]]:
+        begun.append(1)
+        return numbers()
+
+    with Loader(counted, [5], 0, transform=bad, bad_samples="skip", workers=0) as loader:
+        for _ in range(6):
+            next(loader)
+        assert len(loader.skipped) == 3
+    assert len(begun) == 1
+
+
+def test_a_first_sample_that_cannot_be_read_is_named_or_another_tells_what_all_are_like():
+    def first_is_bad(sample: dict[str, int]) -> dict[str, int]:
+        return bad({"k": sample["k"] + 7})
+
+    with pytest.raises(
+        TrainingError, match="sample 0 of numbers cannot be read: ValueError: no such picture"
+    ) as caught:
+        Loader(numbers, [8], 0, transform=first_is_bad)
+    assert "in bad" in caught.value.where
+    with Loader(numbers, [4], 0, transform=first_is_bad, bad_samples="skip") as loader:
+        assert next(loader)["k"].tolist() == [8, 8, 9, 10]
+        assert [(one.index, one.instead) for one in loader.skipped] == [(0, 1)]
+
+
+def test_a_stream_that_cannot_be_begun_is_named():
+    def breaking() -> Iterator[dict[str, int]]:
+        raise OSError("no such bucket")
+        yield {"k": 0}
+
+    for policy in ("stop", "skip"):
+        with pytest.raises(TrainingError, match="sample 0 of breaking cannot be read") as caught:
+            Loader(breaking, [4], 0, bad_samples=policy)
+        assert "no such bucket" in str(caught.value)
+
+
 def test_a_stream_that_breaks_stops_the_run():
     def breaking() -> Iterator[dict[str, int]]:
         yield {"k": 0}
@@ -281,6 +334,23 @@ def test_a_generator_that_broke_does_not_go_on():
         for _ in range(2):
             with pytest.raises(TrainingError, match="the line is dead"):
                 next(loader)
+
+
+def test_the_sample_at_which_a_generator_broke_is_named():
+    """Not those before it of the same batch, which cannot be read again either."""
+
+    def breaking() -> Iterator[dict[str, int]]:
+        yield from ({"k": k} for k in range(6))
+        raise OSError("the line is dead")
+
+    with Loader(breaking(), [4], 0) as loader:
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(
+                TrainingError, match="sample 6 of breaking cannot be read: OSError"
+            ) as caught:
+                next(loader)
+            assert "test_streams.py" in caught.value.where
 
 
 def test_transforms_are_for_streams():

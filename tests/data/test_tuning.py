@@ -141,6 +141,28 @@ def test_much_waiting_is_no_noise():
     assert world.tuner.setting.workers > before
 
 
+@pytest.mark.parametrize(
+    ("bounds", "most"),
+    [(replace(BOUNDS, ahead=1), 1), (replace(BOUNDS, memory_bytes=3 * 2**20), 3)],
+)
+@pytest.mark.parametrize("ready", [False, True])
+def test_corrections_too_keep_to_what_is_pinned_and_to_the_memory(bounds, most, ready):
+    tuner = Tuner(bounds, splits=True)
+    tuner.first([Cost(SAMPLES, 0.1, 0.1)], SAMPLES, 2**20)
+    found = set()
+    for _ in range(FIRST + 10 * WINDOW):
+        cost = Cost(SAMPLES, 0.1, 0.1)
+        found.add(tuner.step(Step(STEP_S / 2, STEP_S, ready), [cost], 2**20).ahead)
+    assert len(tuner.reasons) > 2 or ready
+    assert max(found) <= most
+
+
+def test_threads_are_tried_with_the_batches_ahead_that_are_pinned():
+    tuner = Tuner(replace(BOUNDS, threads=True, ahead=1), splits=True)
+    tried = tuner.first([Cost(SAMPLES, 0.1, 0.1)], SAMPLES, 2**20)
+    assert (tried.kind, tried.workers, tried.ahead) == ("threads", 2, 1)
+
+
 def test_where_a_few_samples_take_most_of_the_time_all_say_what_one_takes():
     """Those without a slow one come first."""
     tuner = Tuner(BOUNDS, splits=True)

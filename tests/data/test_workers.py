@@ -8,11 +8,15 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from gpumix.data.crew import Processes
 from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.fetch import DataChangedError
 from gpumix.data.loader import Loader
+from gpumix.data.nursery import Nursery, Worker
 from gpumix.data.order import GlobalOrder
 from gpumix.spec.errors import InputError, MachineError, TrainingError
 
@@ -271,6 +276,105 @@ def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
                 found += take(loader, 1)
         found += take(loader, 5)
         assert found == expected(len(found) // 6)
+
+
+def refusing(calls: int = 2**31) -> Callable[..., Any]:
+    """What a system does that lets no more processes begin; after so many calls it does again."""
+    left = iter(range(calls))
+    real = Nursery.fork
+
+    def fork(nursery: Nursery) -> Worker:
+        if next(left, None) is None:
+            return real(nursery)
+        raise MachineError("a worker process cannot be started", why=os.strerror(errno.EAGAIN))
+
+    return fork
+
+
+def spinning(k: int) -> None:
+    end = time.thread_time() + 1e-3
+    while time.thread_time() < end:
+        pass
+
+
+def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_lost(monkeypatch):
+    """They are wanted once a thread has fetched the first batch."""
+    with processes(Squares(read=spinning), workers="auto", kind="auto") as loader:
+        monkeypatch.setattr(Nursery, "fork", refusing())
+        found = take(loader, 1)
+        assert loader.setting.kind == "processes"
+        for _ in range(2):
+            with pytest.raises(MachineError, match="cannot be started"):
+                take(loader, 1)
+        monkeypatch.undo()
+        found += take(loader, 4)
+        assert found == expected(5)
+
+
+def test_where_no_more_workers_can_be_had_those_that_are_there_go_on(monkeypatch, caplog):
+    with processes(Squares()) as loader:
+        found = take(loader, 3)
+        monkeypatch.setattr(Nursery, "fork", refusing())
+        loader._feed.set(replace(loader.setting, workers=4))
+        found += take(loader, 3)
+        assert found == expected(6)
+        assert len(pids(loader)) == 2
+    assert "2 of 4 data workers" in caplog.text and "cannot be started" in caplog.text
+
+
+REFUSED = """
+from gpumix.data.loader import Loader
+from gpumix.data.nursery import Nursery
+from gpumix.spec.errors import MachineError
+real = Nursery.fork
+def fork(nursery):
+    raise MachineError("no")
+with Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") as loader:
+    Nursery.fork = fork
+    try:
+        next(loader)
+    except MachineError:
+        print("refused", flush=True)
+    Nursery.fork = real
+    next(loader)
+    print("went on", flush=True)
+"""
+
+
+def test_after_workers_could_not_be_had_nothing_of_the_program_runs_twice():
+    """What is left of those that were not to be must not let a forked process go astray."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("refused\nwent on\n", 0), done.stderr
+
+
+def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(monkeypatch):
+    monkeypatch.setattr(Nursery, "fork", refusing())
+    with processes(Squares()) as loader:
+        with pytest.raises(MachineError):
+            next(loader)
+        gc.collect()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with pytest.raises(MachineError):
+                next(loader)
+        gc.collect()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
+    kept = []
+
+    def fork(nursery: Nursery) -> Worker:
+        ours, theirs = socket.socketpair()
+        kept.append(theirs)
+        return Worker(0, Connection(ours.detach()), os.eventfd(0))
+
+    monkeypatch.setattr(Nursery, "fork", fork)
+    with processes(Squares(), workers=300) as loader:
+        loader._feed.want(0, partial(loader.course.indices, 0))
+        assert len(pids(loader)) == 300
 
 
 def broken(bad: set[int]) -> Callable[[int], None]:

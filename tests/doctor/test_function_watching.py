@@ -219,6 +219,25 @@ def test_values_that_the_host_waits_for():
     assert seen_of(train).syncs == ()  # of a CPU
 
 
+@pytest.mark.parametrize(
+    ("what", "find"),
+    [
+        ("nonzero", lambda loss: loss.nonzero()),
+        ("nonzero", lambda loss: torch.nonzero(loss)),
+        ("nonzero", lambda loss: torch.nonzero(input=loss)),
+        ("argwhere", lambda loss: torch.argwhere(loss)),
+        ("masked_select", lambda loss: loss.masked_select(loss > 0)),
+    ],
+)
+def test_results_whose_size_goes_by_values_are_waited_for(what, find):
+    def train() -> None:
+        fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1), find)
+
+    seen = seen_of(train, foreign=lambda tensor: True, gpu=True)
+    (site,) = [one for one in seen.syncs if "test_function_watching" in one.place]
+    assert (site.what, site.calls) == (what, STEPS)
+
+
 def test_copies_that_block():
     other = set()
 

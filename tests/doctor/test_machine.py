@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpumix.data.tuning import Limit
 from gpumix.doctor.machine import (
     GpuWatched,
     Watched,
@@ -13,6 +14,7 @@ from gpumix.doctor.machine import (
     paged_in_bytes,
     remarks_on,
     stalled_us,
+    still_starved,
     too_few_cores,
     watched,
 )
@@ -73,6 +75,18 @@ def test_a_slow_disk_is_one_that_training_waits_for():
 def test_an_allocator_that_is_short_of_memory():
     (told,) = remarks(retries=3)
     assert "3 times" in told
+
+
+def test_a_device_that_still_waits_for_its_data():
+    """The one that waits longest; what is short is told where it is known."""
+    assert still_starved([0.02, 0.01], [Limit.DEVICE, Limit.CORES]) == ""
+    short = still_starved([0.1, 0.3], [Limit.DEVICE, Limit.CORES])
+    assert short.startswith(
+        "a device still waits for its data in 30% of a step, held back by cores"
+    )
+    for limit in (Limit.UNKNOWN, Limit.DEVICE):
+        told = still_starved([0.3, 0.1], [limit, Limit.CORES])
+        assert told.startswith("a device still waits for its data in 30% of a step: make reading")
 
 
 def test_too_few_cores():

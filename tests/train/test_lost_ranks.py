@@ -60,13 +60,18 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path):
-    """All ranks read the first sample, to know what they are like."""
-    job = write_job(tmp_path, data={"factory": "toys:leaving_tokens", "held_out": 0})
-    error = failure(job)
-    assert re.fullmatch(r"rank \d \(device '.*', pid \d+\) left with exit code 7", error.what)
+@pytest.mark.parametrize(
+    ("killed", "how"),
+    [(False, "left with exit code 7"), (True, r"was killed by signal 9 \(SIGKILL\)")],
+)
+def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path, killed, how):
+    """All ranks read the first sample, to know what they are like. What takes too much memory for
+    one is killed by the system."""
+    data = {"factory": "toys:leaving_tokens", "arguments": {"killed": killed}, "held_out": 0}
+    error = failure(write_job(tmp_path, data=data))
+    assert re.fullmatch(rf"rank \d \(device '.*', pid \d+\) {how}", error.what)
     assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")
-    assert error.fix.startswith("look at that sample")
+    assert error.fix.startswith("look at that sample") is not killed
 
 
 def test_a_rank_that_fails_leaves_no_semaphore(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -35,17 +36,19 @@ from gpumix.data.reading import (
 )
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
-from gpumix.spec.errors import TrainingError
+from gpumix.spec.errors import MachineError, TrainingError, first_line
+from gpumix.spec.job import MOST_WORKERS as MOST_PINNED
 
 Kind = Literal["threads", "processes"]
 Done = Callable[[Chunk, "Fetched | Exception"], None]
 """Called once a chunk is fetched, or cannot be, in some thread."""
 
-MOST_WORKERS = 128
-DESKS = 2 * MOST_WORKERS  # those who leave have theirs until they are gone
+MOST_WORKERS = 128  # that are chosen
+DESKS = 2 * MOST_PINNED  # those who leave have theirs until they are gone
 WAITING = 1  # chunks that a process has before it, beside the one that it fetches
 TRIES = 2  # of a chunk whose worker died
 LOOK_S = 0.5  # how often stuck workers are looked for
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class Threads(Crew):
             self._given.put(None)
         for thread in threads:
             # Where one was left behind others may wait for a lock that it holds.
-            thread.join(0 if self._left_behind else self._timeout_s)
+            patience_s = min(self._timeout_s, threading.TIMEOUT_MAX)
+            thread.join(0 if self._left_behind else patience_s)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -223,6 +227,9 @@ class Processes(Crew):
 
     Args:
         timeout_s: after that long over one chunk a worker counts as stuck.
+
+    Raises:
+        MachineError: the system gives not even one.
     """
 
     kind: Kind = "processes"
@@ -247,8 +254,11 @@ class Processes(Crew):
         self._bell, self._ear = connections.Pipe()
         self._closed = False
         self._broken: Exception | None = None
-        for _ in range(workers):
-            self._hire()
+        try:
+            self._fill()
+        except MachineError:
+            self._nursery.close()
+            raise
         self._listener = threading.Thread(
             target=self._listen_on, name="gpumix-loader-listener", daemon=True
         )
@@ -282,8 +292,7 @@ class Processes(Crew):
             staff = self._staff
             for hand in staff[workers:]:
                 hand.leaving = True
-            for _ in range(workers - len(staff)):
-                self._hire()
+            self._fill()
         self._bell.send_bytes(b"!")
 
     def look(self) -> None:
@@ -301,6 +310,18 @@ class Processes(Crew):
         self._nursery.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Have as many as there are to be; fewer, where the system gives no more."""
+        while len(staff := self._staff) < self.workers:
+            try:
+                self._hire()
+            except MachineError as error:
+                if not staff:
+                    raise
+                told = len(staff), self.workers, first_line(error)
+                _LOG.warning("%d of %d data workers: %s", *told)
+                return
 
     def _hire(self) -> None:
         worker = self._nursery.fork()

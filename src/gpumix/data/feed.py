@@ -19,6 +19,7 @@ from gpumix.data.layout import Batch, Layout
 from gpumix.data.reading import BadSamples
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
+from gpumix.spec.errors import MachineError
 
 MOST_AHEAD = 64  # batches
 SLOTS = 2 * MOST_AHEAD  # of those ahead, and of as many in use
@@ -98,6 +99,7 @@ class Feed:
         self._pin, self._timeout_s = pin, timeout_s
         self._setting = Setting()
         self._crew: Crew | None = None
+        self._lacking: MachineError | None = None  # why there is none
         self._arena: Arena | None = None
         self._changed = threading.Condition()
         self._by_position: dict[int, _Ahead] = {}
@@ -120,8 +122,7 @@ class Feed:
         if self._crew is None:
             return
         if before.kind != setting.kind:
-            self._dismiss()
-            self._crew = self._hired()
+            self._dismiss()  # who wants a batch next has the others
         elif before.workers != setting.workers:
             self._crew.resize(setting.workers)
         with self._changed:
@@ -129,12 +130,14 @@ class Feed:
 
     def want(self, position: int, indices: Callable[[], np.ndarray]) -> None:
         """Have the batch at `position` fetched, if it is not under way."""
-        if position in self._by_position:
+        under_way = position in self._by_position
+        if self._crew is None and self._lacking is None:
+            self._hire()
+        elif under_way:
             return
-        if self._crew is None:
-            self._crew = self._hired()
         with self._changed:
-            self._add(position, indices())
+            if not under_way:
+                self._add(position, indices())
             self._dispatch()
 
     def is_ready(self, position: int) -> bool:
@@ -157,6 +160,9 @@ class Feed:
         batch = self._by_position[position]
         with self._changed:
             while batch.done is None and batch.error is None:
+                if self._lacking is not None:
+                    lacking, self._lacking = self._lacking, None  # who wants one next tries anew
+                    raise lacking
                 self._changed.wait(LOOK_S)  # not for ever: so an interrupt comes through
                 if self._crew is not None:
                     self._crew.look()
@@ -196,6 +202,14 @@ class Feed:
         self._dismiss()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _hire(self) -> None:
+        """A crew. Where none can be had it is `take` that says so: who changes a setting, or looks
+        ahead, has a batch in hand that would be lost."""
+        try:
+            self._crew = self._hired()
+        except MachineError as error:
+            self._lacking = error
 
     def _hired(self) -> Crew:
         setting = self._setting

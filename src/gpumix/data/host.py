@@ -6,21 +6,26 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from gpumix.hardware.environment import available_host_bytes
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import Shares, share_of
 
 MEMORY_PART = 0.1  # of what is free on the host that batches ahead may take, over all ranks
 MOST_BYTES = 4 * 2**30
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# A container's quota: both in one file, or in two.
+_MAX = Path("/sys/fs/cgroup/cpu.max")
+_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def cores_here() -> float:
     """Cores that this process may use: its affinity, and its group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     count = count or float(os.cpu_count() or 1)
-    with suppress(OSError, ValueError):
-        quota, period = _QUOTA.read_text().split()[:2]
-        count = min(count, int(quota) / int(period))
+    for files in ((_MAX,), (_QUOTA, _PERIOD)):
+        with suppress(OSError, ValueError):  # there are none, or "max"
+            quota, period = map(int, " ".join(file.read_text() for file in files).split()[:2])
+            count = min(count, quota / period) if quota > 0 else count
     return count
 
 
@@ -31,14 +36,10 @@ def cores_for(shares: Shares, rank: int) -> float:
     return cores_here() * own / together if own and together else 1.0
 
 
-def batch_memory_bytes() -> int:
-    """What batches that are fetched ahead may take."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return min(MOST_BYTES, int(free * MEMORY_PART) // ranks)
+def batch_memory_bytes(shares: Shares, rank: int) -> int:
+    """What this rank's batches that are fetched ahead may take."""
+    ranks = len(_neighbours(shares, rank))
+    return min(MOST_BYTES, int(available_host_bytes() * MEMORY_PART) // ranks)
 
 
 def _samples(shares: Shares, rank: int) -> int:

@@ -34,6 +34,7 @@ from gpumix.data.streams import StreamSource, is_stream
 from gpumix.data.tuning import Bounds, Limit, Setting, Step, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
+from gpumix.spec.job import MOST_WORKERS
 from gpumix.spec.shares import Shares, share_of
 
 TOLD = 5  # bad samples that a line is said of, each
@@ -70,7 +71,7 @@ class Loader(Iterator[Batch]):
         device: where the batches go. To a CUDA device each is copied while the one before it is
             computed; tokens with an `attention_mask` come in pinned memory, for the engine cuts off
             padding before it copies them.
-        workers: how many fetch at once; 0: one thread.
+        workers: how many fetch at once, at most 1024; 0: one thread.
         kind: of the workers: threads of this process, for which the dataset must be safe to be read
             by several at once, or processes.
         prefetch: batches to fetch ahead of the one that is used.
@@ -123,7 +124,7 @@ class Loader(Iterator[Batch]):
             cores=cores_for(shares, rank) if cores is None else cores,
             processes=can_fork() and not self._source.once,
             threads=self._source.thread_safe or kind == "threads",
-            memory_bytes=batch_memory_bytes(),
+            memory_bytes=batch_memory_bytes(shares, rank),
             kind=None if kind == "auto" else kind,
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
@@ -324,8 +325,8 @@ def _check(
 ) -> None:
     if prefetch != "auto" and (not isinstance(prefetch, int) or prefetch < 1):
         raise InputError(f"prefetch must be 1 or more or 'auto', not {prefetch}")
-    if workers != "auto" and (not isinstance(workers, int) or workers < 0):
-        raise InputError(f"workers must be 0 or more or 'auto', not {workers}")
+    if workers != "auto" and (not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS):
+        raise InputError(f"workers must be 0 to {MOST_WORKERS} or 'auto', not {workers}")
     if kind not in ("auto", "threads", "processes"):
         raise InputError(f"kind must be 'auto', 'threads' or 'processes', not {kind!r}")
     if kind == "processes" and not can_fork():
@@ -336,7 +337,7 @@ def _check(
         )
     if bad_samples not in ("stop", "skip"):
         raise InputError(f"bad_samples must be 'stop' or 'skip', not {bad_samples!r}")
-    if timeout_s <= 0:
+    if not timeout_s > 0:  # nor is a NaN
         raise InputError(f"timeout_s must be above 0, not {timeout_s}")
 
 

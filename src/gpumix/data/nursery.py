@@ -115,10 +115,7 @@ class Nursery:
                 fix="raise `ulimit -u`, free memory, or set `data: {workers: 0}`",
             ) from error
         if self._pid == 0:
-            ours.close()
-            for fd in _ours:
-                os.close(fd)
-            _in_child(lambda: _serve(theirs, work))
+            _in_child(lambda: _begun(ours, theirs, work))
         theirs.close()
         self._control = ours
         _ours.add(ours.fileno())
@@ -128,8 +125,7 @@ class Nursery:
         Raises:
             MachineError: the system does not let it.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        ours, theirs, bell = _channel()
         try:
             socket.send_fds(self._control, [_FORK], [theirs.fileno(), bell])
             pid = int(self._control.recv(64))
@@ -174,6 +170,27 @@ class Nursery:
         self._control.close()
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+
+
+def _channel() -> tuple[socket.socket, socket.socket, int]:
+    """Two ends of a connection, and a bell."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return ours, theirs, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+    except OSError as error:
+        raise MachineError(
+            "a worker process cannot be connected",
+            why=error.strerror or str(error),
+            fix="raise `ulimit -n`, or have fewer workers: `data: {workers: ...}`",
+        ) from error
+
+
+def _begun(ours: socket.socket, theirs: socket.socket, work: Work) -> None:
+    """What a nursery does first."""
+    ours.close()
+    for fd in _ours:
+        os.close(fd)
+    _serve(theirs, work)
 
 
 def _serve(control: socket.socket, work: Work) -> None:

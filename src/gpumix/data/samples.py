@@ -130,8 +130,9 @@ class Stack:
             InputError: it is no dictionary of what can be a tensor.
         """
         if not isinstance(sample, Mapping) or not sample:
+            article = "an empty" if isinstance(sample, Mapping) else "a"
             raise InputError(
-                f"sample {index} is a {type(sample).__name__}, not a dictionary of tensors",
+                f"sample {index} is {article} {type(sample).__name__}, not a dictionary of tensors",
                 where=self._name,
                 fix=IF_TEXT
                 if isinstance(sample, str)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from gpumix.data.fetch import TRIES, readable
 from gpumix.data.layout import Batch
 from gpumix.data.reading import AS_USUAL, Reading, begins, ends, in_time
 from gpumix.data.rows import KeptRows, Source, View, digest
@@ -43,9 +44,12 @@ class StreamSource(Source):
 
     Raises:
         InputError: it gives nothing, or what cannot be put together.
+        TrainingError: its first sample cannot be read.
     """
 
     in_order = True
+    _first: Any
+    _empty: Batch
 
     def __init__(
         self,
@@ -69,13 +73,9 @@ class StreamSource(Source):
         self._passed_over = passed_over * self._of_lane  # samples of a lane
         self._open: dict[int, _Lane] = {}
         self._opener = os.getpid()
-        self._first = in_time(partial(self._sample, 0), name, reading.timeout_s)
-        self._stack = None if collate else Stack(name, self._first)
-        self._empty = (
-            self._stack.empty
-            if self._stack is not None
-            else {key: value[:0] for key, value in self.rows(np.array([0])).items()}
-        )
+        self._stack: Stack | None = None
+        self._most = 1  # samples that were asked for at once
+        readable(self._learn, 1 + TRIES, name, reading)
 
     @property
     def fingerprint(self) -> str:
@@ -89,6 +89,7 @@ class StreamSource(Source):
     def rows(self, indices: np.ndarray) -> Batch:
         if not len(indices):
             return self._empty
+        self._most = max(self._most, len(indices))
         return self._batch(indices, [self._sample(position) for position in indices.tolist()])
 
     def specimen(self, indices: np.ndarray) -> Batch:
@@ -120,6 +121,16 @@ class StreamSource(Source):
         first = in_time(partial(self.rows, wanted), self.name, self._reading.timeout_s)
         return rest, KeptRows(self.name, first)
 
+    def _learn(self, position: int) -> None:
+        """By one sample, what all are like."""
+        self._first = self._sample(position)
+        if self._collate is None:
+            self._stack = Stack(self.name, self._first, position)
+            self._empty = self._stack.empty
+        else:
+            alone = self._batch(np.array([position]), [self._first])
+            self._empty = {key: value[:0] for key, value in alone.items()}
+
     def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
         if self._collate is not None:
             return collated(self._collate, samples, self.name)
@@ -138,7 +149,7 @@ class StreamSource(Source):
                 once=self.once,
                 passed_over=self._passed_over,
             )
-        sample = self._open[lane].at(step * self._of_lane + place)
+        sample = self._open[lane].at(step * self._of_lane + place, kept=self._most + TRIES)
         return sample if self._transform is None else self._transform(sample)
 
     def _begun(self, lane: int, epoch: int) -> Iterator[Any]:
@@ -154,7 +165,8 @@ class StreamSource(Source):
 
 
 class _Lane:
-    """A stream that is read forwards; and again from its beginning, if need be.
+    """A stream that is read forwards; and again from its beginning, if need be. What it gave last
+    is kept, for if one sample of a batch is bad all of them are asked for once more.
 
     Args:
         begin: a pass, by its number.
@@ -169,14 +181,17 @@ class _Lane:
         self._passed_over = passed_over
         self._passes = begin(0)
         self._epoch, self._next, self._of_pass = 0, 0, 0
-        self._last: Any = None
+        self._kept: dict[int, Any] = {}
         self._broken: Exception | None = None
 
-    def at(self, place: int) -> Any:
-        """The sample at a place of the endless sequence of passes."""
+    def at(self, place: int, *, kept: int) -> Any:
+        """The sample at a place of the endless sequence of passes; so many of those that were asked
+        for last are kept."""
+        if place in self._kept:
+            return self._kept[place]
         if self._broken is not None and self._once:
             raise self._broken
-        if place < self._next - 1 or self._broken is not None:
+        if place < self._next or self._broken is not None:
             if self._once:
                 raise InputError(
                     f"sample {place} of {self._name} has gone by",
@@ -188,11 +203,14 @@ class _Lane:
         try:
             while self._next <= place:
                 begins(self._next, self._name)
-                self._last = self._read()
+                sample = self._read()
                 self._next += 1
         finally:
             ends()
-        return self._last
+        self._kept[place] = sample
+        while len(self._kept) > kept:
+            del self._kept[next(iter(self._kept))]
+        return sample
 
     def _read(self) -> Any:
         while True:

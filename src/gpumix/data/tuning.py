@@ -68,6 +68,11 @@ class Bounds:
     workers: int | None = None
     ahead: int | None = None
 
+    def ahead_for(self, wanted: int, batch_bytes: int) -> int:
+        """How many batches may lie ahead, where so many are wanted."""
+        room = self.memory_bytes // max(1, batch_bytes)
+        return self.ahead or max(1, min(wanted, room, MOST_AHEAD))
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -117,8 +122,7 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     ahead = max(LEAST_AHEAD, ceil(TAIL * found.tail_s / step_s) + 2, ceil(3 * workers / parts) + 1)
     if not splits:
         ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
-    room = bounds.memory_bytes // max(1, found.batch_bytes)
-    ahead = bounds.ahead or max(1, min(ahead, room, MOST_AHEAD))
+    ahead = bounds.ahead_for(ahead, found.batch_bytes)
     chunk = -(-found.rows // parts) if parts > 1 else WHOLE
     return Setting(kind, workers, ahead, chunk)  # type: ignore[arg-type]
 
@@ -197,7 +201,8 @@ class Tuner:
             return self.setting
         if self.bounds.threads and self.bounds.kind is None and self.bounds.workers is None:
             self._tried = []
-            return self._move(Setting("threads", 2), "to see whether two compute at once")
+            two = replace(self.setting, workers=2)
+            return self._move(two, "to see whether two compute at once")
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
 
     def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
@@ -291,12 +296,12 @@ class Tuner:
         now = self.setting
         ready = sum(step.ready for step in self._window) / len(self._window)
         if ready > 0.5 and self.bounds.ahead is None:
-            room = self.bounds.memory_bytes // max(1, found.batch_bytes)
-            ahead = max(now.ahead, min(2 * now.ahead, room, MOST_AHEAD))
+            ahead = max(now.ahead, self.bounds.ahead_for(2 * now.ahead, found.batch_bytes))
             return replace(wanted, ahead=ahead, workers=max(wanted.workers, now.workers))
         if self.bounds.workers is None and (wanted.kind == "processes" or self.bounds.threads):
             workers = min(MOST_WORKERS, max(wanted.workers, ceil(1.5 * now.workers)))
-            return replace(wanted, workers=workers, ahead=max(wanted.ahead, workers + 2))
+            ahead = self.bounds.ahead_for(max(wanted.ahead, workers + 2), found.batch_bytes)
+            return replace(wanted, workers=workers, ahead=ahead)
         return wanted
 
     def _correct(self, wanted: Setting, why: str) -> None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from gpumix.cost.input import STARVED_SHARE
 from gpumix.doctor.change import Changes, overrides
 from gpumix.doctor.examine import Window
-from gpumix.doctor.machine import Watched, remarks_on, watched
+from gpumix.doctor.machine import Watched, remarks_on, still_starved, watched
 from gpumix.doctor.report import Suspect
 from gpumix.doctor.suspects import Evidence, suspects
 from gpumix.spec.cluster import DeviceClass
@@ -133,12 +132,8 @@ class JobPatient:
     def remarks(self) -> Iterator[str]:
         trial = self.trials[-1]
         share = max(trial.input_shares)
-        if share > STARVED_SHARE:
-            yield (
-                f"a device still waits for its data in {share:.0%} of a step: "
-                f"{_limits(trial)}; make reading samples cheaper (store what was decoded), or "
-                "read them on a host with more cores"
-            )
+        if starved := still_starved(trial.input_shares, trial.limits):
+            yield starved
         if trial.syncs:
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
@@ -176,9 +171,3 @@ def _foretold_s(patient: JobPatient) -> float | None:
 def _has_tf32(one: DeviceClass) -> bool:
     major = one.compute_capability.partition(".")[0]
     return one.accelerator == "cuda" and major.isdigit() and int(major) >= AMPERE
-
-
-def _limits(trial: Trial) -> str:
-    """What holds the data of the device that waits longest."""
-    waits = trial.input_shares
-    return f"it is held back by {trial.limits[waits.index(max(waits))]}"

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from gpumix.cost.input import STARVED_SHARE
+from gpumix.data.tuning import Limit
 from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
 
 SHARE = 0.1  # of the looks, or of the time, from which on it is told
@@ -97,6 +98,24 @@ def _slow_disk(seen: Watched, input_share: float) -> Iterator[str]:
     yield (
         f"processes waited for a disk in {stalled:.0%} of the time: it gave {rate / 1e6:.0f} MB/s, "
         f"training takes {need / 1e6:.0f} MB/s; keep the data on a faster disk, or in memory"
+    )
+
+
+def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
+    """What is to be told of the device that waits longest for its data; empty: it does not.
+
+    Args:
+        limits: what holds the data of each back, by its loader; told where it is the cores, as else
+            none is known.
+    """
+    share = max(input_shares)
+    if share <= STARVED_SHARE:
+        return ""
+    limit = limits[input_shares.index(share)]
+    why = f", held back by {limit}" if limit == Limit.CORES else ""
+    return (
+        f"a device still waits for its data in {share:.0%} of a step{why}: make reading samples "
+        "cheaper (store what was decoded), or read them on a host with more cores"
     )
 
 

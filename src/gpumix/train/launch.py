@@ -235,17 +235,17 @@ class _Child:
     def _died(self, exit_code: int | None) -> RankLost:
         how = f"left with exit code {exit_code}"
         why = "something in it ended the process, such as os._exit or a crash of a library"
-        sample = self._sample()
-        if sample:
-            why += f"; {sample} was being read then"
+        sample, look = self._sample(), "look at that sample, then "
         if exit_code is not None and exit_code < 0:
             how = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
             if -exit_code in SIGNALS:
                 why = ""
             if -exit_code == signal.SIGKILL:
                 why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
-        look = "look at that sample, then " if sample and sample in why else ""
-        return self._lost(how, why=why, first=look)
+                look = ""  # it may be what took the memory, or only have been there
+        if not sample or not why:
+            return self._lost(how, why=why, first="")
+        return self._lost(how, why=f"{why}; {sample} was being read then", first=look)
 
     def _lost(self, how: str, *, why: str, first: str) -> RankLost:
         return RankLost(

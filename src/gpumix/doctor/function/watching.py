@@ -30,8 +30,9 @@ from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen, Site
 from gpumix.doctor.function.steps import Steps
 from gpumix.hardware.environment import host_memory_bytes
 
-# What makes the host wait for a GPU's value.
-VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "nonzero")
+# What makes the host wait for a GPU's value; the size of what comes of the first goes by values.
+SIZED = ("nonzero", "argwhere", "masked_select")
+VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZED)
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
 # What code sets for the whole process: its name in torch.
 SETTERS = {
@@ -176,6 +177,8 @@ class Watch:
                 patches.replace(Tensor, name, self._copying)
             for name in VALUES:
                 patches.replace(Tensor, name, self._reading(name))
+            for name in SIZED:
+                patches.replace(torch, name, self._reading(name))
 
     def begin(self) -> None:
         """Steps count from here."""
@@ -316,11 +319,12 @@ class Watch:
 
     def _reading(self, name: str) -> Callable[[Any], Any]:
         def reading(before: Any) -> Any:
-            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if not self.foreign(tensor):
-                    return before(tensor, *args, **kwargs)
+            def read(*args: Any, **kwargs: Any) -> Any:
+                tensor = args[0] if args else kwargs.get("input")
+                if not isinstance(tensor, Tensor) or not self.foreign(tensor):
+                    return before(*args, **kwargs)
                 begun_s = time.perf_counter()
-                result = before(tensor, *args, **kwargs)
+                result = before(*args, **kwargs)
                 self.syncs.add(name, time.perf_counter() - begun_s)
                 return result
 
