@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from gpumix.report.run import read_run
+from harness import run_ranks
 from programs import (
     GLOBAL_BATCH,
     STEPS,
@@ -24,8 +27,6 @@ from programs import (
     two_stages,
     unlike_ranks,
 )
-
-from harness import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -166,3 +167,14 @@ def test_a_run_goes_on_by_another_plan_on_other_devices(stock, unlike, folder):
         assert rank["told"] == [
             t for t in stock["told"] if t not in [f"step {n}" for n in range(1, 5)]
         ]
+
+
+def test_top_and_report_read_what_a_run_leaves(stock, unlike):
+    run = read_run(Path(unlike[0]["output"], "gpumix"))
+    assert run.progress.state == "finished"
+    assert (run.progress.step, run.progress.steps) == (STEPS, STEPS)
+    steps = run.history.steps
+    assert [one.loss for one in steps] == pytest.approx(stock["losses"], rel=TOLERANCE)
+    assert [one.loss for one in run.history.evaluations] == pytest.approx(
+        unlike[0]["eval_losses"][:2]
+    )

@@ -21,6 +21,7 @@ from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.hosted import Training, host, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
+from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.samplers import seeded
 from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
@@ -69,10 +70,13 @@ class Planned:
     lr_scheduler: Any
     callback_handler: Any
     accelerator: Any
+    is_in_train: bool
 
     def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
         self._given = Plan.load(plan) if isinstance(plan, Path) else plan
         self._engine: Engine | None = None
+        self._recorded: Recorded | None = None
+        self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
         super().__init__(*args, **kwargs)
 
     # -- taken from transformers as they are set up ------------------------------------------------
@@ -86,6 +90,11 @@ class Planned:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It goes there in shards."""
+
+    @property
+    def _folder(self) -> Path:
+        """Of plan, profile and the record of the run."""
+        return Path(self.args.output_dir) / STATE
 
     @property
     def plan(self) -> Plan | None:
@@ -116,9 +125,8 @@ class Planned:
             space=self._space,
             seed=args.seed,
         )
-        folder = Path(args.output_dir) / STATE
         with by_itself(self.accelerator), self._measured():
-            self._engine = host(model, training, plan=self._given, folder=folder)
+            self._engine = host(model, training, plan=self._given, folder=self._folder)
         self._saver = Saver(self._engine, dtypes, ranks_here())
         return self._engine
 
@@ -201,7 +209,35 @@ class Planned:
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
+        self._recorded = Recorded(
+            self._engine, self._folder, steps=max_steps, done=self.state.global_step
+        )
         return Handle(self._engine, self._looks), train_dataloader
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does, with a record for `gpumix top` and `gpumix report`."""
+        self._recorded = None
+        try:
+            result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            if self._recorded is not None:
+                self._recorded.fail(error)
+            raise
+        if self._recorded is not None:
+            self._recorded.finish(self.state.global_step)
+        return result
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
+        """Comes after each step, and once more at an epoch's end."""
+        if self._recorded is not None and self._stepped is not None:
+            loss, self._stepped = self._stepped, None
+            self._recorded.step(
+                self.state.global_step,
+                loss=loss.item(),
+                learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
+                norm=float(grad_norm) if grad_norm is not None else 0.0,
+            )
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As transformers does, of the pieces that this rank has."""
@@ -221,6 +257,7 @@ class Planned:
             self.optimizer.train()
         with by_itself(self.accelerator):
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
+        self._stepped = loss
         return loss.float()
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
@@ -272,7 +309,7 @@ class Planned:
             self.optimizer.eval()
         self.model.eval()
         with by_itself(self.accelerator):
-            return evaluate(
+            found = evaluate(
                 self,
                 self._engine,
                 dataloader,
@@ -281,6 +318,10 @@ class Planned:
                 ignore_keys=ignore_keys,
                 prefix=metric_key_prefix,
             )
+        loss = (found.metrics or {}).get(f"{metric_key_prefix}_loss")
+        if self._recorded is not None and self.is_in_train and loss is not None:
+            self._recorded.evaluation(self.state.global_step, loss)
+        return found
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -294,6 +335,12 @@ class Planned:
             self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self._recorded is not None:
+            step = self.state.global_step
+            self._recorded.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)

@@ -1,0 +1,111 @@
+"""What another library's loop leaves of a run for `gpumix top` and `gpumix report`: the same files
+as a run of `gpumix train`, but for its job."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.runtime import device_in_use
+from gpumix.integrations.gathering import all_texts
+from gpumix.spec.errors import Interrupted
+from gpumix.train.metrics import RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
+
+
+class Recorded:
+    """The record of one run, on each of its ranks; the first one writes.
+
+    Args:
+        folder: of the run's files.
+        steps: how many there will be; `done` of them are.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, *, steps: int, done: int) -> None:
+        self._engine = engine
+        self._times: list[float] = []
+        self._tokens: list[float] = []
+        self._all_tokens = 0
+        self._stack = ExitStack()
+        self._log: RunLog | None = None
+        if engine.comm.rank == 0:
+            log = RunLog(folder, engine.plan, steps, done=done)
+            self._log = self._stack.enter_context(log)
+        self._waited_s = engine.comm.clock.total_s()
+        self._begun = self._last = time.perf_counter()
+
+    def step(self, number: int, *, loss: float, learning_rate: float, norm: float) -> None:
+        """One that is done."""
+        now = time.perf_counter()
+        step_s, self._last = now - self._last, now
+        tokens = self._tokens_of_step()
+        self._times.append(step_s)
+        self._tokens.append(tokens)
+        self._all_tokens += tokens
+        if self._log is not None:
+            record = StepRecord(
+                step=number,
+                loss=loss,
+                learning_rate=learning_rate,
+                gradient_norm=norm,
+                step_s=step_s,
+                tokens_per_s=tokens / step_s,
+                tokens=self._all_tokens,
+            )
+            self._log.step(record)
+
+    def rest(self) -> None:
+        """What was done since the last step is no part of the next one."""
+        self._last = time.perf_counter()
+
+    def evaluation(self, step: int, loss: float) -> None:
+        if self._log is not None:
+            self._log.evaluation(step, loss)
+        self.rest()
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """One that was written since the last step."""
+        seconds = time.perf_counter() - self._last
+        if self._log is not None:
+            self._log.checkpoint(step, path, seconds=seconds, stalled_s=seconds)
+        self.rest()
+
+    def finish(self, step: int) -> None:
+        """All steps are done. Collective."""
+        told = all_texts(self._own().to_json(), self._engine.comm, "gathering of records")
+        if self._log is not None:
+            records = [RankRecord.from_json(text) for text in told]
+            self._log.ranks(step, records)
+            self._log.classes(step, by_class(self._engine.plan, records))
+        self._stack.close()
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends by an error, or because it was asked to."""
+        told = Interrupted("interrupted") if isinstance(error, KeyboardInterrupt) else error
+        self._stack.__exit__(type(told), told, told.__traceback__)
+
+    def _own(self) -> RankRecord:
+        engine, plan = self._engine, self._engine.plan
+        worker = plan.workers[engine.comm.rank]
+        waited_s = engine.comm.clock.total_s() - self._waited_s
+        step_s = typical_s(self._times)
+        tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
+        speed = speed_of(plan, engine.comm.rank, step_s, tokens)
+        runtime = device_in_use()
+        return RankRecord(
+            device=worker.device,
+            device_class=worker.device_class,
+            busy_share=max(0.0, 1.0 - waited_s / max(sum(self._times), 1e-9)),
+            peak_bytes=None if runtime is None else runtime.peak_bytes(),
+            overruns=0 if runtime is None else runtime.overruns,
+            sent_bytes=engine.comm.sent.total() / max(1, len(self._times)),
+            tokens_per_s=speed.tokens_per_s,
+            mfu=speed.mfu,
+            hfu=speed.hfu,
+        )
+
+    def _tokens_of_step(self) -> int:
+        """Those that have labels; of samples with one label each all."""
+        counted, plan = int(self._engine.losses_counted.item()), self._engine.plan
+        return counted if counted > plan.global_batch else plan.global_batch * plan.sequence_length
