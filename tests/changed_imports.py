@@ -47,6 +47,7 @@ def stock(script: Path) -> str:
 def ran(script: Path, name: str, folder: Path, world: int) -> list[float]:
     """The losses that a script writes down."""
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     if world > 1:
         rank = _rank()
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}

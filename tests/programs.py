@@ -70,6 +70,7 @@ def as_launched(folder: Path) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     if world > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in place.items()})

@@ -157,6 +157,7 @@ class Accelerator(accelerate.Accelerator):
             precision={"no": "fp32"}.get(self._precision, self._precision),  # type: ignore[arg-type]
             space=ONE_STAGE,
             seed=torch.initial_seed() % 2**31,
+            told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
         )
         self._engine = host(model, training, plan=self._given, own=objective)
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:

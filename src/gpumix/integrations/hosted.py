@@ -30,6 +30,7 @@ from gpumix.integrations.alike import make_alike
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
 from gpumix.profiler.measure import OptimizerOf
+from gpumix.profiler.program_cache import work_of
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -49,6 +50,7 @@ class Training:
         optimizer: makes one like the program's, for given parameters.
         precision, compile, space: as for `gpumix.profile`.
         seed: of dropout.
+        told: what else tells its steps from others': how losses and updates are computed.
     """
 
     make_batch: Callable[[int], Any]
@@ -60,6 +62,7 @@ class Training:
     compile: bool = False
     space: Space = EVERYTHING
     seed: int = 0
+    told: str = ""
 
 
 class Device:
@@ -139,6 +142,7 @@ def _planned(
         space=training.space,
         compile=training.compile,
         progress=say,
+        same_as=work_of(model, training.make_batch(1), training.told),
     )
     space = training.space.with_all_devices()
     plan = make_plan(found, training.global_batch, space=space)

@@ -7,18 +7,25 @@ cache.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from gpumix.hardware.efficiency import choose
-from gpumix.hardware.environment import cache_folder, has_cpp_compiler, installed
+from gpumix.hardware.environment import has_cpp_compiler, installed
 from gpumix.hardware.peaks import stated_peak
-from gpumix.profiler.code import code_of_factory, hash_of_files
+from gpumix.profiler.code import code_of_factory
+from gpumix.profiler.measurement_files import (
+    devices_key,
+    hash_of,
+    keep,
+    load,
+    more_time,
+    profiles_folder,
+    renamed,
+    software_key,
+)
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.curve import Curve
@@ -40,10 +47,6 @@ from gpumix.spec.profile import (
 from gpumix.spec.teams import degrees_of, refuse_too_large
 
 U = TypeVar("U", UnitKind, RootUnit)
-D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
-
-# What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
-MEASURED_CODE = ("engine", "profiler", "hardware")
 HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
@@ -67,7 +70,7 @@ class MeasurementCache:
         self._job = job
         self._cluster = cluster
         self._folder = folder
-        self._where = job.profile.cache or cache_folder() / "profiles"
+        self._where = job.profile.cache or profiles_folder()
         self._work = work_key(job, folder)
         self.dtypes = compute_dtypes(job.precision, cluster)
         refuse_too_large(cluster, job.techniques)
@@ -93,15 +96,13 @@ class MeasurementCache:
             "degrees": self.degrees.get(name, ()),
             "sequence": self._job.techniques.sequence if self.degrees.get(name) else (),
         }
-        return self._where / f"class-{_hash(work)}.json"
+        return self._where / f"class-{hash_of(work)}.json"
 
     def link_file(self) -> Path:
         """The file of the links' measurement: of these devices on these hosts."""
-        classes = {c.name: c.model_dump(exclude={"name"}) for c in self._cluster.classes}
-        devices = sorted((d.host, _hash(classes[d.device_class])) for d in self._cluster.devices)
         degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
-        work = {**self._work, "devices": devices, "degrees": degrees}
-        return self._where / f"links-{_hash(work)}.json"
+        work = {**self._work, "devices": devices_key(self._cluster), "degrees": degrees}
+        return self._where / f"links-{hash_of(work)}.json"
 
     def input_file(self) -> Path:
         """The file of what reading the job's samples takes on these hosts."""
@@ -111,7 +112,7 @@ class MeasurementCache:
             "hosts": sorted({device.host for device in self._cluster.devices}),
             "emulated": self._cluster.emulated,
         }
-        return self._where / f"input-{_hash(work)}.json"
+        return self._where / f"input-{hash_of(work)}.json"
 
     def missing(self) -> list[str]:
         """Names of the classes that were not measured yet."""
@@ -120,7 +121,7 @@ class MeasurementCache:
     def load(self) -> Profile | None:
         """The profile, None if any part of it was not measured yet."""
         classes = {c.name: self._load_class(c) for c in self._cluster.classes}
-        links = _load(LinkMeasurement, self.link_file())
+        links = load(LinkMeasurement, self.link_file())
         found = {name: m for name, m in classes.items() if m is not None}
         if links is None or len(found) < len(classes):
             return None
@@ -135,13 +136,13 @@ class MeasurementCache:
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Keep measurements, by class name; None keeps the links that are there."""
         for name, measurement in classes.items():
-            _replace(measurement, self.class_file(self._cluster.class_named(name)))
+            keep(measurement, self.class_file(self._cluster.class_named(name)))
         if links is not None:
-            _replace(links, self.link_file())
+            keep(links, self.link_file())
 
     def save_inputs(self, inputs: InputMeasurement) -> None:
         """Keep what reading samples takes."""
-        _replace(inputs, self.input_file())
+        keep(inputs, self.input_file())
 
     def measured(self) -> dict[str, ClassMeasurement]:
         """What is known already, by class name."""
@@ -149,25 +150,19 @@ class MeasurementCache:
         return {name: m for name, m in found.items() if m is not None}
 
     def links(self) -> LinkMeasurement | None:
-        return _load(LinkMeasurement, self.link_file())
+        return load(LinkMeasurement, self.link_file())
 
     def inputs(self) -> InputMeasurement | None:
-        return _load(InputMeasurement, self.input_file())
+        return load(InputMeasurement, self.input_file())
 
     def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
-        found = _load(ClassMeasurement, self.class_file(device_class))
-        if found is None or _more_time(found, self._job.profile.budget):
+        found = load(ClassMeasurement, self.class_file(device_class))
+        if found is None or more_time(found, self._job.profile.budget):
             return None
         alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
         if not found.teams and not alone:  # measured again, it tells why the model has no teams
             return None
-        name = {"device_class": device_class.name}
-        renamed = found.device_class.model_copy(update=name)
-        teams = tuple(
-            t.model_copy(update={"device_class": t.device_class.model_copy(update=name)})
-            for t in found.teams
-        )
-        return found.model_copy(update={"device_class": renamed, "teams": teams})
+        return renamed(found, device_class.name)
 
 
 def assemble(
@@ -284,10 +279,7 @@ def _upper(widest: Curve, curves: list[Curve]) -> Curve:
 def work_key(job: Job, folder: Path) -> dict[str, object]:
     """What a measurement depends on besides the device."""
     return {
-        "gpumix": _own_code(),
-        "torch": importlib.metadata.version("torch"),
-        "transformers": _version_of("transformers"),
-        "kernels": [_version_of(name) for name in ("flash-attn", "liger-kernel", "triton")],
+        **software_key(),
         "model": _model(job, folder),
         "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
@@ -302,7 +294,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
 
 def model_hash(job: Job, folder: Path) -> str:
     """What tells the models of two jobs apart, without building them."""
-    return _hash([_model(job, folder), code_of_factory(job.model.factory, folder)])
+    return hash_of([_model(job, folder), code_of_factory(job.model.factory, folder)])
 
 
 def _model(job: Job, folder: Path) -> dict[str, object]:
@@ -310,41 +302,3 @@ def _model(job: Job, folder: Path) -> dict[str, object]:
     if isinstance(job.model.config, Path):
         model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
     return model
-
-
-@functools.cache
-def _own_code() -> str:
-    """A hash of the code that measures and is measured."""
-    home = Path(__file__).parents[1]
-    return hash_of_files(f for package in MEASURED_CODE for f in (home / package).rglob("*.py"))
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _hash(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
-    """Whether a larger budget may find more than it did."""
-    return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
-
-
-def _replace(
-    measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path
-) -> None:
-    path.unlink(missing_ok=True)  # what is broken is nobody's
-    measurement.save(path)
-
-
-def _load(kind: type[D], path: Path) -> D | None:
-    try:
-        return kind.load(path) if path.is_file() else None
-    except InputError:
-        return None  # of another version, or cut short: measured again

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import DeviceRuntime
-from gpumix.profiler.cache import MeasurementCache, assemble
+from gpumix.profiler.cache import assemble
 from gpumix.profiler.compute import Progress
 from gpumix.profiler.measure import Subject, measure_class
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
+
+
+class Kept(Protocol):
+    """Where measurements are kept: `MeasurementCache`, `ProgramCache`."""
+
+    def measured(self) -> dict[str, ClassMeasurement]:
+        """What is known already, by class name."""
+
+    def links(self) -> LinkMeasurement | None:
+        """Those of the cluster, if they are known."""
+
+    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
+        """Keep measurements."""
 
 
 class ClusterProfiler:
@@ -35,7 +49,7 @@ class ClusterProfiler:
         ranks: Ranks,
         devices: tuple[Device, ...],
         runtime: DeviceRuntime,
-        cache: MeasurementCache | None = None,
+        cache: Kept | None = None,
         fresh: bool = False,
     ) -> None:
         self._subject = subject

@@ -25,6 +25,7 @@ from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
+from gpumix.profiler.program_cache import ProgramCache
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes
@@ -56,6 +57,7 @@ def profile(
     budget_s: float = 120.0,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = print,
+    same_as: object = None,
 ) -> Profile:
     """Measure a model on the devices of the default process group. Collective. If there is none,
     that of the ranks which torchrun started is made.
@@ -78,6 +80,8 @@ def profile(
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that.
         progress: is told a line for each measurement.
+        same_as: what tells this work from any other's, of what JSON can hold: what was measured of
+            the same before is not measured again. Default: all is measured.
 
     Raises:
         InputError: the cluster has another number of devices than there are ranks, or two ranks
@@ -117,8 +121,9 @@ def profile(
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
             ranks.device = runtime.torch_device
+            cache = None if same_as is None else ProgramCache(same_as, subject, found)
             profiler = ClusterProfiler(
-                subject, found, ranks=ranks, devices=devices, runtime=runtime
+                subject, found, ranks=ranks, devices=devices, runtime=runtime, cache=cache
             )
             return profiler.run(progress)
 

@@ -124,6 +124,7 @@ class Planned:
             compile=args.torch_compile,
             space=self._space,
             seed=args.seed,
+            told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
         )
         with by_itself(self.accelerator), self._measured():
             self._engine = host(model, training, plan=self._given, folder=self._folder)
