@@ -33,8 +33,7 @@ HOSTS, STEPS = 4, 600
 CHANGES = ((20, "3"), (60, "2"), (100, "4"))
 # How long torchrun waits for more hosts than it needs, and until it takes one for gone, in seconds.
 PATIENCE = "last_call_timeout=3,keep_alive_interval=1"
-# With torchrun's own store shared among ranks, torch 2.13 lets no host come later.
-SETTINGS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SETTINGS = {"OMP_NUM_THREADS": "1"}
 GPT = small_gpt2(64, positions=32)
 
 
@@ -113,10 +112,10 @@ def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
 def _agent(folder: Path, port: int, number: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", f"2:{HOSTS}",
-        "--nproc-per-node", "1", "--max-restarts", "20", "--rdzv-backend", "c10d",
+        "--nproc-per-node", "1", "--max-restarts", "20", "--rdzv-backend", "gpumix",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic",
         "--rdzv-conf", f"{PATIENCE},is_host={str(number == 0).lower()}",
-        "--local-addr", "127.0.0.1", "--monitor-interval", "0.2",
+        "--monitor-interval", "0.2",
         "-m", "gpumix", "train", "job.yaml",
     ]  # fmt: skip
     with (folder / f"said-{number}").open("wb") as said:

@@ -84,7 +84,7 @@ def test_all_hosts_of_torchrun_leave_at_once_where_one_is_unfit(tmp_path):
     """Where one leaves well and another does not, torchrun waits for five minutes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    meeting = ["--rdzv-backend", "gpumix", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     agent = [*TORCHRUN, "--nnodes", "2", *meeting, "--local-addr", "127.0.0.1"]
 
     def host(processes: int):

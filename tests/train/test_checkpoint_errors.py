@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from checkpoints import ALONE, UNEVEN, assert_same, blank, checkpointer, model_values, odd, trained
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import checkpoint_file
-from gpumix.train.checkpoint_file import SavedFile, described, read_manifest
+from gpumix.train.checkpoint_file import SavedFile, described, of_steps, read_manifest
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import engine_for
@@ -87,8 +88,12 @@ def test_a_damaged_file_is_named(copy, name, harm, why):
     assert error.where.endswith(name) and why in error.why
 
 
+DEEP = "[" * 100_000
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"kind": "checkpoint"}', "\0\0\0\0", '"step"', "{}"]
+    "text",
+    ["", "{", "[]", "3", '{"kind": "checkpoint"}', "\0\0\0\0", '"step"', "{}", DEEP, "9" * 10_000],
 )
 def test_unreadable_description(copy, text):
     (copy / "checkpoint.json").write_text(text)
@@ -245,11 +250,86 @@ def test_files_outside_the_checkpoint_are_refused(copy, name):
     assert load_error(copy).where.endswith("checkpoint.json")
 
 
+def as_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_endless(file):
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "index.json", "__0_0.distcp"])
+@pytest.mark.parametrize("replace", [as_pipe, as_endless])
+def test_what_reading_would_never_end_of_is_damage(copy, name, replace):
+    replace(copy / name)
+    error = load_error(copy)
+    assert error.where.endswith(name) and "it is no file" in error.why
+
+
+def emptied(tensor):
+    tensor["boxes"] = []
+
+
+def doubled(tensor):
+    tensor["boxes"] *= 2
+
+
+def moved(tensor):
+    tensor["boxes"][0]["offset"][0] = -5
+
+
+def enlarged(tensor):
+    tensor["shape"][0] = tensor["boxes"][0]["size"][0] = 10**12
+
+
+def turned(tensor):
+    tensor["boxes"][0]["size"] = [-n for n in tensor["boxes"][0]["size"]]
+
+
+def flattened(tensor):
+    tensor["boxes"][0].update(offset=[0], size=[64 * 16])
+
+
+def beyond(tensor):
+    tensor["boxes"][0]["start"] = 10**12
+
+
+def elsewhere(tensor):
+    tensor["boxes"][0]["file"] = "other"
+
+
+@pytest.mark.parametrize(
+    "lie", [emptied, doubled, moved, enlarged, turned, flattened, beyond, elsewhere]
+)
+def test_boxes_that_are_not_the_tensor_are_refused(copy, lie):
+    index = json.loads((copy / "index.json").read_text())
+    lie(index["tensors"]["model.embedding.weight"])
+    (copy / "index.json").write_text(json.dumps(index))
+    reseal(copy)
+    error = load_error(copy)
+    assert error.what == "this checkpoint is damaged"
+    assert error.where.endswith("index.json") and "'model.embedding.weight'" in error.why
+
+
+def test_files_that_nobody_vouches_for_are_not_read(copy):
+    manifest = read_manifest(copy).model_copy(update={"files": {}})
+    (copy / "checkpoint.json").write_text(manifest.sealed())
+    assert load_error(copy).where.endswith("index.json")
+
+
 def test_dtypes_that_are_none_are_refused(copy):
     text = (copy / "index.json").read_text()
     (copy / "index.json").write_text(text.replace('"float32"', '"load"'))
     reseal(copy)
     assert "no dtype 'load'" in load_error(copy).why
+
+
+@pytest.mark.parametrize("job", [None, "x", {}, {"steps": "many"}])
+def test_what_no_job_saved_is_of_no_number_of_steps(job):
+    assert of_steps({"job": job}) is None and of_steps({}) is None
+    assert of_steps({"job": {"steps": 7}}) == 7
 
 
 # -- another run -----------------------------------------------------------------------------------

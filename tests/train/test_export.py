@@ -160,6 +160,14 @@ def test_damage_is_found(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
 
 
+def test_a_configuration_that_is_none_is_damage(tmp_path):
+    engine = engine_for(odd, ALONE)
+    optimizer = torch.optim.AdamW(engine.parameters())
+    checkpointer(tmp_path).save(1, engine, optimizer, cursor={}, extra={"model_config": [1]})
+    with pytest.raises(InputError, match="damaged"):
+        export(tmp_path, tmp_path / "model")
+
+
 def test_no_checkpoint(tmp_path):
     with pytest.raises(InputError, match="no checkpoint"):
         export(tmp_path, tmp_path / "model")

@@ -65,7 +65,7 @@ def test_what_other_hosts_cannot_reach_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: here)
     what, fix = _refused("host-a", one_host=False)
     assert "is told to the others as host-a, which is 127.0.1.1 here" in what
-    assert "--master-addr" in fix
+    assert "--local-addr" in fix
 
 
 @pytest.mark.parametrize("host", [LOOPBACK, "localhost"])

@@ -56,14 +56,15 @@ def test_torchrun_measures_plans_and_trains(job, tmp_path):
     assert [r["loss"] for r in metrics(tmp_path / "run")] == summary["losses"]
 
 
-def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_path):
+@pytest.mark.parametrize("own", [["gpumix"], ["c10d", "--local-addr", "127.0.0.1"]])
+def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_path, own):
     train(job, "steps=1", f"output={tmp_path / 'first'}")
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-backend", *own]
 
     def host(processes: int, cache: str) -> Done:
         return torchrun(
             tmp_path, "--nnodes", "2", "--nproc-per-node", str(processes), *meeting,
-            "--local-addr", "127.0.0.1", *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
+            *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
         )  # fmt: skip
 
     with ThreadPoolExecutor(2) as hosts:

@@ -165,6 +165,11 @@ def talk_inside_of_host() -> None:
         os.environ.setdefault(setting, loopback[0])
 
 
+def keep_ranks_store_apart() -> None:
+    """Let torchrun's agent in this process make no store for ranks: the first of them has it."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
 def record_collectives(prefix: Path) -> None:
     """Let NCCL's flight recorder of this process, which has not used it yet, write what it knows of
     the last collectives to `prefix` and the rank, when one of them fails or takes too long. What

@@ -316,15 +316,21 @@ def opened(path: Path) -> tuple[Manifest, Index]:
     """What the checkpoint at `path` is and where its tensors are; their files are not checked yet.
 
     Raises:
-        Damaged: it is not what was saved.
+        Damaged: it is not what was saved, or nothing that gpumix saves.
         InputError: it is of another schema.
     """
     manifest = read_manifest(path)
-    verify(path, [(INDEX, manifest.files[INDEX])] if INDEX in manifest.files else [])
+    if INDEX not in manifest.files:
+        raise damaged(path / INDEX, "the checkpoint does not say what it should be")
+    verify(path, [(INDEX, manifest.files[INDEX])])
     try:
         index = Index.model_validate_json((path / INDEX).read_bytes())
+        index.check_whole()
+        index.check_fits({name: saved.bytes for name, saved in manifest.files.items()})
     except OSError as error:
         raise damaged(path / INDEX, error.strerror or str(error)) from error
     except ValidationError as error:
         raise damaged(path / INDEX, error.errors()[0]["msg"]) from error
+    except GpumixError as error:
+        raise damaged(path / INDEX, error.what) from error
     return manifest, index

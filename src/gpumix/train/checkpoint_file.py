@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,6 +97,14 @@ class Manifest(Value):
         return json.dumps({**seal, "checkpoint": content}, indent=1) + "\n"
 
 
+def of_steps(extra: Mapping[str, Any]) -> int | None:
+    """The steps of the job that saved a checkpoint, by what is beside its state; None if no job
+    did."""
+    job = extra.get("job")
+    steps = job.get("steps") if isinstance(job, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
 def read_manifest(path: Path) -> Manifest:
     """What the checkpoint at `path` says of itself.
 
@@ -102,10 +114,11 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        sealed: Any = json.loads(file.read_text(encoding="utf-8"))
+        with reading(file) as stream:
+            sealed: Any = json.loads(stream.read().decode())
         kind, schema, content = sealed["kind"], sealed["schema_version"], sealed["checkpoint"]
         digest, version = sealed["digest"], content["gpumix"]
-    except (*_GONE, ValueError, KeyError, TypeError) as error:
+    except (*_GONE, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(file, f"it cannot be read: {error!r}") from error
     if (kind, schema) != ("checkpoint", SCHEMA):
         if version == gpumix.__version__:
@@ -146,9 +159,26 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
 
 def described(file: Path) -> SavedFile:
     """Size and digest of a file, by reading it."""
-    with file.open("rb") as stream:
+    with reading(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return SavedFile(bytes=file.stat().st_size, sha256=digest)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[BufferedReader]:
+    """A file of a checkpoint, open to be read.
+
+    Raises:
+        Damaged: it is a pipe or a device, of which reading may never end.
+    """
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(file, "rb", opener=without_waiting) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise damaged(file, "it is no file")
+        yield stream
 
 
 def damaged(file: Path, why: str) -> Damaged:

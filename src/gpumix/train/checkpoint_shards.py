@@ -113,6 +113,17 @@ class StoredBox(Value):
     start: int = Field(ge=0)
     length: int = Field(ge=0)
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.size)
+
+    def is_inside(self, shape: Sequence[int]) -> bool:
+        """Whether it is a box of a tensor of this shape."""
+        if not len(self.offset) == len(self.size) == len(shape):
+            return False
+        every = zip(self.offset, self.size, shape)
+        return all(first >= 0 and 0 <= n <= of - first for first, n, of in every)
+
 
 class StoredTensor(Value):
     dtype: Annotated[str, AfterValidator(_known_dtype)]
@@ -175,9 +186,20 @@ class Index(Value):
     def check_whole(self) -> None:
         """Raise a GpumixError if some elements of a tensor are in no box, or in two."""
         for name, tensor in self.tensors.items():
-            held = sum(math.prod(box.size) for box in tensor.boxes)
+            held = sum(box.elements for box in tensor.boxes)
             if held != tensor.elements or len({b.offset for b in tensor.boxes}) < len(tensor.boxes):
                 raise GpumixError(f"of the {tensor.elements} elements of '{name}' {held} are saved")
+
+    def check_fits(self, sizes: Mapping[str, int]) -> None:
+        """Raise a GpumixError if a box is not of its tensor, or not in a file; `sizes` are bytes by
+        file. So nobody makes room for what is not there."""
+        for name, tensor in self.tensors.items():
+            for box in tensor.boxes:
+                needed = box.elements * tensor.torch_dtype.itemsize
+                if not box.is_inside(tensor.shape):
+                    raise GpumixError(f"a box of '{name}' is not of a tensor of {tensor.shape}")
+                if box.length < needed or box.start + box.length > sizes.get(box.file, -1):
+                    raise GpumixError(f"a box of '{name}' is not in {box.file}")
 
     def metadata(self) -> Metadata:
         """What torch.distributed.checkpoint wants to know for a load."""

@@ -22,7 +22,7 @@ import gpumix
 from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
-from gpumix.train.checkpoint_file import Manifest, verify
+from gpumix.train.checkpoint_file import MANIFEST, Manifest, damaged, verify
 from gpumix.train.checkpoint_folder import choices, first_whole
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor, read
 from gpumix.train.checkpoint_together import Together
@@ -67,8 +67,7 @@ def export(
     (path, manifest, index), passed = first_whole(choices(source), _checked)
     for error in passed:
         tell(str(error))
-    stored: Any = manifest.extra.get("model_config")
-    config = model_config if model_config is not None else stored
+    config = model_config if model_config is not None else _stored_config(path, manifest)
     part = to.with_name(f".{to.name}.gpumix.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -94,6 +93,13 @@ def _checked(path: Path) -> tuple[Path, Manifest, Index]:
     manifest, index = opened(path)
     verify(path, manifest.files.items())
     return path, manifest, index
+
+
+def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
+    stored = manifest.extra.get("model_config")
+    if stored is None or isinstance(stored, dict):
+        return stored
+    raise damaged(path / MANIFEST, "its model_config is none")
 
 
 def _check_replaceable(to: Path) -> None:

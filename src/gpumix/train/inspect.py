@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL, OPTIMIZER
-from gpumix.train.checkpoint_file import Damaged, Manifest, verify
+from gpumix.train.checkpoint_file import Damaged, Manifest, of_steps, verify
 from gpumix.train.checkpoint_folder import choices
 from gpumix.train.checkpoint_shards import Index, StoredTensor
 
@@ -71,7 +70,7 @@ def _contents(path: Path) -> Contents:
         path=str(path),
         damage=damage,
         step=manifest.step,
-        of_steps=_job(manifest).get("steps"),
+        of_steps=of_steps(manifest.extra),
         bytes=sum(files.values()),
         files=files,
         model=manifest.model,
@@ -95,11 +94,6 @@ def _under(index: Index, prefix: str) -> list[StoredTensor]:
 
 def _number(value: object) -> int | None:
     return value if type(value) is int else None
-
-
-def _job(manifest: Manifest) -> dict[str, Any]:
-    job = manifest.extra.get("job")
-    return job if isinstance(job, dict) else {}
 
 
 def _plan(manifest: Manifest) -> Plan | None:

@@ -18,7 +18,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.train import memory_folder, memory_reader, run_files
 from gpumix.train.checkpoint import Checkpointer, Saved
-from gpumix.train.checkpoint_file import Damaged, step_of
+from gpumix.train.checkpoint_file import Damaged, of_steps, step_of
 from gpumix.train.context import Context
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
@@ -43,6 +43,11 @@ class TakenUp:
     @property
     def where(self) -> str:
         return str(self.path) if self.path is not None else f"copies in memory of step {self.step}"
+
+    @property
+    def of_steps(self) -> int | None:
+        """The steps of the job that saved it; None if no job did."""
+        return of_steps(self.extra)
 
 
 class Keeping:

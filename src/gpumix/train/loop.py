@@ -543,8 +543,8 @@ class Trainer:
         stderr().print(f"going on from {state.where}")
         if self.job.trace_step is not None and self.job.trace_step <= self.step:
             stderr().print(f"step {self.job.trace_step} is done, and is not traced")
-        before = state.extra["job"]["steps"]
-        if before != self.job.steps and self.job.schedule.kind != "constant":
+        before = state.of_steps
+        if before not in (None, self.job.steps) and self.job.schedule.kind != "constant":
             stderr().print(
                 f"the schedule of the learning rate now ends at step {self.job.steps}, it "
                 f"ended at step {before}: the rate may jump here"

@@ -89,28 +89,37 @@ def _connect(seat: Seat, timeout_s: float) -> dist.TCPStore:
             where=socket.gethostname(),
             why=first_line(error),
             fix=f"open port {seat.port} there, or name an address that all hosts reach: "
-            "torchrun --rdzv-endpoint or --master-addr",
+            "torchrun --local-addr or --master-addr",
         ) from error
 
 
 @cache
 def _keep(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
-    """In this process, from now on, at the address that others are told; torch by itself would
-    listen on all that this host has."""
-    with _listening(host, port, one_host=one_host) as server:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(server.fileno()),
-        )
+    """In this process, from now on."""
+    store = listening_store(host, port, one_host=one_host)
     atexit.register(wait_until_left, port, limit_s=STAY_S)
     return store
 
 
+def listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
+    """A store at the address that others are told; torch by itself would listen on all that this
+    host has.
+
+    Raises:
+        MachineError: it cannot, or others would not reach it.
+    """
+    with _listening(host, port, one_host=one_host) as server:
+        return dist.TCPStore(
+            host,
+            server.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(server.fileno()),
+        )
+
+
 def _listening(host: str, port: int, *, one_host: bool) -> socket.socket:
-    fix = "name an address of this host that the others reach: torchrun --master-addr"
+    fix = "name an address of this host that the others reach: torchrun --local-addr"
     where = f"{socket.gethostname()}, {host}:{port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
