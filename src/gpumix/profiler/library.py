@@ -20,7 +20,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
 from gpumix.hardware.efficiency import choose
-from gpumix.hardware.environment import has_cpp_compiler, installed
+from gpumix.hardware.environment import CLUSTER, cluster_file, has_cpp_compiler, installed
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
@@ -30,7 +30,9 @@ from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.errors import InputError
+from gpumix.spec.placed import placed
 from gpumix.spec.profile import Profile
+from gpumix.spec.read import read_cluster
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.teams import degrees_of
 
@@ -61,9 +63,10 @@ def profile(
     Args:
         build: makes the model; it is called under `gpumix.build`, so its weights take no memory.
         make_batch: a batch of so many samples on the host, a pytree of tensors.
-        cluster: the devices, rank r on the r-th in rank order; default: each rank's own GPU, the
-            one that `torch.cuda.set_device` chose, or, where the group is made here, the one of its
-            number on the host.
+        cluster: the devices, rank r on the r-th in rank order; default: those of the cluster file
+            that the environment variable `GPUMIX_CLUSTER` names; without it each rank's own GPU,
+            the one that `torch.cuda.set_device` chose, or, where the group is made here, the one of
+            its number on the host.
         optimizer: makes the optimizer for given parameters, without a layout; default: fused
             AdamW.
         precision: what is computed in: `auto` by what each device class does best, one for all, or
@@ -81,9 +84,11 @@ def profile(
             have the same device; or a class does not compute in what it is to.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
+    cluster, named_by = _wanted(cluster)
     _join(cluster)
     with _ranks(timeout_s) as ranks:
-        found, devices = _devices(ranks, cluster)
+        with placed(named_by):
+            found, devices = _devices(ranks, cluster)
         device = devices[ranks.rank]
         dtypes = compute_dtypes(precision, found)
         compiled = compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())
@@ -126,21 +131,35 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
     `gpumix.profile`, which opens the devices itself.
 
     Args:
-        cluster: the devices, rank r on the r-th in rank order; default: this rank's own GPU, the
-            one that `torch.cuda.set_device` chose.
+        cluster: the devices, rank r on the r-th in rank order; default: those of the cluster file
+            that the environment variable `GPUMIX_CLUSTER` names; without it this rank's own GPU,
+            the one that `torch.cuda.set_device` chose.
 
     Raises:
         InputError: the cluster has another number of devices than there are ranks.
         MachineError: there is no such GPU, or it is not what its class says.
     """
+    cluster, named_by = _wanted(cluster)
     _join(cluster)
     if cluster is None:
         device_class, device = _own_device()
     else:
         rank, world = _place()
-        device = _by_rank(cluster, world)[rank]
+        with placed(named_by):
+            device = _by_rank(cluster, world)[rank]
         device_class = cluster.class_named(device.device_class)
     return open_runtime(device_class, device.ordinal, device_id=device.id)
+
+
+def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
+    """The devices that the caller or the environment names, if one does; and what named them, where
+    that is a file."""
+    file = cluster_file()
+    if cluster is not None or file is None:
+        return cluster, ""
+    named_by = f"{CLUSTER}={file}"
+    with placed(named_by):
+        return read_cluster(file), named_by
 
 
 def _join(cluster: Cluster | None) -> None:

@@ -1,0 +1,155 @@
+"""A TrainJob of Kubeflow, and its TrainingRuntime with one replicated job per kind of nodes. Pure.
+
+Of the runtime's jobs the first is the trainer's; all run our launcher in place of torchrun, which
+Kubeflow could only tell of nodes that are alike.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
+from gpumix.launch.components import Component, Part, parts_of, world_of
+from gpumix.launch.program import Program
+
+API = "trainer.kubeflow.org/v1alpha1"
+CONTAINER = "node"  # TrainJobs say image and environment of containers with this name
+PORT = 29500
+OWN_LABEL = "gpumix.dev/device-class"
+CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
+IMAGE = "registry.example.com/gpumix:latest"
+HEAD = """\
+# Made by `gpumix launch --template k8s`; kubectl apply -f {name}.yaml
+# Look at the image, node selectors, resources and volumes. Ranks find out what their GPUs are; if
+# the job names a cluster, let it say `cluster: auto`. The job, its data and its output lie on a
+# volume that all pods share.
+"""
+LABEL_NODES = """\
+# kubectl label node NODE {label}=CLASS tells which nodes are of which class.
+"""
+
+
+def manifests(components: Sequence[Component], program: Program, around: Surroundings) -> str:
+    """Both as YAML, for `components` in the order of ranks."""
+    name = _name(program)
+    documents = [
+        _runtime(name, components, program, around),
+        _train_job(name, around.settings),
+    ]
+    head = HEAD.format(name=name)
+    if any(OWN_LABEL in _selector(component) for component in components):
+        head += LABEL_NODES.format(label=OWN_LABEL)
+    return head + "---\n".join(yaml.safe_dump(one, sort_keys=False, width=100) for one in documents)
+
+
+def _name(program: Program) -> str:
+    allowed = "".join(c if c.isalnum() and c.isascii() else "-" for c in program.title.lower())
+    return f"gpumix-{allowed.strip('-')[:20].strip('-') or 'job'}"
+
+
+def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    env = [{"name": key, "value": value} for key, value in sorted(settings.items())]
+    trainer = {"image": IMAGE, **({"env": env} if env else {})}
+    return {
+        "apiVersion": API,
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": API.partition("/")[0],
+                "kind": "TrainingRuntime",
+                "name": name,
+            },
+            "trainer": trainer,
+        },
+    }
+
+
+def _runtime(
+    name: str, components: Sequence[Component], program: Program, around: Surroundings
+) -> dict[str, Any]:
+    parts = parts_of(components)
+    address = f"{name}-{components[0].name}-0-0.{name}"  # of the first pod, as JobSet names it
+    jobs = [
+        _job(part, _command(part, world_of(components), address, program, around), around)
+        for part in parts
+    ]
+    jobs[0]["template"]["metadata"] = {
+        "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    }
+    return {
+        "apiVersion": API,
+        "kind": "TrainingRuntime",
+        "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "gpumix"}},
+        "spec": {
+            "mlPolicy": {"numNodes": components[0].nodes},
+            "template": {"spec": {"replicatedJobs": jobs}},
+        },
+    }
+
+
+def _command(
+    part: Part, world: int, address: str, program: Program, around: Surroundings
+) -> list[str]:
+    number = f"$(({part.first_rank} + JOB_COMPLETION_INDEX * {part.component.devices}))"
+    words = ranks_words(number, part.component.devices, world)
+    run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
+    run += [*words[2:], *meeting_words(address, str(PORT)), "--", shlex.join(program.words)]
+    return ["sh", "-c", "exec " + " ".join(run)]
+
+
+def _job(part: Part, command: list[str], around: Surroundings) -> dict[str, Any]:
+    component = part.component
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": round(around.grace_s) + 30,
+        **({"nodeSelector": selector} if (selector := _selector(component)) else {}),
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": IMAGE,
+                "workingDir": str(around.folder),
+                "command": command,
+                "resources": _resources(component),
+                "volumeMounts": [
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                    {"name": "work", "mountPath": str(around.folder)},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "work", "persistentVolumeClaim": {"claimName": "work"}},
+        ],
+    }
+    job = {
+        "parallelism": component.nodes,
+        "completions": component.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {"name": component.name, "replicas": 1, "template": {"spec": job}}
+
+
+def _selector(component: Component) -> dict[str, str]:
+    """By the label that NVIDIA's GPU feature discovery gives nodes, or one that is to be given."""
+    if not component.gpus or not component.device_class:
+        return {}
+    if component.product:
+        return {"nvidia.com/gpu.product": component.product.replace(" ", "-")}
+    return {OWN_LABEL: component.device_class}
+
+
+def _resources(component: Component) -> dict[str, dict[str, str]]:
+    asked = {
+        "cpu": str(component.devices * CPUS_PER_DEVICE),
+        "memory": f"{component.devices * MEMORY_PER_DEVICE_GI}Gi",
+    }
+    if component.gpus:
+        asked["nvidia.com/gpu"] = str(component.devices)
+    return {"requests": asked, "limits": dict(asked)}
