@@ -58,6 +58,13 @@ class Running:
                 continue
         return found
 
+    def one(self, first: str, holds: str) -> int:
+        """The process whose command begins and holds that."""
+        left = self.left().items()
+        found = [pid for pid, words in left if words.startswith(first) and holds in words]
+        assert len(found) == 1, left
+        return found[0]
+
     def wait_until(self, done: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not done():

@@ -19,7 +19,7 @@ from contextlib import suppress
 from gpumix.hardware.environment import print_at_once, talk_inside_of_host
 from gpumix.launch.commands import HOST_MODULE
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.ranks import Share, end, start, watch
+from gpumix.launch.ranks import Share, started, watch
 from gpumix.spec.errors import GpumixError
 from gpumix.train.connections import is_visited, listen_at
 
@@ -58,13 +58,10 @@ def run(
         share = Share(
             share.first, share.processes, share.world, share.address, server.getsockname()[1]
         )
-    ranks = start(share, words, take=take)
-    try:
+    with started(share, words, take) as ranks:
         orders.listen()
         store = _serve(server, share) if server is not None else None
         code, told = watch(ranks, orders, grace_s=grace_s)
-    finally:
-        end(ranks)
     if store is not None and code == 0:
         _stay(share.port, orders)
     return code, told

@@ -65,8 +65,7 @@ class Orders:
                 signal.signal(one, handler)
 
     def listen(self) -> None:
-        """From now on, until this process ends, orders are lines on standard input, if any are. Not
-        before all ranks are started: a fork copies no threads."""
+        """From now on, until this process ends, orders are lines on standard input, if any are."""
         if self._led:
             threading.Thread(target=self._hear, name="gpumix-orders", daemon=True).start()
 

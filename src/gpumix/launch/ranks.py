@@ -6,14 +6,13 @@ that whatever a rank has started ends with it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from gpumix.hardware.environment import rank_settings
@@ -26,7 +25,14 @@ LOOK_S = 0.02
 NOTICE_S = 5.0
 END_S = 5.0
 _LEFT_BY_STOP = (0, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
-_PARENT_DIES = 1  # PR_SET_PDEATHSIG of prctl(2)
+GUARD = """
+import os, sys
+for group in sys.stdin.read().split():
+    try:
+        os.killpg(int(group), 9)
+    except OSError:
+        pass
+"""
 
 
 @dataclass(frozen=True)
@@ -63,15 +69,8 @@ class Rank:
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),
         )
-        self._take = take
-        self._lines: list[Lines] = []
-
-    def read(self) -> None:
-        """Carry its lines from now on; threads come after all processes are started."""
-        if self._take is not None:
-            self._lines = Lines.of(self.process, self._take)
+        self._lines = Lines.of(self.process, take) if take is not None else []
 
     @property
     def code(self) -> int | None:
@@ -97,28 +96,49 @@ class Rank:
         return f"rank {self.number} left with exit code {code}"
 
 
-def start(
-    share: Share, words: Sequence[str], *, take: Callable[[int, str], None] | None
-) -> list[Rank]:
-    """Start a host's ranks; before this process has threads, which a fork would not copy."""
+@contextmanager
+def started(
+    share: Share, words: Sequence[str], take: Callable[[int, str], None] | None
+) -> Iterator[list[Rank]]:
+    """A host's ranks, which end with the block, or with this process, however that ends."""
     ranks: list[Rank] = []
+    with _guard() as tell:
+        try:
+            for local in range(share.processes):
+                env = rank_settings(
+                    rank=share.first + local,
+                    local_rank=local,
+                    local_world=share.processes,
+                    world=share.world,
+                    address=share.address,
+                    port=share.port,
+                )
+                ranks.append(Rank(share.first + local, words, env, take))
+                tell(ranks[-1].process.pid)
+            yield ranks
+        finally:
+            end(ranks)
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Takes the numbers of process groups. A process that is killed cannot end its ranks; another
+    one does then, when its pipe closes."""
+    words = [sys.executable, "-I", "-S", "-c", GUARD]
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    pipe = guard.stdin
+    assert pipe is not None
+
+    def tell(group: int) -> None:
+        pipe.write(f"{group}\n".encode())
+        pipe.flush()
+
     try:
-        for local in range(share.processes):
-            env = rank_settings(
-                rank=share.first + local,
-                local_rank=local,
-                local_world=share.processes,
-                world=share.world,
-                address=share.address,
-                port=share.port,
-            )
-            ranks.append(Rank(share.first + local, words, env, take))
-    except BaseException:
-        end(ranks)
-        raise
-    for rank in ranks:
-        rank.read()
-    return ranks
+        yield tell
+    finally:
+        guard.kill()
+        guard.wait()
+        pipe.close()
 
 
 def end(ranks: Sequence[Rank]) -> None:
@@ -150,7 +170,6 @@ def watch(ranks: Sequence[Rank], orders: Orders, *, grace_s: float) -> tuple[int
         if now >= kill_at or orders.given is Order.END:
             end(ranks)
         time.sleep(LOOK_S)
-    end(ranks)  # what they may have left behind
     return _outcome(ranks, first, asked=asked)
 
 
@@ -164,17 +183,3 @@ def _outcome(ranks: Sequence[Rank], first: Rank | None, *, asked: bool) -> tuple
         return 0, ""
     code = first.code or 0
     return (TrainingError.exit_code if code < 0 else code), first.told()
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """For Linux: a launcher that is killed cannot end its ranks, the system does."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def ask() -> None:
-        prctl(_PARENT_DIES, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it could be asked
-            os._exit(1)
-
-    return ask
