@@ -160,7 +160,8 @@ def launch(
             port=port,
             logs=logs,
             as_json=as_json,
-        )
+        ),
+        scheduled=template is not None,
     )
     if template is not None:
         _print_template(template, asked)
@@ -206,8 +207,12 @@ def _print_template(template: Template, asked: Asked) -> None:
     from gpumix.launch.slurm import sbatch
 
     components = components_of(asked.hosts, asked.cluster)
-    make = sbatch if template is Template.slurm else manifests
-    text = make(components, asked.program, asked.around)
+    program, around, port = asked.program, asked.around, asked.port
+    if template is Template.slurm:
+        text = sbatch(components, program, around, address=asked.address, port=port)
+    else:
+        _refuse({"--address": asked.address}, "has no effect: the first pod has its name", fix="")
+        text = manifests(components, program, around, port=port)
     if asked.as_json:
         print_json({"template": template.value, "text": text})
     else:

@@ -94,3 +94,9 @@ def parts_of(components: Sequence[Component]) -> tuple[Part, ...]:
 
 def world_of(components: Sequence[Component]) -> int:
     return sum(one.nodes * one.devices for one in components)
+
+
+def first_rank(part: Part, node: str) -> str:
+    """That of a node, as a shell reckons it: `node` is the node's number in its part."""
+    ranks = f"{node} * {part.component.devices}"
+    return f"$(({f'{part.first_rank} + ' if part.first_rank else ''}{ranks}))"

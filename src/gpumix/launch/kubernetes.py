@@ -13,42 +13,50 @@ from typing import Any
 import yaml
 
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
-from gpumix.launch.components import Component, Part, parts_of, world_of
+from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
 from gpumix.launch.program import Program
 
 API = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"  # TrainJobs say image and environment of containers with this name
 PORT = 29500
+WIDTH = 10_000  # commands are not broken
 OWN_LABEL = "gpumix.dev/device-class"
 CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
 IMAGE = "registry.example.com/gpumix:latest"
 HEAD = """\
 # Made by `gpumix launch --template k8s`; kubectl apply -f {name}.yaml
-# Look at the image, node selectors, resources and volumes. Ranks find out what their GPUs are; if
-# the job names a cluster, let it say `cluster: auto`. The job, its data and its output lie on a
-# volume that all pods share.
+# Look at the image, node selectors, resources and volumes. Program, data and output lie on a volume
+# that all pods share.
 """
 LABEL_NODES = """\
 # kubectl label node NODE {label}=CLASS tells which nodes are of which class.
 """
 
 
-def manifests(components: Sequence[Component], program: Program, around: Surroundings) -> str:
-    """Both as YAML, for `components` in the order of ranks."""
+def manifests(
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    *,
+    port: int | None = None,
+) -> str:
+    """Both as YAML, for `components` in the order of ranks, which meet at the first pod."""
     name = _name(program)
     documents = [
-        _runtime(name, components, program, around),
+        _runtime(name, components, program, around, port or PORT),
         _train_job(name, around.settings),
     ]
     head = HEAD.format(name=name)
     if any(OWN_LABEL in _selector(component) for component in components):
         head += LABEL_NODES.format(label=OWN_LABEL)
-    return head + "---\n".join(yaml.safe_dump(one, sort_keys=False, width=100) for one in documents)
+    return head + "---\n".join(
+        yaml.safe_dump(one, sort_keys=False, width=WIDTH) for one in documents
+    )
 
 
 def _name(program: Program) -> str:
     allowed = "".join(c if c.isalnum() and c.isascii() else "-" for c in program.title.lower())
-    return f"gpumix-{allowed.strip('-')[:20].strip('-') or 'job'}"
+    return f"gpumix-{allowed.strip('-')[:16].strip('-') or 'job'}"
 
 
 def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -70,21 +78,24 @@ def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _runtime(
-    name: str, components: Sequence[Component], program: Program, around: Surroundings
+    name: str,
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    port: int,
 ) -> dict[str, Any]:
     parts = parts_of(components)
-    address = f"{name}-{components[0].name}-0-0.{name}"  # of the first pod, as JobSet names it
-    jobs = [
-        _job(part, _command(part, world_of(components), address, program, around), around)
-        for part in parts
-    ]
+    # Of the first pod, as JobSet names it.
+    meeting = meeting_words(f"{name}-{components[0].name}-0-0.{name}", str(port))
+    world = world_of(components)
+    jobs = [_job(part, _command(part, world, meeting, program, around), around) for part in parts]
     jobs[0]["template"]["metadata"] = {
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
     return {
         "apiVersion": API,
         "kind": "TrainingRuntime",
-        "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "gpumix"}},
+        "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
         "spec": {
             "mlPolicy": {"numNodes": components[0].nodes},
             "template": {"spec": {"replicatedJobs": jobs}},
@@ -93,12 +104,12 @@ def _runtime(
 
 
 def _command(
-    part: Part, world: int, address: str, program: Program, around: Surroundings
+    part: Part, world: int, meeting: Sequence[str], program: Program, around: Surroundings
 ) -> list[str]:
-    number = f"$(({part.first_rank} + JOB_COMPLETION_INDEX * {part.component.devices}))"
+    number = first_rank(part, "JOB_COMPLETION_INDEX")
     words = ranks_words(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
-    run += [*words[2:], *meeting_words(address, str(PORT)), "--", shlex.join(program.words)]
+    run += [*words[2:], *meeting, "--", shlex.join(program.words)]
     return ["sh", "-c", "exec " + " ".join(run)]
 
 

@@ -50,12 +50,21 @@ class Done:
     value: dict[str, Any]
 
 
-def asked_of(asked: Asked) -> Asked:
-    """The same, its program told of the cluster: a job by its key, others by the environment."""
+def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
+    """The same, its program told of the cluster: a job by its key, others by the environment.
+
+    Args:
+        scheduled: a scheduler chooses the hosts, so ranks find out themselves what their GPUs are.
+    """
+    job = asked.program.kind == "job"
+    classes = asked.cluster.classes if asked.cluster is not None else ()
+    if scheduled and any(one.accelerator == "cuda" for one in classes):
+        auto = asked.program.with_arguments("--set", "cluster=auto")
+        return replace(asked, program=auto) if job else asked
     if asked.cluster_file is None:
         return asked
     file = str(asked.around.folder / asked.cluster_file)
-    if asked.program.kind == "job":
+    if job:
         return replace(asked, program=asked.program.with_arguments("--set", f"cluster={file}"))
     settings = {**asked.around.settings, CLUSTER: file}
     return replace(asked, around=replace(asked.around, settings=settings))

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
-from gpumix.launch.components import Component, Part, parts_of, world_of
+from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
 from gpumix.launch.program import Program
 
 CPUS_PER_DEVICE = 4
@@ -20,22 +20,32 @@ HEAD = """\
 #!/bin/bash
 # Made by `gpumix launch --template slurm`; sbatch {file}
 # Look at partition, account, time and the kinds of GPUs (sinfo -o '%P %G'), and add what your site
-# needs. Ranks find out what their GPUs are; let the job say `cluster: auto`, if it names one."""
+# needs."""
+FIRST_NODE = '$(scontrol show hostnames "${nodes}" | head -n 1)'
 BODY = """\
 set -euo pipefail
 cd {folder}
 {settings}
-ADDRESS=$(scontrol show hostnames "${{{nodes}}}" | head -n 1)
-PORT=$((20000 + SLURM_JOB_ID % 20000))
+ADDRESS={address}
+PORT={port}
 export ADDRESS PORT
 
 # One task on each node; SLURM_PROCID counts them through. A task that fails ends all. On SIGTERM,
 # which comes {save_s} s before the time is over, runs save."""
 
 
-def sbatch(components: Sequence[Component], program: Program, around: Surroundings) -> str:
-    """The script, for `components` in the order of ranks."""
+def sbatch(
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    *,
+    address: str | None = None,
+    port: int | None = None,
+) -> str:
+    """The script, for `components` in the order of ranks. Ranks meet on the first node, at a port
+    of the job's number, unless it is said where."""
     parts, several = parts_of(components), len(components) > 1
+    nodes = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
     head = [HEAD.format(file=f"{program.title}.sbatch"), *_common(program)]
     asked = "\n#SBATCH hetjob\n".join("\n".join(_directives(part.component)) for part in parts)
     settings = [f"export {shlex.join([f'{n}={v}'])}" for n, v in sorted(around.settings.items())]
@@ -44,7 +54,8 @@ def sbatch(components: Sequence[Component], program: Program, around: Surroundin
         settings="\n".join(
             [*settings, "# export NCCL_SOCKET_IFNAME=... the network between nodes"]
         ),
-        nodes="SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST",
+        address=shlex.quote(address) if address else FIRST_NODE.format(nodes=nodes),
+        port=port or "$((20000 + SLURM_JOB_ID % 20000))",
         save_s=SAVE_S,
     )
     world = world_of(components)
@@ -82,8 +93,8 @@ def _step(number: int, part: Part, several: bool) -> str:
 
 def _task(part: Part, program: Program, around: Surroundings, world: int) -> str:
     """What each task of a component runs, as one word for the shell of the script."""
-    number = f"$(({part.first_rank} + (SLURM_PROCID - {part.first_node}) * "
-    number += f"{part.component.devices}))"
+    node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
+    number = first_rank(part, node)
     words = ranks_words(number, part.component.devices, world)
     # What the task's own shell is to fill in stands in double quotes.
     filled = ["--first-rank", f'"{number}"', *words[2:], *meeting_words('"$ADDRESS"', '"$PORT"')]
