@@ -18,16 +18,27 @@ MARK = "GPUMIX_TEST_MARK"
 
 
 class Running:
-    """`gpumix launch` as a user starts it; every process of it carries a mark of its own."""
+    """`gpumix launch` as a user starts it; every process of it carries a mark of its own.
 
-    def __init__(self, folder: Path, arguments: Sequence[str], *, program: Sequence[str]) -> None:
+    Args:
+        on: what is written before the command, to run it elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        program: Sequence[str],
+        on: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._said = folder / "said"
         env = environment(folder / "cache") | {MARK: self._mark}
         with self._said.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpumix", "launch", *arguments, *program],
+                [*on, sys.executable, "-m", "gpumix", "launch", *arguments, *program],
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -80,8 +91,10 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str, program: Sequence[str]) -> Iterator[Running]:
-    started = Running(folder, arguments, program=program)
+def running(
+    folder: Path, *arguments: str, program: Sequence[str], on: Sequence[str] = ()
+) -> Iterator[Running]:
+    started = Running(folder, arguments, program=program, on=on)
     try:
         yield started
     finally:

@@ -12,14 +12,19 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from two_hosts import HOSTS, Wire
 
 # Both are addresses of loopback. The last two are no hosts: nobody listens, nobody answers.
 ADDRESSES = {"gpx-a": "127.0.0.1", "gpx-b": "127.0.0.2"}
 CLOSED, SILENT, STRANGE, LOCKED = "gpx-closed", "gpx-silent", "gpx-strange", "gpx-locked"
+
+PORT = 2222  # of hosts that are apart
+ALONE = " GlobalKnownHostsFile none\n IdentitiesOnly yes\n IdentityAgent none\n"
 
 
 class NotHere(Exception):
@@ -28,29 +33,61 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Hosts:
-    """`config` is that of the client; `pid` the server's process."""
+    """`config` is that of the client."""
 
     config: Path
-    pid: int
 
     @property
     def ssh(self) -> str:
         return f"ssh -F {self.config}"
 
-    def connections(self) -> set[int]:
-        """Processes of the server that serve somebody."""
-        listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True)
-        pairs = [map(int, line.split()) for line in listed.stdout.splitlines()]
-        return {pid for pid, parent in pairs if parent == self.pid}
-
 
 @contextmanager
 def hosts(folder: Path) -> Iterator[Hosts]:
-    """The server, until the end.
+    """The names in `ADDRESSES`, all of them this machine, and those that do not work.
 
     Raises:
-        NotHere: it is not installed, or does not start.
+        NotHere: there is no sshd, or it does not start.
     """
+    program = _made_ready(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.socket() as silent:
+        port = free.getsockname()[1]
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections, and says nothing
+        free.close()
+        config = _client(folder, port, silent.getsockname()[1])
+        command = [program, "-D", "-e", "-f", _server(folder, port, ADDRESSES.values())]
+        with _serving(command, folder / "said") as server:
+            _wait(server, port, folder / "said")
+            yield Hosts(config)
+
+
+@contextmanager
+def hosts_apart(folder: Path, wire: Wire) -> Iterator[Hosts]:
+    """The hosts of a wire, each by its own name.
+
+    Raises:
+        NotHere: there is no sshd.
+    """
+    program = _made_ready(folder)
+    public = (folder / "host.pub").read_text(encoding="utf-8")
+    known = "".join(f"[{name}]:{PORT} {public}" for name in HOSTS)
+    (folder / "known").write_text(known, encoding="utf-8")
+    config = folder / "config"
+    config.write_text(
+        f"Host *\n Port {PORT}\n User {getpass.getuser()}\n"
+        f" UserKnownHostsFile {folder / 'known'}\n IdentityFile {folder / 'user'}\n{ALONE}",
+        encoding="utf-8",
+    )
+    with ExitStack() as servers:
+        for name in HOSTS:
+            command = [program, "-D", "-e", "-f", _server(folder, PORT)]
+            servers.enter_context(_serving([*wire.on(name), *command], folder / f"said-{name}"))
+        yield Hosts(config)
+
+
+def _made_ready(folder: Path) -> str:
+    """Makes the keys; the program of the server."""
     program = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     if program is None or shutil.which("ssh-keygen") is None:
         raise NotHere("there is no sshd: apt-get install openssh-server")
@@ -58,32 +95,27 @@ def hosts(folder: Path) -> Iterator[Hosts]:
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(words, check=True)
     folder.chmod(0o700)
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.socket() as silent:
-        port = free.getsockname()[1]
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()  # takes connections, and says nothing
-        free.close()
-        config = _client(folder, port, silent.getsockname()[1])
-        server = subprocess.Popen(
-            [program, "-D", "-e", "-f", _server(folder, port)],
-            stdin=subprocess.DEVNULL,
-            stderr=(folder / "said").open("w"),
-        )
-        try:
-            _wait(server, port, folder / "said")
-            yield Hosts(config, server.pid)
-        finally:
-            server.terminate()
-            server.wait()
+    return program
 
 
-def _server(folder: Path, port: int) -> Path:
+@contextmanager
+def _serving(command: Sequence[str | Path], said: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with said.open("w") as file:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file)
+    try:
+        yield server
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _server(folder: Path, port: int, addresses: Iterable[str] = ()) -> Path:
     shutil.copy(folder / "user.pub", folder / "authorized_keys")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it separates privileges
     lines = [
         f"Port {port}",
-        *(f"ListenAddress {address}" for address in ADDRESSES.values()),
+        *(f"ListenAddress {address}" for address in addresses),
         f"HostKey {folder / 'host'}",
         f"AuthorizedKeysFile {folder / 'authorized_keys'}",
         "PidFile none",
@@ -114,9 +146,8 @@ def _client(folder: Path, port: int, silent: int) -> Path:
         f" UserKnownHostsFile {folder / known}\n IdentityFile {folder / key}\n"
         for name, (address, at, known, key) in places.items()
     )
-    alone = "Host *\n GlobalKnownHostsFile none\n IdentitiesOnly yes\n IdentityAgent none\n"
     path = folder / "config"
-    path.write_text(text + alone, encoding="utf-8")
+    path.write_text(f"{text}Host *\n{ALONE}", encoding="utf-8")
     return path
 
 

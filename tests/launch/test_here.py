@@ -133,6 +133,24 @@ def test_a_job_on_one_host_is_trained(folder):
     assert [one["loss"] for one in metrics(folder / "run")] == expected
 
 
+def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
+    (folder / "waits.py").write_text("print('waiting', flush=True); import time; time.sleep(600)")
+    with running(folder, program=["waits.py"]) as started:
+        started.wait_until(lambda: "waiting" in started.said)
+        os.kill(started.process.pid, signal.SIGHUP)
+        assert started.code(20) == 130
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with running(folder, program=["waits.py"]) as started:
+            started.wait_until(lambda: "waiting" in started.said)
+            os.kill(started.process.pid, signal.SIGHUP)
+            os.kill(started.process.pid, signal.SIGTERM)
+            assert started.code(20) == 130
+            assert started.said.count("stopping") == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

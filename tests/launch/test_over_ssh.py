@@ -171,3 +171,28 @@ def test_a_printed_command_is_what_a_shell_runs(two, tmp_path):
     )
     assert typed.returncode == 0, typed.stderr
     assert json.loads(typed.stdout) == [str(tmp_path / "a folder"), "0", odd]
+
+
+MEETS = """
+import socket
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("met on", socket.gethostname(), flush=True)
+"""
+
+
+def test_hosts_that_are_apart_meet_and_a_cable_that_is_pulled_is_noticed(apart, joined, tmp_path):
+    """Each has a name and addresses of its own. Nothing ends a connection then, but silence."""
+    ssh = f"{apart.ssh} -o ServerAliveInterval=1"
+    arguments = options(
+        apart, "--ssh", ssh, "--hosts", "gpx-a:1,gpx-b:2", carried=("PYTHONPATH", MARK)
+    )
+    script = f"{MEETS}import time; time.sleep(600)\n"
+    (tmp_path / "meets.py").write_text(script, encoding="utf-8")
+    here = joined.on("gpx-a")
+    with running(tmp_path, *arguments, program=["meets.py"], on=here) as started:
+        started.wait_until(lambda: started.said.count("met on gpx-") == 3)
+        assert "gpx-a | met on gpx-a" in started.said and "gpx-b | met on gpx-b" in started.said
+        joined.cut()
+        assert started.code(60) == 5, started.said
+        assert "host gpx-b: lost with ranks 1 to 2; the other host was ended" in started.said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ def launch_there(asked: Asked) -> Done:
     error = several.account(outcome, asked.logs)
     value = _value(outcome.code, [(ended.place, ended.code) for ended in outcome.hosts])
     if program.kind == "job" and data:
-        value["summary"] = json.loads(data[-1])
+        with suppress(ValueError):  # code of the job may print too
+            value["summary"] = json.loads(data[-1])
     said = f"gpumix: {error}" if error is not None else ""
     return Done(outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value)
 

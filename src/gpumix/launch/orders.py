@@ -57,7 +57,9 @@ class Orders:
                 os.write(2, STOPPING)  # a handler may interrupt a print
             self.give(Order.END if self.given else Order.STOP)
 
-        before = {one: signal.signal(one, take) for one in SIGNALS}
+        # Who starts it by nohup wants no end when the terminal closes.
+        kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+        before = {one: signal.signal(one, take) for one in SIGNALS if one not in kept}
         try:
             yield
         finally:
