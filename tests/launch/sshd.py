@@ -9,11 +9,12 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +106,15 @@ def _serving(command: Sequence[str | Path], said: Path) -> Iterator[subprocess.P
     try:
         yield server
     finally:
-        server.terminate()
+        for process in [*_children(server.pid), server.pid]:  # whose client may be out of reach
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
         server.wait()
+
+
+def _children(parent: int) -> list[int]:
+    tasks = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(word) for word in tasks.read_text().split()] if tasks.exists() else []
 
 
 def _server(folder: Path, port: int, addresses: Iterable[str] = ()) -> Path:
