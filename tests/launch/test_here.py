@@ -72,7 +72,9 @@ def test_an_unchanged_script_runs_on_unequal_devices(folder):
 
 def test_torchrun_with_one_variable_does_the_same(folder):
     (folder / "opens.py").write_text(
-        "import gpumix\nwith gpumix.open_device() as device: print(device.memory_limit_bytes)"
+        "import sys, gpumix\n"
+        "with gpumix.open_device() as device:\n"
+        "    sys.stdout.write(f'{device.memory_limit_bytes}\\n')\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     named = {"GPUMIX_CLUSTER": "cluster.yaml", "OMP_NUM_THREADS": "1"}
@@ -84,7 +86,9 @@ def test_torchrun_with_one_variable_does_the_same(folder):
 def test_a_module_and_the_environment_that_torchrun_gives(folder):
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME MINE"
     (folder / "tell.py").write_text(
-        f"import os, sys; print(*(os.environ[name] for name in '{names}'.split()), *sys.argv[1:])"
+        "import os, sys\n"  # a line in one piece, so that those of ranks do not mix
+        f"words = [*map(os.environ.get, '{names}'.split()), *sys.argv[1:]]\n"
+        "sys.stdout.write(' '.join(words) + '\\n')\n"
     )
     words = ("--processes", "2", "--env", "MINE=so", "-m", "tell", "--deep")
     done = gpumix("launch", *words, folder=folder)
@@ -172,6 +176,8 @@ def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
         (["--env", "NOT_SET_HERE", "script.py"], "NOT_SET_HERE is not set here"),
         (["--hosts", "a,a", "script.py"], "host 'a' is named twice"),
         (["--hosts", "-oProxyCommand=x", "script.py"], "'-oProxyCommand=x' names no host"),
+        (["--template", "k8s", "--logs", "x", "script.py"], "--logs has no effect on a template"),
+        (["--print-commands", "--hosts", "a", "script.py"], "a run is not said, and no host is"),
         (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -85,6 +85,7 @@ def test_two_hosts_train_to_the_losses_of_one_process(two, tmp_path):
     ]  # fmt: skip
     assert told["summary"]["losses"] == pytest.approx(expected, rel=1e-6)
     assert [one["loss"] for one in metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
+    assert "gpumix: rank 0 on gpx-a, ranks 1 to 2 on gpx-b; they meet at 127.0.0.1:" in done.err
     # One rank speaks, and its host's name stands before each line.
     assert "gpx-a | " in done.err and "gpx-b | " not in done.err
     assert "step 6/6" in (tmp_path / "logs" / "gpx-a.log").read_text(encoding="utf-8")

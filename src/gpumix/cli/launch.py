@@ -127,6 +127,9 @@ def launch(
     from gpumix.launch.options import pythons_of, settings_of
     from gpumix.launch.program import program_of
 
+    printed = {"--processes": processes, "--logs": logs, "--print-commands": print_commands}
+    if template is not None:
+        _refuse(printed, "has no effect on a template", fix="leave it out")
     there = {"--address": address, "--logs": logs, "--python": python, "--folder": folder}
     if hosts is None and template is None:
         _refuse(there, "has an effect on several hosts only", fix="name them: --hosts a,b")

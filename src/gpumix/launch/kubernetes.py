@@ -6,6 +6,7 @@ Kubeflow could only tell of nodes that are alike.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ def manifests(
 
 
 def _name(program: Program) -> str:
-    allowed = "".join(c if c.isalnum() and c.isascii() else "-" for c in program.title.lower())
+    allowed = re.sub(r"[^a-z0-9]+", "-", program.title.lower())
     return f"gpumix-{allowed.strip('-')[:16].strip('-') or 'job'}"
 
 
@@ -109,7 +110,8 @@ def _command(
     number = first_rank(part, "JOB_COMPLETION_INDEX")
     words = ranks_words(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
-    run += [*words[2:], *meeting, "--", shlex.join(program.words)]
+    # Of `$(NAME)` Kubernetes would make the value of a variable.
+    run += [*words[2:], *meeting, "--", shlex.join(program.words).replace("$(", "$$(")]
     return ["sh", "-c", "exec " + " ".join(run)]
 
 

@@ -133,6 +133,9 @@ def launch_there(asked: Asked) -> Done:
     commands = {place: asked.ssh.command(place.host, words) for place, words in remote.items()}
     data: list[str] | None = [] if asked.as_json else None
     gathered = several.Gathered([place.host.name for place in places], asked.logs, data)
+    meet = f"they meet at {meeting.address}:{meeting.port}"
+    parts = [f"{place.ranks} on {place.host.name}" for place in places]
+    host.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
     orders = Orders()
     try:
         with orders.by_signals():

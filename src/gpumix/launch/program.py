@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +39,9 @@ class Program:
 
     @property
     def title(self) -> str:
-        """A name for what a scheduler is to run."""
-        return Path(self.name).stem if self.kind != "module" else self.name.rpartition(".")[2]
+        """A name for what a scheduler is to run, of letters that all take."""
+        name = Path(self.name).stem if self.kind != "module" else self.name.rpartition(".")[2]
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or self.kind
 
     def overrides(self) -> list[str]:
         """Of a job: what its arguments replace."""

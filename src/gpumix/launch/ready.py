@@ -27,9 +27,9 @@ class Facts:
     listening: Mapping[str, Any] | None
 
     @property
-    def versions(self) -> dict[str, str]:
-        """What must be the same everywhere; builds of torch for unlike GPUs are alike."""
-        return {"gpumix": self.gpumix or "", "torch": (self.torch or "").partition("+")[0]}
+    def torch_version(self) -> str:
+        """Builds for unlike GPUs are of one version."""
+        return (self.torch or "").partition("+")[0]
 
 
 def refuse_unready(found: Mapping[str, Facts], here: Facts, *, counted: Sequence[str]) -> None:
@@ -109,19 +109,16 @@ def _device_problem(name: str, facts: Facts, counted: Sequence[str]) -> GpumixEr
 
 def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
     (first, reference), *others = found.items()
-    for package, version in reference.versions.items():
-        for name, facts in others:
-            if facts.versions[package] != version:
-                return [
-                    MachineError(
-                        f"{package} is {version} on {first} and {facts.versions[package]} on "
-                        f"{name}",
-                        where=f"hosts {first} and {name}",
-                        fix="install the same version on both, or name interpreters that have it: "
-                        f"--python {name}=/path/to/python",
-                    )
-                ]
-    return []
+    return [
+        MachineError(
+            f"torch is {reference.torch_version} on {first} and {facts.torch_version} on {name}",
+            where=f"hosts {first} and {name}",
+            fix="install the same version on both, or name interpreters that have it: "
+            f"--python {name}=/path/to/python",
+        )
+        for name, facts in others
+        if facts.torch_version != reference.torch_version
+    ]
 
 
 def meeting_at(address: str, facts: Facts, *, host: str, alone: bool) -> Meeting:

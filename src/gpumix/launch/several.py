@@ -167,15 +167,11 @@ def account(outcome: Outcome, logs: Path | None) -> TrainingError | None:
     also = [
         f"{one.place.host.name} left with {one.code}"
         for one in outcome.hosts
-        if one is not first and one.code and one.place != first.place
+        if one.code and one.place != first.place
     ]
-    ended = (
-        f"; the other {'host was' if others == 1 else f'{others} hosts were'} ended"
-        if others
-        else ""
-    )
+    ended = f"; the other {'host was' if others == 1 else f'{others} hosts were'} ended"
     return TrainingError(
-        f"{how}{ended}",
+        f"{how}{ended if others else ''}",
         where=f"host {name}",
         why="; ".join(filter(None, [f"its last line: {said}" if said else "", *also])),
         fix=f"see {logs / name}.log" if logs is not None else "",
