@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gpumix"
 
 PURE = {"spec", "cost", "planner", "simulate"}
 BELOW_TRAIN = PURE | {"hardware", "engine", "data", "profiler"}
-BELOW_CLI = BELOW_TRAIN | {"train", "doctor", "check", "report", "integrations"}
+BELOW_CLI = BELOW_TRAIN | {"train", "launch", "doctor", "check", "report", "integrations"}
 MAY_IMPORT = {
     "spec": set(),
     "cost": {"spec"},
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "data": PURE | {"hardware"},
     "profiler": PURE | {"hardware", "engine"},
     "train": BELOW_TRAIN,
+    "launch": BELOW_TRAIN | {"train"},
     "check": BELOW_TRAIN | {"train"},
     "doctor": BELOW_TRAIN | {"train"},
     "report": BELOW_TRAIN | {"train"},

@@ -19,8 +19,8 @@ VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 
 def test_the_verbs_are_these():
     assert VERBS == [
-        "check", "compare", "demo", "devices", "doctor", "export", "inspect", "plan", "profile",
-        "report", "simulate", "top", "train", "whatif",
+        "check", "compare", "demo", "devices", "doctor", "export", "inspect", "launch",
+        "plan", "profile", "report", "simulate", "top", "train", "whatif",
     ]  # fmt: skip
 
 

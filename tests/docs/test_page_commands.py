@@ -32,9 +32,18 @@ def options(words):
 def check_gpumix(words):
     """`words` after `gpumix` can be run: the verb exists and takes these arguments and options."""
     verb, *rest = (word for word in words if not PLACEHOLDER.fullmatch(word))
+    if verb == "launch":
+        rest = of_launch(rest)
     for option in options(rest):
         assert re.search(rf"(?<!\S){option}\b", help_of(verb)), f"{verb} has no {option}"
     GROUP.commands[verb].make_context(verb, rest)
+
+
+def of_launch(words):
+    """Without what is the program's own, and where a page sends what is printed."""
+    ends = [n for n, word in enumerate(words) if word.endswith((".py", ".yaml"))]
+    programs = [n for n in ends if not words[n - 1].startswith("--")]
+    return words[: programs[0] + 1] if programs else words
 
 
 def check_python(words):

@@ -136,3 +136,52 @@ def test_each_rank_has_the_memory_of_its_own_device():
 def test_open_device_needs_one_rank_per_device():
     with pytest.raises(InputError, match="2 devices, the process group 1 ranks"):
         gpumix.open_device(CLUSTER)
+
+
+# -- devices that the environment names ------------------------------------------------------------
+
+ROWS = """
+- {class: big, accelerator: cpu, memory: 96 MiB}
+- {class: small, accelerator: cpu, memory: 48 MiB}
+"""
+
+
+def profile_of_whom_the_file_names(file):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUMIX_CLUSTER", str(file))
+        with gpumix.open_device() as device:
+            limit = device.memory_limit_bytes
+        return [limit, *sorted(d.id for d in profiled(2).cluster.devices)]
+
+
+def test_devices_may_be_named_by_a_file(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(ROWS)
+    found = run_ranks(profile_of_whom_the_file_names, 2, file)
+    assert found == [[96 * 2**20, "big-0", "small-0"], [48 * 2**20, "big-0", "small-0"]]
+
+
+def test_a_cluster_that_is_given_counts_more_than_a_file(monkeypatch):
+    monkeypatch.setenv("GPUMIX_CLUSTER", "nowhere.yaml")
+    with pytest.raises(InputError, match="2 devices, the process group 1 ranks"):
+        gpumix.open_device(CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "GPUMIX_CLUSTER={file}: {file}: there is no such cluster file"),
+        ("[{class: big}]", "{file}:1: '[0].memory' is missing"),
+        (ROWS, "GPUMIX_CLUSTER={file}: the cluster has 2 devices, the process group 1 ranks"),
+    ],
+    ids=["no file", "wrong file", "wrong number"],
+)
+def test_what_is_wrong_with_the_file_is_said(tmp_path, monkeypatch, text, said):
+    file = tmp_path / "cluster.yaml"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("GPUMIX_CLUSTER", str(file))
+    for refused in (gpumix.open_device, lambda: profiled(2)):
+        with pytest.raises(InputError) as caught:
+            refused()
+        assert str(caught.value).startswith(said.format(file=file))

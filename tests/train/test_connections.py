@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpumix.train.connections import give_up_after, wait_until_left
+from gpumix.train.connections import give_up_after, is_visited, listen_at, wait_until_left
+from gpumix.train.rendezvous import store_on
 
 
 def limits(connection: socket.socket) -> tuple[int, int]:
@@ -75,3 +77,26 @@ def is_waiting(port: int, limit_s: float = 0.5) -> bool:
     began = time.monotonic()
     wait_until_left(port, limit_s=limit_s)
     return time.monotonic() - began >= limit_s
+
+
+def test_a_store_at_one_address_is_not_visited_by_its_own_process():
+    """Its own connection is of IPv6 at one end, and of IPv4 at the other."""
+    with listen_at("127.0.0.1", 0, one_host=True) as server:
+        port = server.getsockname()[1]
+        store = store_on(server, "127.0.0.1")
+    assert not is_visited(port)
+    guest = dist.TCPStore("127.0.0.1", port)  # of this process too
+    assert not is_visited(port)
+    assert store.num_keys() == guest.num_keys()
+    with socket.create_connection(("127.0.0.1", port)) as other:
+        visit = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"],
+            stdin=subprocess.PIPE,
+            pass_fds=[other.fileno()],
+        )
+        left = other.detach()
+    os.close(left)  # now it is another process's alone
+    assert is_visited(port)
+    visit.communicate()
+    wait_until_left(port, limit_s=10)
+    assert not is_visited(port)

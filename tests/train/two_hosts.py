@@ -48,14 +48,18 @@ class Wire:
     def router(self) -> str:
         return f"{self._name}-router"
 
+    def on(self, host: str) -> list[str]:
+        """What to write before a command, so that it runs on a host."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+        return ["ip", "netns", "exec", self.namespace(host), *named]
+
     def start(
         self, host: str, command: Sequence[str], folder: Path, env: Mapping[str, str], said: Path
     ) -> subprocess.Popen[bytes]:
         """Run a command on a host, in a session of its own; `said` gets what it says."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
         with said.open("w") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace(host), *named, *command],
+                [*self.on(host), *command],
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import socket
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -128,6 +129,45 @@ def torchrun_place() -> TorchrunPlace | None:
     )
 
 
+def rank_settings(
+    *, rank: int, local_rank: int, local_world: int, world: int, address: str, port: int
+) -> dict[str, str]:
+    """The environment of a rank that this process starts: its own, and what torchrun would say. The
+    store at that address is there already, so no rank makes one."""
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_RUN_ID": "gpumix",
+    }
+    threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
+    return threads | dict(os.environ) | {name: str(value) for name, value in place.items()}
+
+
+def print_at_once() -> None:
+    """Let Python programs that this process starts print each line when it is there, into pipes
+    too."""
+    os.environ["PYTHONUNBUFFERED"] = "1"
+
+
+def use_settings(settings: Mapping[str, str]) -> None:
+    """Let what this process starts find these variables."""
+    os.environ.update(settings)
+
+
+def settings_named(names: Iterable[str]) -> dict[str, str]:
+    """The values of the variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def begin_anew(starts: int) -> NoReturn:
     """Become a new process with the command of this one, its number and its parent; what this one
     holds is given back.
@@ -135,14 +175,20 @@ def begin_anew(starts: int) -> NoReturn:
     Args:
         starts: how often that has happened then.
     """
+    os.environ[STARTS] = str(starts)
+    become(sys.orig_argv[1:])
+
+
+def become(words: Sequence[str]) -> NoReturn:
+    """Become what the interpreter of this process makes of these words, with its number and its
+    parent; what it holds is given back."""
     sys.stdout.flush()
     sys.stderr.flush()
     for file in [int(file.name) for file in Path("/dev/fd").iterdir()]:
         with suppress(OSError):  # that of the list itself
             # Closed by the change itself: threads of libraries abort a process that closes theirs.
             os.set_inheritable(file, file <= STDERR)
-    environment = os.environ | {STARTS: str(starts)}
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 def world_size() -> int:

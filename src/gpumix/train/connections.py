@@ -1,4 +1,5 @@
-"""Connections of this process over IP, as its system shows them. Nothing here imports torch."""
+"""Connections of this process over IP, as its system shows them, and where it listens for them.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,10 +9,47 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
+
+from gpumix.spec.errors import MachineError
 
 _OPEN_FILES = Path("/dev/fd")
 LOOK_S = 0.02
+
+
+def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
+    """Listen at an address of this host, as others are told it, and nowhere else.
+
+    Args:
+        port: 0 for any that is free.
+        one_host: nobody else has to reach it.
+
+    Raises:
+        MachineError: that is no address of this host, others do not reach it, or the port is taken.
+    """
+    fix = "name an address of this host that the others reach: torchrun --local-addr, or gpumix launch --address"
+    where = f"{socket.gethostname()}, {host}:{port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        name = str(address[0])
+        # Who says 127.0.0.1 or localhost means this host; a name may stand for it by mistake.
+        if ip_address(name).is_loopback and not one_host and host not in ("localhost", name):
+            raise MachineError(
+                f"the first host is told to the others as {host}, which is {name} here: they do "
+                "not reach that",
+                where=where,
+                fix=f"{fix}, or mend its line in /etc/hosts",
+            )
+        return socket.create_server((name, port), family=family)
+    except OSError as error:
+        raise MachineError(
+            f"the rendezvous cannot listen at {host}:{port}",
+            where=where,
+            why=error.strerror or str(error),
+            fix=fix,
+        ) from error
 
 
 def give_up_after(timeout_s: float, *, port: int) -> None:
@@ -31,22 +69,30 @@ def wait_until_left(port: int, *, limit_s: float) -> None:
     """Wait until no other process is connected to a server of this one; no longer than `limit_s`,
     and as long where the system does not show a process its connections."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and _is_visited(port):
+    while time.monotonic() < deadline and is_visited(port):
         time.sleep(LOOK_S)
 
 
-def _is_visited(port: int) -> bool:
+def is_visited(port: int) -> bool:
+    """Whether other processes are connected to a server of this one; they are where the system does
+    not show a process its connections."""
     if not _OPEN_FILES.is_dir():
         return True
-    own, visitors = set(), set()
+    own: set[tuple[str, int]] = set()
+    visitors: set[tuple[str, int]] = set()
     for connection in _connections():
         with suppress(OSError):
-            here, there = connection.getsockname()[:2], connection.getpeername()[:2]
+            here, there = _plain(connection.getsockname()), _plain(connection.getpeername())
             if there[1] == port:
                 own.add(here)
             if here[1] == port:
                 visitors.add(there)
     return bool(visitors - own)
+
+
+def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
+    """Host and port, alike for both ends: torch's are of IPv6 where only one of them need be."""
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 def _connections() -> Iterator[socket.socket]:

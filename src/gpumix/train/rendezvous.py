@@ -9,13 +9,12 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from ipaddress import ip_address
 
 import torch.distributed as dist
 
 from gpumix.hardware.environment import talk_inside_of_host
 from gpumix.spec.errors import MachineError, first_line
-from gpumix.train.connections import give_up_after, wait_until_left
+from gpumix.train.connections import give_up_after, listen_at, wait_until_left
 from gpumix.train.launch import Seat
 
 # How long a process that has the store stays for the others, when it ends before they do.
@@ -108,35 +107,16 @@ def listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
     Raises:
         MachineError: it cannot, or others would not reach it.
     """
-    with _listening(host, port, one_host=one_host) as server:
-        return dist.TCPStore(
-            host,
-            server.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(server.fileno()),
-        )
+    with listen_at(host, port, one_host=one_host) as server:
+        return store_on(server, host)
 
 
-def _listening(host: str, port: int, *, one_host: bool) -> socket.socket:
-    fix = "name an address of this host that the others reach: torchrun --local-addr"
-    where = f"{socket.gethostname()}, {host}:{port}"
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        name = str(address[0])
-        # Who says 127.0.0.1 or localhost means this host; a name may stand for it by mistake.
-        if ip_address(name).is_loopback and not one_host and host not in ("localhost", name):
-            raise MachineError(
-                f"the first host is told to the others as {host}, which is {name} here: they do "
-                "not reach that",
-                where=where,
-                fix=f"{fix}, or mend its line in /etc/hosts",
-            )
-        return socket.create_server((name, port), family=family)
-    except OSError as error:
-        raise MachineError(
-            f"the rendezvous cannot listen at {host}:{port}",
-            where=where,
-            why=error.strerror or str(error),
-            fix=fix,
-        ) from error
+def store_on(server: socket.socket, host: str) -> dist.TCPStore:
+    """The store of a run, where this process listens already, for as long as it is held."""
+    return dist.TCPStore(
+        host,
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(server.fileno()),
+    )

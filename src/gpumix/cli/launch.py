@@ -1,0 +1,260 @@
+"""`gpumix launch`: a job or a program on all devices of one host, or of several."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from gpumix.launch.hosts import Host
+    from gpumix.launch.launcher import Asked
+    from gpumix.launch.program import Program
+    from gpumix.spec.cluster import Cluster
+
+
+class Template(StrEnum):
+    slurm = "slurm"
+    k8s = "k8s"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Run a job or a program on all devices of this host, or of several hosts over ssh.\n\n"
+        "A script or module gets one process for each device, as torchrun starts them; what "
+        "follows its name are its own arguments. A job is trained; what follows are those of "
+        "gpumix train. Hosts are asked first whether they are ready; one Ctrl-C stops all, so that "
+        "runs save.\n\n"
+        "Example: gpumix launch train.py\n\n"
+        "Example: gpumix launch --cluster cluster.yaml train.py\n\n"
+        "Example: gpumix launch --hosts a:4,b:8 job.yaml\n\n"
+        "Example: gpumix launch --template slurm --cluster cluster.yaml job.yaml",
+        context_settings={"allow_interspersed_args": False},
+    )(launch)
+
+
+# One parameter for each option, as typer wants it.
+@verb
+def launch(
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE."),
+    ],
+    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", help="A cluster file: which devices there are, or to emulate."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="On this host; default: one for each device."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="HOSTS",
+            help="As ssh knows them: a,b or a:4,b:8 (processes), a file with one on each line, or "
+            "a cluster file that names them.",
+        ),
+    ] = None,
+    python: Annotated[
+        list[str],
+        typer.Option(
+            "--python",
+            metavar="[HOSTS=]PATH",
+            help="Interpreter on the hosts, or on some: a,b=/opt/py311/bin/python; default: the "
+            "path of this one. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="Working directory on the hosts; default: this one."),
+    ] = None,
+    env: Annotated[
+        list[str],
+        typer.Option(
+            "--env",
+            metavar="NAME[=VALUE]",
+            help="A variable for the program; without a value as it is here. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="A folder for a file of each host's lines.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", help="Of the first host, as the others reach it; default: as ssh does."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds that a host may take to answer.")
+    ] = 20.0,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=0.0, help="Seconds to save in, when it is stopped."),
+    ] = 60.0,
+    ssh: Annotated[
+        str, typer.Option("--ssh", help="The ssh to use, with options if need be.")
+    ] = "ssh",
+    print_commands: Annotated[
+        bool,
+        typer.Option(
+            "--print-commands", help="Print what each host would run, to be typed; ask nobody."
+        ),
+    ] = False,
+    template: Annotated[
+        Template | None,
+        typer.Option("--template", help="Print a template for a scheduler: slurm or k8s."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.launch.commands import Ssh, Surroundings
+    from gpumix.launch.launcher import Asked, asked_of
+    from gpumix.launch.options import pythons_of, settings_of
+    from gpumix.launch.program import program_of
+
+    printed = {"--processes": processes, "--logs": logs, "--print-commands": print_commands}
+    if template is not None:
+        _refuse(printed, "has no effect on a template", fix="leave it out")
+    there = {"--address": address, "--logs": logs, "--python": python, "--folder": folder}
+    if hosts is None and template is None:
+        _refuse(there, "has an effect on several hosts only", fix="name them: --hosts a,b")
+    if hosts is not None:
+        _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
+    named = program_of(program, module=module)
+    devices, file, on = _devices(named, cluster, hosts)
+    if hosts is None and named.kind == "job":
+        _refuse(
+            {"--processes": processes, "--port": port},
+            "has no effect on a job on one host",
+            fix="leave it out: its cluster says which devices it has",
+        )
+    default, pythons = pythons_of(python, on)
+    asked = asked_of(
+        Asked(
+            program=named,
+            around=Surroundings(
+                folder=folder or Path.cwd(),
+                python=default,
+                pythons=pythons,
+                settings=settings_of(env),
+                grace_s=grace,
+            ),
+            hosts=on,
+            cluster=devices,
+            cluster_file=file,
+            processes=processes,
+            ssh=Ssh(tuple(shlex.split(ssh)), timeout),
+            address=address,
+            port=port,
+            logs=logs,
+            as_json=as_json,
+        ),
+        scheduled=template is not None,
+    )
+    if template is not None:
+        _print_template(template, asked)
+    elif print_commands:
+        _print_commands(asked)
+    else:
+        _run(asked)
+
+
+def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{name} {what}", where=name, fix=fix)
+
+
+def _devices(
+    program: Program, file: Path | None, hosts: str | None
+) -> tuple[Cluster | None, Path | None, tuple[Host, ...]]:
+    """The cluster, the file that names it to the program, and the hosts."""
+    from gpumix.hardware.environment import cluster_file
+    from gpumix.launch.hosts import hosts_of, read_hosts
+    from gpumix.launch.program import JOBS
+    from gpumix.spec.placed import placed
+    from gpumix.spec.read import read_cluster, read_job
+
+    of_hosts = Path(hosts) if hosts is not None and hosts.endswith(JOBS) else None
+    file = file or of_hosts or (cluster_file() if program.kind != "job" else None)
+    cluster = read_cluster(file) if file is not None else None
+    if program.kind == "job" and cluster is None:
+        found = read_job(Path(program.name), program.overrides()).cluster
+        cluster = found if found != "auto" else None
+    if of_hosts is not None:
+        with placed(of_hosts):
+            return cluster, file, hosts_of(read_cluster(of_hosts))
+    return cluster, file, read_hosts(hosts) if hosts is not None else ()
+
+
+def _print_template(template: Template, asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.components import components_of
+    from gpumix.launch.kubernetes import manifests
+    from gpumix.launch.slurm import sbatch
+
+    components = components_of(asked.hosts, asked.cluster)
+    program, around, port = asked.program, asked.around, asked.port
+    if template is Template.slurm:
+        text = sbatch(components, program, around, address=asked.address, port=port)
+    else:
+        _refuse({"--address": asked.address}, "has no effect: the first pod has its name", fix="")
+        text = manifests(components, program, around, port=port)
+    if asked.as_json:
+        print_json({"template": template.value, "text": text})
+    else:
+        sys.stdout.write(text)
+
+
+def _print_commands(asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.launcher import commands_of
+
+    commands = commands_of(asked)
+    if asked.as_json:
+        print_json([{"host": host, "command": command} for host, command in commands])
+    else:
+        sys.stdout.write("".join(f"{command}\n" for _, command in commands))
+
+
+def _run(asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.launcher import launch_here, launch_there
+
+    if not asked.hosts and asked.program.kind == "job":
+        _train(asked)
+        return
+    done = launch_there(asked) if asked.hosts else launch_here(asked)
+    if done.said:
+        sys.stderr.write(f"{done.said}\n")
+    if asked.as_json:
+        print_json(done.value)
+    if done.code:
+        raise typer.Exit(done.code)
+
+
+def _train(asked: Asked) -> None:
+    """On one host `gpumix train` starts the ranks itself."""
+    from gpumix.hardware.environment import become, use_settings
+
+    use_settings(asked.around.settings)
+    program = asked.program.with_arguments("--json") if asked.as_json else asked.program
+    become(program.words)

@@ -1,0 +1,158 @@
+"""The hosts of a launch as a user names them, and which ranks each of them gets."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumix.spec.base import refuse_twins
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
+
+# What ssh takes for a host and a shell for a word; one that begins with - would be an option.
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
+_COUNTED = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+)|\s+slots=(?P<slots>\d+))?")
+HERE = "localhost"
+HOSTS_FIX = "--hosts a,b or --hosts a:4,b:8, or a file with one of them on each line"
+
+
+@dataclass(frozen=True)
+class Host:
+    """`name` as ssh knows it; `processes` if the user says how many."""
+
+    name: str
+    processes: int | None = None
+
+    @property
+    def bare(self) -> str:
+        """Without the user."""
+        return self.name.rpartition("@")[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of one host: so many, from the first one on."""
+
+    host: Host
+    first: int
+    processes: int
+
+    @property
+    def ranks(self) -> str:
+        last = self.first + self.processes - 1
+        return f"rank {self.first}" if last == self.first else f"ranks {self.first} to {last}"
+
+
+def read_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts in `a,b:4`, or in a file of that name: one on each line, with `:4` or ` slots=4`.
+
+    Raises:
+        InputError: a name is none, is there twice, or there is none at all.
+    """
+    file = Path(text)
+    from_file = "," not in text and file.is_file()
+    lines = file.read_text(encoding="utf-8").splitlines() if from_file else text.split(",")
+    words = [line.partition("#")[0].strip() for line in lines]
+    hosts = tuple(_host(word, f"--hosts {text}") for word in words if word or not from_file)
+    if not hosts:
+        raise InputError("no host is named", where=f"--hosts {text}", fix=HOSTS_FIX)
+    try:
+        refuse_twins("host", (host.name for host in hosts))
+    except ValueError as error:
+        raise InputError(str(error), where=f"--hosts {text}", fix=HOSTS_FIX) from error
+    return hosts
+
+
+def _host(word: str, where: str) -> Host:
+    found = _COUNTED.fullmatch(word)
+    if found is None or not _NAME.fullmatch(found["name"]):
+        raise InputError(f"'{word}' names no host", where=where, fix=HOSTS_FIX)
+    count = found["count"] or found["slots"]
+    if count is not None and not int(count):
+        raise InputError(f"host '{found['name']}' is to run no process", where=where, fix=HOSTS_FIX)
+    return Host(found["name"], int(count) if count is not None else None)
+
+
+def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
+    """The hosts of a cluster, with a process for each device.
+
+    Raises:
+        InputError: it names none.
+    """
+    counts = _by_host(cluster)
+    if not counts:
+        raise InputError(
+            "the cluster file names no hosts",
+            fix="give its devices a `host`, as ssh knows it, or name them: --hosts a,b",
+        )
+    return tuple(Host(name, count) for name, count in counts.items())
+
+
+def in_rank_order(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host, ...]:
+    """The hosts in the order of their ranks: rank r of a cluster has its r-th device.
+
+    Raises:
+        InputError: they are not those of the cluster.
+    """
+    counts = _by_host(cluster)
+    if not counts:
+        return tuple(hosts)
+    by_name = {host.bare: host for host in hosts}
+    if set(by_name) != set(counts):
+        raise InputError(
+            "the hosts are not those of the cluster",
+            why=f"it names {', '.join(counts)}; --hosts names {', '.join(by_name)}",
+            fix="name the same in both",
+        )
+    return tuple(by_name[name] for name in counts)
+
+
+def uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
+    """Hosts whose devices have to be counted."""
+    return [] if _by_host(cluster) else [host.name for host in hosts if host.processes is None]
+
+
+def _by_host(cluster: Cluster | None) -> Counter[str]:
+    """Devices by host, in the order of ranks; none where the cluster names no hosts."""
+    devices = () if cluster is None else cluster.in_rank_order()
+    counts = Counter(device.host for device in devices)
+    return Counter() if set(counts) == {HERE} else counts
+
+
+def placed(
+    hosts: Sequence[Host], cluster: Cluster | None, found: Mapping[str, int]
+) -> tuple[Place, ...]:
+    """Which ranks each host gets: as many as are told, else as the cluster has devices there, else
+    as are found there.
+
+    Args:
+        hosts: as `in_rank_order` has them.
+        found: devices by the names of hosts.
+
+    Raises:
+        InputError: the hosts have other numbers of devices than the cluster.
+    """
+    counts = _by_host(cluster)
+    places: list[Place] = []
+    first = 0
+    for host in hosts:
+        known = counts[host.bare] if counts else found.get(host.name, 0)
+        if counts and host.processes not in (None, known):
+            raise InputError(
+                f"host '{host.name}' has {known} devices in the cluster, and --hosts says "
+                f"{host.processes}",
+                fix=f"--hosts {host.name}:{known}, or leave the number out",
+            )
+        number = host.processes or known
+        places.append(Place(host, first, number))
+        first += number
+    if cluster is not None and first != len(cluster.devices):
+        raise InputError(
+            f"the cluster has {len(cluster.devices)} devices, the hosts run {first} processes",
+            why=", ".join(f"{place.host.name}: {place.processes}" for place in places),
+            fix="say how many each host runs: --hosts a:4,b:8",
+        )
+    return tuple(places)

@@ -1,0 +1,168 @@
+"""A TrainJob of Kubeflow, and its TrainingRuntime with one replicated job per kind of nodes. Pure.
+
+Of the runtime's jobs the first is the trainer's; all run our launcher in place of torchrun, which
+Kubeflow could only tell of nodes that are alike.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
+from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
+from gpumix.launch.program import Program
+
+API = "trainer.kubeflow.org/v1alpha1"
+CONTAINER = "node"  # TrainJobs say image and environment of containers with this name
+PORT = 29500
+WIDTH = 10_000  # commands are not broken
+OWN_LABEL = "gpumix.dev/device-class"
+CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
+IMAGE = "registry.example.com/gpumix:latest"
+HEAD = """\
+# Made by `gpumix launch --template k8s`; kubectl apply -f {name}.yaml
+# Look at the image, node selectors, resources and volumes. Program, data and output lie on a volume
+# that all pods share.
+"""
+LABEL_NODES = """\
+# kubectl label node NODE {label}=CLASS tells which nodes are of which class.
+"""
+
+
+def manifests(
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    *,
+    port: int | None = None,
+) -> str:
+    """Both as YAML, for `components` in the order of ranks, which meet at the first pod."""
+    name = _name(program)
+    documents = [
+        _runtime(name, components, program, around, port or PORT),
+        _train_job(name, around.settings),
+    ]
+    head = HEAD.format(name=name)
+    if any(OWN_LABEL in _selector(component) for component in components):
+        head += LABEL_NODES.format(label=OWN_LABEL)
+    return head + "---\n".join(
+        yaml.safe_dump(one, sort_keys=False, width=WIDTH) for one in documents
+    )
+
+
+def _name(program: Program) -> str:
+    allowed = re.sub(r"[^a-z0-9]+", "-", program.title.lower())
+    return f"gpumix-{allowed.strip('-')[:16].strip('-') or 'job'}"
+
+
+def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    env = [{"name": key, "value": value} for key, value in sorted(settings.items())]
+    trainer = {"image": IMAGE, **({"env": env} if env else {})}
+    return {
+        "apiVersion": API,
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": API.partition("/")[0],
+                "kind": "TrainingRuntime",
+                "name": name,
+            },
+            "trainer": trainer,
+        },
+    }
+
+
+def _runtime(
+    name: str,
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    port: int,
+) -> dict[str, Any]:
+    parts = parts_of(components)
+    # Of the first pod, as JobSet names it.
+    meeting = meeting_words(f"{name}-{components[0].name}-0-0.{name}", str(port))
+    world = world_of(components)
+    jobs = [_job(part, _command(part, world, meeting, program, around), around) for part in parts]
+    jobs[0]["template"]["metadata"] = {
+        "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    }
+    return {
+        "apiVersion": API,
+        "kind": "TrainingRuntime",
+        "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": components[0].nodes},
+            "template": {"spec": {"replicatedJobs": jobs}},
+        },
+    }
+
+
+def _command(
+    part: Part, world: int, meeting: Sequence[str], program: Program, around: Surroundings
+) -> list[str]:
+    number = first_rank(part, "JOB_COMPLETION_INDEX")
+    words = ranks_words(number, part.component.devices, world)
+    run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
+    # Of `$(NAME)` Kubernetes would make the value of a variable.
+    run += [*words[2:], *meeting, "--", shlex.join(program.words).replace("$(", "$$(")]
+    return ["sh", "-c", "exec " + " ".join(run)]
+
+
+def _job(part: Part, command: list[str], around: Surroundings) -> dict[str, Any]:
+    component = part.component
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": round(around.grace_s) + 30,
+        **({"nodeSelector": selector} if (selector := _selector(component)) else {}),
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": IMAGE,
+                "workingDir": str(around.folder),
+                "command": command,
+                "resources": _resources(component),
+                "volumeMounts": [
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                    {"name": "work", "mountPath": str(around.folder)},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "work", "persistentVolumeClaim": {"claimName": "work"}},
+        ],
+    }
+    job = {
+        "parallelism": component.nodes,
+        "completions": component.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {"name": component.name, "replicas": 1, "template": {"spec": job}}
+
+
+def _selector(component: Component) -> dict[str, str]:
+    """By the label that NVIDIA's GPU feature discovery gives nodes, or one that is to be given."""
+    if not component.gpus or not component.device_class:
+        return {}
+    if component.product:
+        return {"nvidia.com/gpu.product": component.product.replace(" ", "-")}
+    return {OWN_LABEL: component.device_class}
+
+
+def _resources(component: Component) -> dict[str, dict[str, str]]:
+    asked = {
+        "cpu": str(component.devices * CPUS_PER_DEVICE),
+        "memory": f"{component.devices * MEMORY_PER_DEVICE_GI}Gi",
+    }
+    if component.gpus:
+        asked["nvidia.com/gpu"] = str(component.devices)
+    return {"requests": asked, "limits": dict(asked)}

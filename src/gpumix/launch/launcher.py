@@ -1,0 +1,228 @@
+"""What `gpumix launch` does: on this host, or on several after they were asked what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gpumix.hardware.environment import CLUSTER, use_settings
+from gpumix.launch import host, several
+from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host, shell_line
+from gpumix.launch.hosts import HERE, Host, Place, in_rank_order, placed, uncounted
+from gpumix.launch.orders import Orders
+from gpumix.launch.program import Program
+from gpumix.launch.ranks import Share
+from gpumix.launch.ready import meeting_at, refuse_unready
+from gpumix.launch.survey import here, real_name, survey
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
+
+PORT = 29500  # where nobody is asked for a free one
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be launched, on what. `cluster_file` names the devices of a program; a job that
+    names its own has no use for it."""
+
+    program: Program
+    around: Surroundings
+    hosts: tuple[Host, ...] = ()
+    cluster: Cluster | None = None
+    cluster_file: Path | None = None
+    processes: int | None = None
+    ssh: Ssh = field(default_factory=Ssh)
+    address: str | None = None
+    port: int | None = None
+    logs: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of it: an exit code, what to say, and the value of `--json`."""
+
+    code: int
+    said: str
+    value: dict[str, Any]
+
+
+def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
+    """The same, its program told of the cluster: a job by its key, others by the environment.
+
+    Args:
+        scheduled: a scheduler chooses the hosts, so ranks find out themselves what their GPUs are.
+    """
+    job = asked.program.kind == "job"
+    classes = asked.cluster.classes if asked.cluster is not None else ()
+    if scheduled and any(one.accelerator == "cuda" for one in classes):
+        auto = asked.program.with_arguments("--set", "cluster=auto")
+        return replace(asked, program=auto) if job else asked
+    if asked.cluster_file is None:
+        return asked
+    file = str(asked.around.folder / asked.cluster_file)
+    if job:
+        return replace(asked, program=asked.program.with_arguments("--set", f"cluster={file}"))
+    settings = {**asked.around.settings, CLUSTER: file}
+    return replace(asked, around=replace(asked.around, settings=settings))
+
+
+# -- one host --------------------------------------------------------------------------------------
+
+
+def launch_here(asked: Asked) -> Done:
+    """Run a program on all devices of this host."""
+    use_settings(asked.around.settings)
+    processes = processes_here(asked)
+    share = Share(0, processes, processes, host.LOOPBACK, 0)
+    orders = Orders()
+    with orders.by_signals():
+        code, told = host.run(
+            share,
+            asked.program.words,
+            orders,
+            grace_s=asked.around.grace_s,
+            take=_to_stderr if asked.as_json else None,
+        )
+    place = Place(Host(HERE), 0, processes)
+    return Done(code, f"gpumix: {told}" if told else "", _value(code, [(place, code)]))
+
+
+def processes_here(asked: Asked) -> int:
+    """How many a program has on this host: one for each device.
+
+    Raises:
+        InputError: the cluster has another number of devices.
+    """
+    if asked.cluster is None:
+        from gpumix.hardware.discover import discover
+
+        return asked.processes or len(discover().devices)
+    devices = len(asked.cluster.devices)
+    if asked.processes not in (None, devices):
+        raise InputError(
+            f"the cluster has {devices} devices, and --processes says {asked.processes}",
+            where=str(asked.cluster_file),
+            fix="leave --processes out",
+        )
+    return devices
+
+
+def _to_stderr(to: int, line: str) -> None:
+    host.print_line(2, line)
+
+
+# -- several hosts ---------------------------------------------------------------------------------
+
+
+def launch_there(asked: Asked) -> Done:
+    """Run a program on several hosts, once all of them are ready for it.
+
+    Raises:
+        GpumixError: one is not; nothing is started then.
+    """
+    places, meeting = prepared(asked)
+    program = asked.program
+    if asked.as_json and program.kind == "job":
+        program = program.with_arguments("--json")
+    remote = _remote(places, replace(asked, program=program), meeting, led=True)
+    commands = {place: asked.ssh.command(place.host, words) for place, words in remote.items()}
+    data: list[str] | None = [] if asked.as_json else None
+    gathered = several.Gathered([place.host.name for place in places], asked.logs, data)
+    meet = f"they meet at {meeting.address}:{meeting.port}"
+    parts = [f"{place.ranks} on {place.host.name}" for place in places]
+    host.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
+    orders = Orders()
+    try:
+        with orders.by_signals():
+            outcome = several.run(commands, orders, gathered.take, grace_s=asked.around.grace_s)
+    finally:
+        gathered.close()
+    error = several.account(outcome, asked.logs)
+    value = _value(outcome.code, [(ended.place, ended.code) for ended in outcome.hosts])
+    if program.kind == "job" and data:
+        with suppress(ValueError):  # code of the job may print too
+            value["summary"] = json.loads(data[-1])
+    said = f"gpumix: {error}" if error is not None else ""
+    return Done(outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value)
+
+
+def prepared(asked: Asked) -> tuple[tuple[Place, ...], Meeting]:
+    """Ask all hosts, and refuse what is not ready: who runs which ranks, and where they meet."""
+    hosts = in_rank_order(asked.hosts, asked.cluster)
+    files = [*asked.program.files, *([str(asked.cluster_file)] if asked.cluster_file else [])]
+    address = asked.address or real_name(hosts[0], asked.ssh)
+    questions: dict[str, dict[str, object]] = {one.name: {"files": files} for one in hosts}
+    questions[hosts[0].name] |= {"address": address, "port": asked.port or 0}
+    found = survey(hosts, asked.ssh, asked.around, questions)
+    counted = uncounted(hosts, asked.cluster)
+    refuse_unready(found, here(files), counted=counted)
+    devices = {name: facts.devices for name, facts in found.items()}
+    numbers = {name: number for name, number in devices.items() if isinstance(number, int)}
+    places = placed(hosts, asked.cluster, numbers)
+    first = hosts[0].name
+    return places, meeting_at(address, found[first], host=first, alone=len(hosts) == 1)
+
+
+def _remote(
+    places: Sequence[Place], asked: Asked, meeting: Meeting, *, led: bool
+) -> dict[Place, str]:
+    world = sum(place.processes for place in places)
+    return {
+        place: on_host(place, asked.program, asked.around, world=world, meeting=meeting, led=led)
+        for place in places
+    }
+
+
+def _value(code: int, hosts: Sequence[tuple[Place, int | None]]) -> dict[str, Any]:
+    rows: list[Mapping[str, Any]] = [
+        {
+            "host": place.host.name,
+            "first_rank": place.first,
+            "processes": place.processes,
+            "exit_code": ended,
+        }
+        for place, ended in hosts
+    ]
+    return {"exit_code": code, "hosts": rows}
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def commands_of(asked: Asked) -> list[tuple[str, str]]:
+    """Hosts, and the line for a shell that runs each one's part; nobody is asked anything.
+
+    Raises:
+        InputError: it is not said how many processes a host runs.
+    """
+    if not asked.hosts:
+        return [(HERE, _command_here(asked))]
+    hosts = in_rank_order(asked.hosts, asked.cluster)
+    if missing := uncounted(hosts, asked.cluster):
+        raise InputError(
+            f"how many processes {', '.join(missing)} run is not said, and no host is asked",
+            where="--print-commands",
+            fix=f"--hosts {','.join(f'{name}:4' for name in missing)}, or a cluster that names "
+            "them",
+        )
+    places = placed(hosts, asked.cluster, {})
+    meeting = Meeting(asked.address or real_name(hosts[0], asked.ssh), asked.port or PORT)
+    remote = _remote(places, asked, meeting, led=False)
+    return [
+        (place.host.name, asked.ssh.by_hand(place.host, line)) for place, line in remote.items()
+    ]
+
+
+def _command_here(asked: Asked) -> str:
+    if asked.program.kind == "job":
+        return shell_line(asked.around, Host(HERE), asked.program.words)
+    place = Place(Host(HERE), 0, processes_here(asked))
+    meeting = Meeting(host.LOOPBACK, asked.port or PORT)
+    return on_host(
+        place, asked.program, asked.around, world=place.processes, meeting=meeting, led=False
+    )

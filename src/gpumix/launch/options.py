@@ -1,0 +1,61 @@
+"""What `--python` and `--env` of a launch say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from gpumix.hardware.environment import settings_named
+from gpumix.launch.hosts import Host
+from gpumix.spec.errors import InputError
+
+
+def pythons_of(words: Sequence[str], hosts: Sequence[Host]) -> tuple[str, dict[str, str]]:
+    """The interpreter of all hosts, by default this one, and those of some, by their names.
+
+    Raises:
+        InputError: a word names a host that is not there, or no interpreter.
+    """
+    default = sys.executable
+    some: dict[str, str] = {}
+    for word in words:
+        group, _, path = word.rpartition("=")
+        meant = [_named(name, hosts, word) for name in group.split(",")] if group else []
+        if not path or word.startswith("="):
+            raise InputError(
+                "this names no interpreter", where=f"--python {word}", fix="--python HOST=PATH"
+            )
+        some |= {host.name: path for host in meant}
+        default = path if not meant else default
+    return default, some
+
+
+def _named(name: str, hosts: Sequence[Host], word: str) -> Host:
+    for host in hosts:
+        if name in (host.name, host.bare):
+            return host
+    raise InputError(
+        f"'{name}' is none of the hosts",
+        where=f"--python {word}",
+        fix="--python HOST=PATH, with a host of --hosts",
+    )
+
+
+def settings_of(words: Sequence[str]) -> dict[str, str]:
+    """The variables that `NAME=VALUE` and `NAME`, as it is here, give a program.
+
+    Raises:
+        InputError: a name is none, or is not set here.
+    """
+    settings: dict[str, str] = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        found = {name: value} if given else settings_named([name])
+        if not (name.isidentifier() and name.isascii()):
+            raise InputError(f"'{name}' names no variable", where=f"--env {word}")
+        if not found:
+            raise InputError(
+                f"{name} is not set here", where=f"--env {word}", fix=f"--env {name}=VALUE"
+            )
+        settings |= found
+    return settings

@@ -1,0 +1,86 @@
+"""What a launch is told while it runs: to stop, so that runs save, and then to end at once.
+
+Orders come as signals, or by standard input from a launcher on another host; that one being gone,
+or silent, is an order to stop.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from gpumix.train.stop import SIGNALS
+
+ALIVE_S = 5.0  # how often a launcher says that it is there
+SILENCE_S = 60.0  # how long it may say nothing
+STOPPING = b"gpumix: stopping, runs save now; once more ends all at once\n"
+
+
+class Order(enum.IntEnum):
+    GO_ON = 0
+    STOP = 1
+    END = 2
+
+
+# As a launcher says them, a line each.
+WORDS = {b"alive": Order.GO_ON, b"stop": Order.STOP, b"end": Order.END}
+
+
+class Orders:
+    """The highest order so far.
+
+    Args:
+        led: they come by standard input too.
+    """
+
+    def __init__(self, *, led: bool = False) -> None:
+        self.given = Order.GO_ON
+        self._led = led
+
+    def give(self, order: Order) -> None:
+        self.given = max(self.given, order)
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and SIGHUP are orders while the block runs: the first to stop."""
+
+        def take(number: int, frame: FrameType | None) -> None:
+            if not self._led and self.given is Order.GO_ON:
+                os.write(2, STOPPING)  # a handler may interrupt a print
+            self.give(Order.END if self.given else Order.STOP)
+
+        # Who starts it by nohup wants no end when the terminal closes.
+        kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+        before = {one: signal.signal(one, take) for one in SIGNALS if one not in kept}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def listen(self) -> None:
+        """From now on, until this process ends, orders are lines on standard input, if any are."""
+        if self._led:
+            threading.Thread(target=self._hear, name="gpumix-orders", daemon=True).start()
+
+    def _hear(self) -> None:
+        file, rest, heard = sys.stdin.fileno(), b"", time.monotonic()
+        while time.monotonic() - heard < SILENCE_S:
+            if not select.select([file], [], [], 1.0)[0]:
+                continue
+            read = os.read(file, 4096)
+            if not read:
+                break
+            heard = time.monotonic()
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                self.give(WORDS.get(line.strip(), Order.GO_ON))
+        self.give(Order.STOP)

@@ -1,0 +1,79 @@
+"""What is launched: a job file, a script or a module, each with arguments of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gpumix.spec.errors import InputError
+
+JOBS = (".yaml", ".yml")
+FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix launch -m MODULE"
+
+
+@dataclass(frozen=True)
+class Program:
+    """`name` is a file, or a module's dotted name; of a job the arguments are those of
+    `gpumix train`."""
+
+    kind: Literal["job", "script", "module"]
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What an interpreter is told."""
+        if self.kind == "job":
+            return ("-m", "gpumix", "train", self.name, *self.arguments)
+        if self.kind == "module":
+            return ("-m", self.name, *self.arguments)
+        return (self.name, *self.arguments)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What must lie on each host."""
+        return () if self.kind == "module" else (self.name,)
+
+    @property
+    def title(self) -> str:
+        """A name for what a scheduler is to run, of letters that all take."""
+        name = Path(self.name).stem if self.kind != "module" else self.name.rpartition(".")[2]
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or self.kind
+
+    def overrides(self) -> list[str]:
+        """Of a job: what its arguments replace."""
+        return list(_values_of("--set", self.arguments))
+
+    def with_arguments(self, *more: str) -> Program:
+        return replace(self, arguments=(*self.arguments, *more))
+
+
+def program_of(words: Sequence[str], *, module: bool) -> Program:
+    """What the words of a command line name.
+
+    Raises:
+        InputError: it is none of the three, or its file is not there.
+    """
+    if not words:
+        raise InputError("nothing is named to launch", fix=FIX)
+    name, *arguments = words
+    if module:
+        return Program("module", name, tuple(arguments))
+    kind: Literal["job", "script"] = "job" if name.endswith(JOBS) else "script"
+    if kind == "script" and not name.endswith(".py"):
+        raise InputError("this is neither a job (.yaml) nor a script (.py)", where=name, fix=FIX)
+    if not Path(name).is_file():
+        raise InputError(f"there is no such {kind} file", where=name)
+    return Program(kind, name, tuple(arguments))
+
+
+def _values_of(option: str, arguments: Sequence[str]) -> Iterator[str]:
+    rest = iter(arguments)
+    for word in rest:
+        if word == option:
+            yield next(rest, "")
+        elif word.startswith(f"{option}="):
+            yield word.removeprefix(f"{option}=")

@@ -1,0 +1,103 @@
+"""A script for `sbatch`: one task on each node, which runs the ranks of that node. Pure.
+
+Nodes that are not alike are components of one heterogeneous job, and one step over all of them:
+its tasks are numbered through, so each knows its ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
+from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
+from gpumix.launch.program import Program
+
+CPUS_PER_DEVICE = 4
+# Before the time is over: long enough to end a step and to save.
+SAVE_S = 300
+HEAD = """\
+#!/bin/bash
+# Made by `gpumix launch --template slurm`; sbatch {file}
+# Look at partition, account, time and the kinds of GPUs (sinfo -o '%P %G'), and add what your site
+# needs."""
+FIRST_NODE = '$(scontrol show hostnames "${nodes}" | head -n 1)'
+BODY = """\
+set -euo pipefail
+cd {folder}
+{settings}
+ADDRESS={address}
+PORT={port}
+export ADDRESS PORT
+
+# One task on each node; SLURM_PROCID counts them through. A task that fails ends all. On SIGTERM,
+# which comes {save_s} s before the time is over, runs save."""
+
+
+def sbatch(
+    components: Sequence[Component],
+    program: Program,
+    around: Surroundings,
+    *,
+    address: str | None = None,
+    port: int | None = None,
+) -> str:
+    """The script, for `components` in the order of ranks. Ranks meet on the first node, at a port
+    of the job's number, unless it is said where."""
+    parts, several = parts_of(components), len(components) > 1
+    nodes = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
+    head = [HEAD.format(file=f"{program.title}.sbatch"), *_common(program)]
+    asked = "\n#SBATCH hetjob\n".join("\n".join(_directives(part.component)) for part in parts)
+    settings = [f"export {shlex.join([f'{n}={v}'])}" for n, v in sorted(around.settings.items())]
+    body = BODY.format(
+        folder=shlex.quote(str(around.folder)),
+        settings="\n".join(
+            [*settings, "# export NCCL_SOCKET_IFNAME=... the network between nodes"]
+        ),
+        address=shlex.quote(address) if address else FIRST_NODE.format(nodes=nodes),
+        port=port or "$((20000 + SLURM_JOB_ID % 20000))",
+        save_s=SAVE_S,
+    )
+    world = world_of(components)
+    steps = [_step(number, part, several) for number, part in enumerate(parts)]
+    tasks = [_task(part, program, around, world) for part in parts]
+    run = " \\\n    : ".join(f"{step} \\\n    {task}" for step, task in zip(steps, tasks))
+    return "\n".join(
+        [*head, asked, "", body, f"srun --kill-on-bad-exit=1 --label \\\n    {run}", ""]
+    )
+
+
+def _common(program: Program) -> Iterator[str]:
+    yield f"#SBATCH --job-name={program.title}"
+    yield "#SBATCH --output=%x-%j.log"
+    yield "#SBATCH --time=24:00:00"
+    yield f"#SBATCH --signal=TERM@{SAVE_S}"
+
+
+def _directives(component: Component) -> Iterator[str]:
+    yield f"#SBATCH --nodes={component.nodes}"
+    yield "#SBATCH --ntasks-per-node=1"
+    yield f"#SBATCH --cpus-per-task={component.devices * CPUS_PER_DEVICE}"
+    if component.gpus:
+        kind = f"{component.device_class}:" if component.device_class else ""
+        yield f"#SBATCH --gres=gpu:{kind}{component.devices}"
+    if component.hosts:
+        yield f"#SBATCH --nodelist={','.join(component.hosts)}"
+
+
+def _step(number: int, part: Part, several: bool) -> str:
+    group = f"--het-group={number} " if several else ""
+    cpus = part.component.devices * CPUS_PER_DEVICE  # srun does not take them over
+    return f"{group}--ntasks={part.component.nodes} --cpus-per-task={cpus}"
+
+
+def _task(part: Part, program: Program, around: Surroundings, world: int) -> str:
+    """What each task of a component runs, as one word for the shell of the script."""
+    node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
+    number = first_rank(part, node)
+    words = ranks_words(number, part.component.devices, world)
+    # What the task's own shell is to fill in stands in double quotes.
+    filled = ["--first-rank", f'"{number}"', *words[2:], *meeting_words('"$ADDRESS"', '"$PORT"')]
+    command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
+    command += ["--grace", f"{SAVE_S - 30}", "--", shlex.join(program.words)]
+    return f"bash -c {shlex.quote('exec ' + ' '.join(command))}"
