@@ -29,7 +29,10 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
     Raises:
         MachineError: that is no address of this host, others do not reach it, or the port is taken.
     """
-    fix = "name an address of this host that the others reach: torchrun --local-addr, or gpumix launch --address"
+    fix = (
+        "name an address of this host that the others reach: torchrun --local-addr, or gpumix "
+        "launch --address"
+    )
     where = f"{socket.gethostname()}, {host}:{port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
