@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Texts, arguments, as_launched, log_of, model, other_ranks, unlike_ranks
 from torch.utils.data import IterableDataset
 
+from gpumix.report.run import read_run
 from gpumix.spec.errors import InputError
 from harness import run_ranks
+from programs import Texts, arguments, as_launched, log_of, model, other_ranks, unlike_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -167,3 +168,66 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(module, p
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"'{package}'" in told.stdout
     assert f'pip install "gpumix[{extra}]"' in told.stdout
+
+
+def test_the_best_model_comes_back(tmp_path):
+    """The best is told to be the one with the highest loss, which is none of the last ones."""
+    for seen, found, only_models in run_ranks(_best, 2, tmp_path, timeout_s=120):
+        assert max(seen) > seen[-1]
+        assert found == pytest.approx(max(seen), rel=1e-5)
+        assert only_models == pytest.approx(max(seen), rel=1e-5)
+
+
+def _best(folder: Path) -> tuple[list[float], float, float]:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    found = []
+    for only_model in (False, True):
+        args = arguments(
+            folder / f"best-{only_model}",
+            6,
+            **(SHORT | {"eval_strategy": "steps", "save_strategy": "steps"}),
+            eval_steps=2,
+            save_steps=2,
+            max_steps=8,
+            learning_rate=1e-2,
+            warmup_steps=0,
+            load_best_model_at_end=True,
+            greater_is_better=True,
+            metric_for_best_model="loss",
+            save_only_model=only_model,
+        )
+        data = {"train_dataset": Texts(), "eval_dataset": Texts(10, seed=2)}
+        trainer = Trainer(model=model(), args=args, plan=other_ranks(), **data)
+        trainer.train()
+        seen = log_of(trainer, "eval_loss")
+        found.append(trainer.evaluate()["eval_loss"])
+    return seen, *found
+
+
+def test_a_run_that_fails_says_so(tmp_path):
+    with pytest.raises(RuntimeError, match="planted"):
+        run_ranks(_failing, 1, tmp_path)
+    run = read_run(tmp_path / "out" / "gpumix")
+    assert (run.progress.state, run.progress.step) == ("failed", 2)
+    assert "planted" in run.progress.why
+
+
+def _failing(folder: Path) -> None:
+    from transformers import TrainerCallback
+
+    from gpumix.integrations.transformers import Trainer
+    from reference import Share, plan_for
+
+    as_launched(folder)
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise RuntimeError("planted")
+
+    args = arguments(folder / "out", 12, **SHORT)
+    plan = plan_for(model(), [Share(12, 6, 1)])
+    data = {"train_dataset": Texts(), "callbacks": [Fails()]}
+    Trainer(model=model(), args=args, plan=plan, **data).train()
