@@ -35,6 +35,7 @@ from gpumix.data.reading import (
     told_in,
 )
 from gpumix.data.rows import Source
+from gpumix.hardware.environment import use_one_tokenizer_thread
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import MachineError, TrainingError, first_line
 from gpumix.spec.job import MOST_WORKERS as MOST_PINNED
@@ -441,7 +442,7 @@ def _work(
 ) -> None:
     """A worker's life."""
     torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one of several
+    use_one_tokenizer_thread()
     while True:
         chunk, slot, layout, desk = inbox.receive()
         tell_into(notes, desk * NOTE_BYTES)

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from gpumix.hardware.environment import available_host_bytes
+from gpumix.hardware.environment import available_host_bytes, place_here, ranks_here
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import Shares, share_of
 
@@ -52,6 +52,5 @@ def _neighbours(shares: Shares, rank: int) -> list[int]:
         host = shares.workers[rank].host
         return [n for n, worker in enumerate(shares.workers) if worker.host == host]
     # Without a plan: launchers say how many there are, and number them host by host.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    return [n for n in range(first, first + local) if 0 <= n < len(shares)] or [rank]
+    first = rank - place_here()
+    return [n for n in range(first, first + ranks_here()) if 0 <= n < len(shares)] or [rank]

@@ -203,6 +203,17 @@ def ranks_here() -> int:
     return int(text) if text.isdecimal() else 1
 
 
+def place_here() -> int:
+    """Which of them this one is, counted from 0."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def use_one_tokenizer_thread() -> None:
+    """In this process, which is one of several that tokenise."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def talk_inside_of_host() -> None:
     """Let gloo and NCCL of this process, which has not used them yet, listen on loopback alone; by
     default they do on whatever address the host's name stands for. What the user has set stays."""
