@@ -87,7 +87,10 @@ def test_ranks_begin_with_the_first_ones_weights():
 
 
 def _alike() -> tuple[list[str], float, float]:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False))
+    layers = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(*layers)
+    for parameter in model[2].parameters():  # less than eight bytes each
+        torch.nn.init.ones_(parameter)
     rank = torch.distributed.get_rank()
     with torch.no_grad():
         model[1].weight.fill_(rank)
