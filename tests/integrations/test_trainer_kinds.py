@@ -1,0 +1,129 @@
+"""Trainer with models and data of many kinds: no labels, one output, pictures, a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from harness import run_ranks
+from programs import as_launched
+from reference import Share, plan_for
+
+pytestmark = pytest.mark.slow
+
+SAMPLES, BATCH = 26, 8
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+class Rows(Dataset):
+    def __init__(self, **rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[index] for name, values in self.rows.items()}
+
+
+def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
+    import transformers as t
+
+    tokens = torch.randint(5, 90, (SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+    pictures = torch.randn(SAMPLES, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    one, two = (t.BertConfig(vocab_size=100, num_labels=n, **SIZES) for n in (1, 2))
+    vit = t.ViTConfig(image_size=16, patch_size=8, num_labels=3, **SIZES)
+    t5 = t.T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    places = {"start_positions": tokens[:, 0] % 12, "end_positions": tokens[:, 1] % 12}
+    return {
+        "a number": (
+            lambda: t.BertForSequenceClassification(one),
+            Rows(input_ids=tokens, labels=tokens[:, 0] / 100.0),
+        ),
+        "places": (lambda: t.BertForQuestionAnswering(two), Rows(input_ids=tokens, **places)),
+        "pictures": (
+            lambda: t.ViTForImageClassification(vit),
+            Rows(pixel_values=pictures, labels=tokens[:, 0] % 3),
+        ),
+        "a decoder": (
+            lambda: t.T5ForConditionalGeneration(t5),
+            Rows(input_ids=tokens, labels=tokens[:, :6].contiguous()),
+        ),
+    }
+
+
+def trained(folder: Path, ours: bool) -> dict[str, dict[str, Any]]:
+    as_launched(folder)
+    import transformers
+
+    found = {}
+    for name, (make, data) in kinds().items():
+        more: dict[str, Any] = {}
+        if ours:
+            from gpumix.integrations import transformers as changed
+
+            more["plan"] = plan_for(make(), [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)
+        library = changed if ours else transformers
+        decodes = name == "a decoder"
+        arguments = "Seq2SeqTrainingArguments" if decodes else "TrainingArguments"
+        torch.manual_seed(1)
+        trainer = getattr(library, "Seq2SeqTrainer" if decodes else "Trainer")(
+            model=make(),
+            args=getattr(transformers, arguments)(
+                output_dir=str(folder / "out"),
+                per_device_train_batch_size=BATCH // (2 if ours else 1),
+                per_device_eval_batch_size=13,
+                max_steps=5,
+                learning_rate=5e-3,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+            **more,
+        )
+        trainer.train()
+        predicted = trainer.predict(data)
+        first = predicted.predictions
+        first = first[0] if isinstance(first, tuple) else first
+        found[name] = {
+            "losses": [e["loss"] for e in trainer.state.log_history if "loss" in e],
+            "loss": predicted.metrics["test_loss"],
+            "best": first.argmax(-1).tolist(),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("kinds")
+    (stock,) = run_ranks(trained, 1, folder, False, timeout_s=120)
+    return stock, run_ranks(trained, 2, folder, True, timeout_s=120)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_it_is_as_with_the_stock_trainer(kind, both):
+    stock, ours = both
+    assert len(stock[kind]["losses"]) == 5
+    for rank in ours:
+        assert rank[kind]["losses"] == pytest.approx(stock[kind]["losses"], rel=1e-4)
+        assert rank[kind]["loss"] == pytest.approx(stock[kind]["loss"], rel=1e-4)
+        assert rank[kind]["best"] == stock[kind]["best"]
