@@ -12,7 +12,20 @@ COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that fai
 LOCK = ".lock"  # held by the process that runs
 AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
+TRACKERS = ".trackers"  # how far they are told, and of which runs of theirs
 
 ALL = frozenset(
-    {PROFILE, PLAN, METRICS, PROGRESS, TRACE, CHECKPOINTS, COLLECTIVES, LOCK, AGENTS, LESSONS}
+    {
+        PROFILE,
+        PLAN,
+        METRICS,
+        PROGRESS,
+        TRACE,
+        CHECKPOINTS,
+        COLLECTIVES,
+        LOCK,
+        AGENTS,
+        LESSONS,
+        TRACKERS,
+    }
 )
