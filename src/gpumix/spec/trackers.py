@@ -9,9 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from gpumix.spec.base import Value
+from gpumix.spec.space import one_is_some
 
 LOOPBACK = "127.0.0.1"
 PORT = 9464  # which OpenTelemetry has for the same
@@ -44,7 +51,9 @@ class WandbSpec(Value):
     name: Text | None = Field(default=None, description="of the run; default: that of its folder")
     entity: Text | None = Field(default=None, description="whose project; default: as logged in")
     group: Text | None = Field(default=None, description="of runs that belong together")
-    tags: tuple[Text, ...] = Field(default=(), description="to find it by")
+    tags: Annotated[tuple[Text, ...], BeforeValidator(one_is_some)] = Field(
+        default=(), description="to find it by"
+    )
     folder: Path | None = Field(
         default=None, description="where wandb keeps its own; default: the run's folder"
     )
@@ -106,7 +115,8 @@ class PrometheusSpec(Value):
         default=None, description="file that is written instead of an endpoint; it ends in `.prom`"
     )
     name: Text | None = Field(
-        default=None, description="label `run` of all metrics; default: the name of the run's folder"
+        default=None,
+        description="label `run` of all metrics; default: name of the run's folder",
     )
 
     @model_validator(mode="after")

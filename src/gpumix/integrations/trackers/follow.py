@@ -19,7 +19,6 @@ from gpumix.integrations.trackers.lines import MEASURED
 from gpumix.train import run_files
 from gpumix.train.progress import write_at_once
 
-
 NEEDED = {"event", "step", "time"}
 
 

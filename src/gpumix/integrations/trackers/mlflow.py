@@ -1,7 +1,7 @@
 """MLflow: by its client, which has no state of a process, into a database of the run's own or to a
 server.
 
-Names there have fewer characters, a parameter 6,000 of them at most.
+Names there have fewer characters, and long texts are cut: what is whole is in a file beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gpumix.spec.trackers import MlflowSpec
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow-artifacts"
 STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-MOST_METRICS, MOST_PARAMETERS, LONGEST = 1000, 100, 500  # at once; the last in characters
+MOST_METRICS, MOST_PARAMETERS = 1000, 100  # at once
+LONGEST = 500  # in characters: of a parameter in older stores; of a tag it is more
 UNFIT = re.compile(r"[^\w\-. /]")
 
 
@@ -68,7 +69,8 @@ class Mlflow:
 
     def event(self, event: Event) -> None:
         self.numbers(Numbers(event.step, event.time_s, {event.series: 1.0}))
-        self._client.set_tag(self._id, fit(event.series.name), f"step {event.step}: {event.text}")
+        text = f"step {event.step}: {event.text}"
+        self._client.set_tag(self._id, fit(event.series.name), text[:LONGEST])
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []

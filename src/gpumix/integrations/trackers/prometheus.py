@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Series
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Series, versions
 from gpumix.spec.errors import MachineError
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import PrometheusSpec
@@ -85,7 +85,7 @@ class Prometheus:
 
     def begin(self, run: Run) -> str:
         board = self._board
-        plan, version = run.plan, run.versions()["gpumix"]
+        plan, version = run.plan, versions()["gpumix"]
         emulated = str(plan.emulated).lower()
         board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
         board.put("steps", run.job.steps)

@@ -25,6 +25,7 @@ class Trackio:
         self._settings = settings
         self._run: Any = None
         self._folder = ""
+        self._step = 0
 
     def prepare(self) -> None:
         if self._settings.folder is not None:
@@ -56,6 +57,7 @@ class Trackio:
         return name
 
     def numbers(self, numbers: Numbers) -> None:
+        self._step = max(self._step, numbers.step)
         self._run.log(numbers.by_name(), step=numbers.step)
 
     def event(self, event: Event) -> None:
@@ -66,7 +68,7 @@ class Trackio:
         return  # its threads have it already
 
     def end(self, state: str) -> None:
-        self._run.log({"run/state": state})
+        self._run.log({"run/state": state}, step=self._step)
         self._run.finish()
 
     @property
