@@ -20,6 +20,7 @@ from gpumix.hardware.environment import tracker_environment
 from gpumix.spec.errors import InputError, Interrupted, MachineError, error_from
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import Trackers
+from gpumix.train import run_files
 from gpumix.train.tables import stderr
 
 MODULE = "gpumix.integrations.trackers"
@@ -119,7 +120,10 @@ class _Follower:
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            stderr().print(f"tracker '{self._name}' did not end within {END_S:.0f} s, it is left")
+            stderr().print(
+                f"tracker '{self._name}' did not take the rest within {END_S:.0f} s and is left; "
+                f"the run's {run_files.METRICS} has all of it"
+            )
         else:
             if code and self._ready:
                 stderr().print(f"tracker '{self._name}' had died, with exit code {code}")

@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.integrations.trackers import lines
 from gpumix.integrations.trackers.lines import told
-from gpumix.integrations.trackers.tracker import Event, Numbers
+from gpumix.integrations.trackers.tracker import Event, Numbers, without_secrets
 from gpumix.train.metrics import ClassRecord, RankRecord, StepRecord
 from gpumix.train.watch import Shares
 
@@ -130,3 +130,16 @@ def test_a_checkpoint_is_an_event_with_numbers():
     numbers, event = told(line("checkpoint", path="/x", seconds=1.0, stalled_s=0.5))
     assert numbers.by_name() == {"checkpoint/seconds": 1.0, "checkpoint/stalled_s": 0.5}
     assert event.kind == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://me:secret@host:5000/path", "http://host:5000/path"),
+        ("http://127.0.0.1:7860?write_token=secret", "http://127.0.0.1:7860"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("postgresql://me:secret@db/mlflow", "postgresql://db/mlflow"),
+    ],
+)
+def test_addresses_are_shown_without_what_is_secret(address, shown):
+    assert without_secrets(address) == shown

@@ -153,7 +153,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, ot
     monkeypatch.setattr(tracking, "END_S", 0.2)
     job = write_job(tmp_path, trackers="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
-    assert "tracker 'tensorboard' did not end within 0 s" in capfd.readouterr().err
+    assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
 
 
 def test_a_tracker_that_dies_is_told_of(tmp_path, capfd, other_process):

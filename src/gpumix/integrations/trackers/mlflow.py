@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import MlflowSpec
 
@@ -82,7 +82,10 @@ class Mlflow:
 
     @property
     def where(self) -> str:
-        return f"mlflow ui --backend-store-uri {self._uri}; run {self._id}"
+        shown = without_secrets(self._uri)
+        if self._settings.uri is None:
+            shown = f"mlflow ui --backend-store-uri {self._uri}"
+        return f"{shown}, run {self._id}"
 
     def _experiment(self) -> str:
         name = self._settings.experiment

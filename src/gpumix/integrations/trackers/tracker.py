@@ -6,6 +6,7 @@ The protocol that all of this package meet at; nothing here knows a tracker's li
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -82,9 +83,10 @@ class Run:
         return self.folder.name or "run"
 
     def config(self) -> dict[str, Any]:
-        """The resolved job, what the plan is, and what it runs with."""
+        """The resolved job, what the plan is, and what it runs with. Not where trackers are: their
+        addresses may hold a password."""
         return {
-            "job": self.job.model_dump(mode="json"),
+            "job": self.job.model_dump(mode="json", exclude={"trackers"}),
             "plan": plan_in_short(self.plan),
             "versions": versions(),
         }
@@ -154,6 +156,11 @@ def plan_in_short(plan: Plan) -> dict[str, Any]:
             for worker in plan.workers
         ],
     }
+
+
+def without_secrets(address: str) -> str:
+    """An address as it may be shown: without user, password and query."""
+    return re.sub(r"//[^/@]*@", "//", address.partition("?")[0])
 
 
 def versions() -> dict[str, str]:

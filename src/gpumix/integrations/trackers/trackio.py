@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 from gpumix.hardware.environment import keep_trackio_in
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import TrackioSpec
 
@@ -74,7 +74,7 @@ class Trackio:
     @property
     def where(self) -> str:
         settings = self._settings
-        elsewhere = settings.space or settings.server
-        if elsewhere is not None:
+        elsewhere = settings.space or without_secrets(settings.server or "")
+        if elsewhere:
             return f"{elsewhere}, run {self._run.name}"
         return f"trackio show --project {settings.project}, run {self._run.name}, in {self._folder}"
