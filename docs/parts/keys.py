@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from gpumix.spec import cluster_file
 from gpumix.spec.cluster import CLASS_NAME, Cluster
 from gpumix.spec.job import FACTORY, Job, ParameterGroup
+from gpumix.spec.trackers import Trackers
 from gpumix.spec.units import Bytes, FlopRate, Seconds
 
 UNITS = {
@@ -36,6 +37,7 @@ def tables() -> str:
     sections = [_section("The job", Job)]
     sections += [_section(f"`{name}`", model) for name, model in nested]
     sections += [_section("`optimizer.groups[]`", ParameterGroup)]
+    sections += [_section(f"`trackers.{name}`", model) for name, model in _trackers()]
     sections += [
         _section("A cluster: the long form", cluster_file.ClusterForm, LONG),
         _section("`classes.NAME`", cluster_file.ClassForm),
@@ -43,6 +45,11 @@ def tables() -> str:
         _section("A cluster: the short form", cluster_file.ShortRow, SHORT),
     ]
     return "\n\n".join(sections)
+
+
+def _trackers() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in Trackers.model_fields.items():
+        yield name, next(part for part in get_args(field.annotation) if _is_model(part))
 
 
 def _section(title: str, model: type[BaseModel], about: str = "") -> str:

@@ -7,12 +7,15 @@ from pages import ROOT
 
 from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
 from gpumix.doctor.suspects import NAMES as OF_JOBS
+from gpumix.integrations.trackers.lines import OF_CHECKPOINT, OF_CLASS, OF_DEVICE, OF_STEP
 from gpumix.planner.explain import STRATEGIES
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Taken, Worker
 from gpumix.spec.space import Space
+from gpumix.spec.trackers import Trackers
 
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+TRACKERS = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
 
 
@@ -33,3 +36,13 @@ def test_every_strategy_is_there():
     lines = [line for line in COMMANDS.splitlines() if line.startswith("| `--strategy")]
     assert len(lines) == 2  # of `plan` and of `train`
     assert not [name for name in STRATEGIES for line in lines if name not in line]
+
+
+def test_every_tracker_is_there_and_every_name_that_it_gets():
+    assert not [
+        name for name in Trackers.model_fields if f"| `{name}` | `pip install" not in TRACKERS
+    ]
+    groups = {"train": OF_STEP, "device/ID": OF_DEVICE, "checkpoint": OF_CHECKPOINT}
+    names = [f"{group}/{what}" for group, of in groups.items() for what in of.values()]
+    assert not [name for name in names if f"`{name}`" not in TRACKERS]
+    assert not [what for what in OF_CLASS.values() if f"/{what}`" not in TRACKERS]

@@ -36,8 +36,28 @@ STARTS = "GPUMIX_STARTS"
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 STDERR = 2
+NICENESS = 10
 LOOPBACKS = ("lo", "lo0")
 COMPILERS = ("g++", "c++", "clang++")
+# Libraries of trackers tell their makers how they are used, unless they are told not to.
+UNTOLD = {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+# Where a run is told is for its job to say; these would say otherwise.
+ELSEWHERE = (
+    "MLFLOW_RUN_ID",
+    "TRACKIO_BUCKET_ID",
+    "TRACKIO_DATASET_ID",
+    "TRACKIO_SERVER_URL",
+    "TRACKIO_SPACE_ID",
+    "TRACKIO_WEBHOOK_URL",
+    "WANDB_RUN_ID",
+    "WANDB_RESUME",
+)
 
 
 def visible_cuda_devices() -> tuple[str, ...] | None:
@@ -240,6 +260,23 @@ def record_collectives(prefix: Path) -> None:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def tracker_environment() -> dict[str, str]:
+    """That of a process which tells a tracker of the run: nothing in it sends anything anywhere."""
+    kept = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    return kept | UNTOLD | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def keep_trackio_in(folder: Path) -> None:
+    """Let Trackio of this process, which has not imported it yet, have its databases there."""
+    os.environ["TRACKIO_DIR"] = str(folder)
+
+
+def step_aside() -> None:
+    """Let other processes have this host's cores before this one."""
+    with suppress(OSError):
+        os.nice(NICENESS)
 
 
 def talking_settings() -> dict[str, str]:

@@ -18,6 +18,7 @@ from gpumix.spec.dtypes import Precision
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.profile import ModelProfile
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.trackers import NO_TRACKERS, Trackers
 from gpumix.spec.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -390,6 +391,11 @@ class Job(Value):
         default=None,
         ge=1,
         description="the step whose trace goes into the run's folder, for ui.perfetto.dev",
+    )
+    trackers: Trackers = Field(
+        default=NO_TRACKERS,
+        description="experiment trackers that the run tells, beside its folder: a name, a list of "
+        "names, or settings by name; none by default ([more](trackers.md))",
     )
     evaluation: EvaluationSpec = Field(
         default=EvaluationSpec(), description="on samples that are held out"

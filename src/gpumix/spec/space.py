@@ -14,12 +14,12 @@ from gpumix.spec.plan import Head, Mode, Place, Plan, Schedule, Sharding, ZeroSt
 T = TypeVar("T")
 
 
-def _one_is_some(value: Any) -> Any:
+def one_is_some(value: Any) -> Any:
     """`zero_stages: 3` means `zero_stages: [3]`."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_one_is_some)]
+Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_is_some)]
 
 
 class Space(Value):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from gpumix.train.progress import mark_failed, mark_restarting
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
+from gpumix.train.tracking import check_installed, tracked
 
 if TYPE_CHECKING:
     from gpumix.train.outcome import Summary, Trial
@@ -121,6 +122,8 @@ class Pipeline:
             made_from: the profile that the plan was made from, if it is known.
             plan_file: what the plan was read from.
         """
+        if self.speaks:
+            check_installed(self.job.trackers)
         lessons = self._runs.started_again(self.job.output)
         if lessons is None:
             self._check_output(resume)
@@ -135,9 +138,12 @@ class Pipeline:
                 plan, profile = self._checked(plan, made_from)
             for line in overruled(plan, self.job):
                 self.show(line)
-        with self._output_for_one():
+        with ExitStack() as stack:
+            stack.enter_context(self._output_for_one())
+            self._runs.warm_up()
             if self.speaks:
                 self._runs.begins(self.job.output, lessons)
+                stack.enter_context(tracked(self.job, fresh=not resume and lessons is None))
             try:
                 return self._train(plan, profile, resume, lessons)
             except BaseException as error:
@@ -151,7 +157,6 @@ class Pipeline:
     def _train(
         self, plan: Plan | None, profile: Profile | None, resume: bool, lessons: Lessons | None
     ) -> Summary:
-        self._runs.warm_up()
         recovery = Recovery(self.job.restarts, lessons)
         restart = lessons.restart if lessons is not None else None
         self.show(devices_table(self.cluster))

@@ -14,6 +14,7 @@ COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that fai
 LOCK = ".lock"  # held by the process that runs
 AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
+TRACKERS = ".trackers"  # how far they are told, and of which runs of theirs
 
 ALL = frozenset(
     {
@@ -29,5 +30,6 @@ ALL = frozenset(
         LOCK,
         AGENTS,
         LESSONS,
+        TRACKERS,
     }
 )

@@ -1,0 +1,149 @@
+"""One tracker's process: `python -m gpumix.integrations.trackers NAME`, as `train/tracking.py`
+starts it.
+
+Hears on stdin what the run is, in a line, and at last how it ended; says on stdout that it is
+ready, or why not. Its own edge: what fails in here is told once, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from gpumix.hardware.environment import step_aside
+from gpumix.integrations.trackers.follow import Follower, Marks, marks_of
+from gpumix.integrations.trackers.lines import told
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Tracker, plan_in_short
+from gpumix.spec.errors import GpumixError, InputError, MachineError, in_a_line
+from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
+from gpumix.train import run_files
+
+LOOK_S = 0.5
+GONE = "interrupted"  # what is told of a run whose process is gone without a word
+
+# A tracker's file here has a function `of(settings, folder)`, which makes it.
+OF = "gpumix.integrations.trackers"
+
+
+def main() -> None:
+    name = sys.argv[1]
+    # Ctrl-C reaches the whole group; this ends when the run has.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    step_aside()
+    with answers_alone() as answers, ExitStack() as stack:
+        given = json.loads(sys.stdin.readline())
+        try:
+            job = Job.model_validate_json(given["job"])
+            marks, path = stack.enter_context(marks_of(job.output, name, given["since"]))
+            tracker: Tracker = import_module(f"{OF}.{name}").of(job.trackers.named()[name], job)
+            tracker.prepare()
+        except Exception as error:
+            print(json.dumps(_not_ready(name, error)), file=answers, flush=True)
+            return
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        telling = Telling(name, tracker, job, marks, path)
+        try:
+            for state in how_it_goes():
+                telling.tell(state)
+        except Exception as error:
+            say(name, f"left out after step {marks.done}, the run goes on: {in_a_line(error)}")
+            sys.stderr.flush()
+            os._exit(0)  # what its library has in threads may be stuck
+
+
+def answers_alone() -> IO[str]:
+    """A way to the stdout that this process was given, which then is nobody else's: libraries print
+    there."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    return answers
+
+
+def _not_ready(name: str, error: Exception) -> dict[str, Any]:
+    if isinstance(error, GpumixError):
+        return error.as_dict()
+    if isinstance(error, ImportError):
+        return MachineError(
+            f"tracker '{name}' cannot be imported",
+            why=in_a_line(error),
+            fix=f'pip install --upgrade "gpumix[{name}]"',
+        ).as_dict()
+    kind = InputError if isinstance(error, ValueError) else MachineError
+    return kind(
+        f"tracker '{name}' does not start", where=f"trackers.{name}", why=in_a_line(error)
+    ).as_dict()
+
+
+def how_it_goes() -> Iterator[str]:
+    """Nothing, as long as the run goes on, and at last how it ended."""
+    parent = os.getppid()
+    while True:
+        heard, _, _ = select.select([sys.stdin], [], [], LOOK_S)
+        if heard or os.getppid() != parent:
+            yield (sys.stdin.readline().strip() if heard else "") or GONE
+            return
+        yield ""
+
+
+class Telling:
+    """Tells a tracker what is new, from the first step on."""
+
+    def __init__(self, name: str, tracker: Tracker, job: Job, marks: Marks, path: Path) -> None:
+        self._name, self._tracker, self._job = name, tracker, job
+        self._marks, self._path = marks, path
+        self._follower = Follower(job.output / run_files.METRICS)
+        self._plan: Plan | None = None
+
+    def tell(self, state: str) -> None:
+        """What the run wrote since; and how it ended, if it did."""
+        done = self._marks.done
+        lines = [line for line in self._follower.lines() if self._marks.passes(line)]
+        if lines:
+            if self._plan is None:
+                self._begin(done)
+            # Before they are told, not after: what is told twice cannot be taken back.
+            self._marks.save(self._path)
+            for line in lines:
+                self._tell_of(line)
+            self._tracker.flush()
+        if state and self._plan is not None:
+            self._tracker.end(state)
+
+    def _begin(self, done: int) -> None:
+        self._plan = self._planned()
+        self._marks.run = self._tracker.begin(Run(self._job, self._plan, self._marks.run, done))
+        say(self._name, self._tracker.where)
+
+    def _tell_of(self, line: dict[str, Any]) -> None:
+        for one in told(line):
+            if isinstance(one, Numbers):
+                self._tracker.numbers(one)
+            else:
+                self._tracker.event(one)
+        if line["event"] == "restart" and (plan := self._planned()) != self._plan:
+            self._plan = plan
+            text = json.dumps(plan_in_short(plan))
+            self._tracker.event(Event(line["step"], line["time"], "plan", text))
+
+    def _planned(self) -> Plan:
+        return Plan.load(self._job.output / run_files.PLAN)
+
+
+def say(name: str, what: str) -> None:
+    sys.stderr.write(f"tracker {name}: {what}\n")
+
+
+if __name__ == "__main__":
+    main()

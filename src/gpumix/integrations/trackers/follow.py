@@ -1,0 +1,119 @@
+"""Follows a run's `metrics.jsonl`, and remembers how far, so that no line is told twice.
+
+A run that starts again drops what it did not save and does those steps anew: the file is replaced
+by a shorter one. What a tracker has it keeps; of steps that are done again it is told nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gpumix.integrations.trackers.lines import MEASURED
+from gpumix.train import run_files
+from gpumix.train.progress import write_at_once
+
+NEEDED = {"event", "step", "time"}
+
+
+@dataclass
+class Marks:
+    """How far one tracker was told of a run.
+
+    Attributes:
+        run: the tracker's own id of it; None before it has begun there.
+        since: when the run began (`time.time()`): what is older is of another one in its folder.
+        steps: the last one that was told, by the kind of line.
+        time_s: of the last event.
+    """
+
+    run: str | None = None
+    since: float = 0.0
+    steps: dict[str, int] = field(default_factory=dict)
+    time_s: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return max(self.steps.values(), default=0)
+
+    def passes(self, line: dict[str, Any]) -> bool:
+        """Whether this line is new; then it counts as told. Events, which steps that are done anew
+        do not bring again, go by their time."""
+        kind, step, time_s = line["event"], line["step"], line["time"]
+        if time_s < self.since:
+            return False
+        if kind in MEASURED:
+            new: bool = step > self.steps.get(kind, 0)
+            self.steps[kind] = max(step, self.steps.get(kind, 0))
+            return new
+        new = time_s > self.time_s
+        self.time_s = max(time_s, self.time_s)
+        return new
+
+    def save(self, path: Path) -> None:
+        write_at_once(path, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Marks | None:
+        """None where there are none, or none that can be read."""
+        with suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return None
+
+
+@contextmanager
+def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, Path]]:
+    """The marks of a tracker, and their file, which is this process's alone as long.
+
+    Args:
+        since: when the run began; 0 if it goes on.
+    """
+    folder = output / run_files.TRACKERS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{tracker}.json"
+    with (folder / f"{tracker}.lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of a process that is just about to end
+        found = None if since else Marks.load(path)
+        yield found or Marks(since=since), path
+
+
+class Follower:
+    """Reads a file that grows, and may be replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that were written since; of a new file all."""
+        if self._file is None or self._replaced():
+            self.close()
+            with suppress(FileNotFoundError):
+                self._file = self._path.open("rb")
+        while self._file is not None:
+            begin, line = self._file.tell(), self._file.readline()
+            if not line.endswith(b"\n"):  # the rest of it will come
+                self._file.seek(begin)
+                return
+            with suppress(ValueError):
+                told = json.loads(line)
+                if told.keys() >= NEEDED:
+                    yield told
+
+    def _replaced(self) -> bool:
+        assert self._file is not None
+        with suppress(FileNotFoundError):
+            # The old one is open still, so no other has its number.
+            return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        return False

@@ -1,0 +1,112 @@
+"""MLflow: by its client, which has no state of a process, into a database of the run's own or to a
+server.
+
+Names there have fewer characters, and long texts are cut: what is whole is in a file beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
+from gpumix.spec.job import Job
+from gpumix.spec.trackers import MlflowSpec
+
+DATABASE = "mlflow.db"
+ARTIFACTS = "mlflow-artifacts"
+STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+MOST_METRICS, MOST_PARAMETERS = 1000, 100  # at once
+LONGEST = 500  # in characters: of a parameter in older stores; of a tag it is more
+UNFIT = re.compile(r"[^\w\-. /]")
+
+
+def of(settings: MlflowSpec, job: Job) -> Mlflow:
+    return Mlflow(settings, job.output)
+
+
+class Mlflow:
+    """Tells an MLflow store; see `Tracker`."""
+
+    def __init__(self, settings: MlflowSpec, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._uri = settings.uri or f"sqlite:///{folder / DATABASE}"
+        self._client: Any = None
+        self._id = ""
+        self._waiting: list[Any] = []
+
+    def prepare(self) -> None:
+        import logging
+
+        import mlflow
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # of the tables that it makes
+        self._client = mlflow.MlflowClient(tracking_uri=self._uri)
+        if self._settings.uri is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, run: Run) -> str:
+        if run.id is not None:
+            self._id = run.id
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        made = self._client.create_run(
+            self._experiment(),
+            run_name=self._settings.name or run.name,
+            tags=self._settings.tags,
+        )
+        self._id = str(made.info.run_id)
+        self._describe(run)
+        return self._id
+
+    def numbers(self, numbers: Numbers) -> None:
+        from mlflow.entities import Metric
+
+        at_ms = int(numbers.time_s * 1e3)
+        for name, value in numbers.by_name().items():
+            self._waiting.append(Metric(fit(name), value, at_ms, numbers.step))
+
+    def event(self, event: Event) -> None:
+        self.numbers(Numbers(event.step, event.time_s, {event.series: 1.0}))
+        text = f"step {event.step}: {event.text}"
+        self._client.set_tag(self._id, fit(event.series.name), text[:LONGEST])
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for first in range(0, len(waiting), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=waiting[first : first + MOST_METRICS])
+
+    def end(self, state: str) -> None:
+        self._client.set_terminated(self._id, status=STATES[state])
+
+    @property
+    def where(self) -> str:
+        shown = without_secrets(self._uri)
+        if self._settings.uri is None:
+            shown = f"mlflow ui --backend-store-uri {self._uri}"
+        return f"{shown}, run {self._id}"
+
+    def _experiment(self) -> str:
+        name = self._settings.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        # Else it would be below the folder in which the command was started.
+        local = (self._folder / ARTIFACTS).as_uri() if self._settings.uri is None else None
+        return str(self._client.create_experiment(name, artifact_location=local))
+
+    def _describe(self, run: Run) -> None:
+        """The settings as parameters, and whole, as they are, in a file."""
+        from mlflow.entities import Param
+
+        flat = run.flat_config().items()
+        every = [Param(fit(name), str(value)[:LONGEST]) for name, value in flat]
+        for first in range(0, len(every), MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=every[first : first + MOST_PARAMETERS])
+        self._client.log_dict(self._id, run.config(), "config.json")
+
+
+def fit(name: str) -> str:
+    """A name that every store takes."""
+    return UNFIT.sub("_", name)

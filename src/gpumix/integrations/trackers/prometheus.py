@@ -1,0 +1,186 @@
+"""Prometheus: an endpoint on loopback, or a file for the textfile collector of the node exporter.
+
+Metrics have its own names and base units: seconds, bytes, ratios; counters end in `_total`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Series, versions
+from gpumix.spec.errors import MachineError
+from gpumix.spec.job import Job
+from gpumix.spec.trackers import PrometheusSpec
+
+PREFIX = "gpumix"
+SHARE = "share/"
+# What is called otherwise there; and what a scrape says of each.
+NAMES = {
+    "grad_norm": "gradient_norm",
+    "step_s": "step_seconds",
+    "tokens_per_s": "tokens_per_second",
+    "busy": "busy_ratio",
+    "mfu": "mfu_ratio",
+    "hfu": "hfu_ratio",
+    "peak_bytes": "peak_memory_bytes",
+    "planned_peak_bytes": "planned_peak_memory_bytes",
+    "sent_bytes": "sent_per_step_bytes",
+    "stalled_s": "stalled_seconds",
+}
+MEANINGS = {
+    "run_info": "What the run is.",
+    "run_state": "How the run ended.",
+    "device_info": "Class and host of a device.",
+    "step": "The last step that is done.",
+    "steps": "Steps of the whole run.",
+    "last_step_timestamp_seconds": "When the last step was done.",
+    "loss": "Training loss of the last step.",
+    "learning_rate": "Learning rate of the last step.",
+    "gradient_norm": "Norm of all gradients together, before it is clipped.",
+    "step_seconds": "Time that the last step took.",
+    "step_share_ratio": "What the last step of the first rank was spent on.",
+    "tokens_per_second": "Tokens of samples a second, in the last step.",
+    "eval_loss": "Loss on the samples that are held out.",
+}
+
+
+def of(settings: PrometheusSpec, job: Job) -> Prometheus:
+    return Prometheus(settings, settings.name or job.output.name)
+
+
+class Prometheus:
+    """Shows the newest value of everything; see `Tracker`.
+
+    Args:
+        name: of the run, a label of all metrics.
+    """
+
+    def __init__(self, settings: PrometheusSpec, name: str) -> None:
+        self._settings = settings
+        self._board = Board(name)
+        self._registry: Any = None
+        self._address = ""
+
+    def prepare(self) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._registry = CollectorRegistry()
+        self._registry.register(self._board)
+        if self._settings.textfile is not None:
+            self._settings.textfile.parent.mkdir(parents=True, exist_ok=True)
+            return
+        address, port = self._settings.address, self._settings.port
+        try:
+            server, _ = start_http_server(port, address, self._registry)
+        except OSError as error:
+            raise MachineError(
+                "the endpoint for Prometheus cannot listen",
+                where=f"{address}:{port}",
+                why=error.strerror or str(error),
+                fix="take another port: --set trackers.prometheus.port=0 takes any that is free",
+            ) from error
+        self._address = f"{address}:{server.server_port}"
+
+    def begin(self, run: Run) -> str:
+        board = self._board
+        plan, version = run.plan, versions()["gpumix"]
+        emulated = str(plan.emulated).lower()
+        board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
+        board.put("steps", run.job.steps)
+        for worker in plan.workers:
+            where = {"class": worker.device_class, "host": worker.host}
+            board.put("device_info", 1, device=worker.device, **where)
+        return run.name
+
+    def numbers(self, numbers: Numbers) -> None:
+        for series, value in numbers.values.items():
+            if series == TOKENS:
+                self._board.count("tokens", value)
+            else:
+                self._board.put(metric_of(series), value, **labels_of(series))
+            if series.group == "train":
+                self._board.put("step", numbers.step)
+                self._board.put("last_step_timestamp_seconds", numbers.time_s)
+
+    def event(self, event: Event) -> None:
+        self._board.count("events", kind=event.kind)
+
+    def flush(self) -> None:
+        if self._settings.textfile is not None:
+            from prometheus_client import write_to_textfile
+
+            write_to_textfile(str(self._settings.textfile), self._registry)
+
+    def end(self, state: str) -> None:
+        self._board.put("run_state", 1, state=state)
+        self.flush()
+
+    @property
+    def where(self) -> str:
+        if self._settings.textfile is not None:
+            return str(self._settings.textfile)
+        return f"http://{self._address}/metrics"
+
+
+TOKENS = Series("train", "tokens")
+
+
+def metric_of(series: Series) -> str:
+    """Without the prefix that all have."""
+    group = "" if series.group == "train" else f"{series.group}_"
+    if series.what.startswith(SHARE):
+        return f"{group or 'step_'}share_ratio"
+    return f"{group}{NAMES.get(series.what, series.what)}"
+
+
+def labels_of(series: Series) -> dict[str, str]:
+    """Whose it is, and what kind of share."""
+    labels = {series.group: series.of} if series.of else {}
+    if series.what.startswith(SHARE):
+        labels["kind"] = series.what.removeprefix(SHARE)
+    return labels
+
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Board:
+    """What a scrape finds: written by one thread, read by those of the endpoint."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._gauges: dict[str, dict[Labels, float]] = {}
+        self._counters: dict[str, dict[Labels, float]] = {}
+
+    def put(self, name: str, value: float, **labels: str) -> None:
+        with self._lock:
+            self._gauges.setdefault(name, {})[tuple(sorted(labels.items()))] = value
+
+    def count(self, name: str, total: float | None = None, **labels: str) -> None:
+        """One more, or as many as are told."""
+        with self._lock:
+            values = self._counters.setdefault(name, {})
+            key = tuple(sorted(labels.items()))
+            values[key] = values.get(key, 0.0) + 1.0 if total is None else total
+
+    def collect(self) -> Iterator[Any]:
+        """As prometheus_client asks for it."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            for kind, every in (
+                (GaugeMetricFamily, self._gauges),
+                (CounterMetricFamily, self._counters),
+            ):
+                yield from [self._family(kind, *item) for item in every.items()]
+
+    def _family(self, kind: Any, name: str, values: Mapping[Labels, float]) -> Any:
+        keys = [key for key, _ in next(iter(values))]
+        meaning = MEANINGS.get(name, name.replace("_", " "))
+        family = kind(f"{PREFIX}_{name}", meaning, labels=["run", *keys])
+        for labels, value in values.items():
+            family.add_metric([self._run, *(text for _, text in labels)], value)
+        return family

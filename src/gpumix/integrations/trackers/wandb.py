@@ -1,0 +1,78 @@
+"""Weights & Biases. Offline by default: a folder that `wandb sync` sends when its owner wants it.
+
+What the run prints is not captured, nor is code saved: this is a process beside the run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from gpumix.integrations.trackers.tracker import Event, Numbers, Run
+from gpumix.spec.job import Job
+from gpumix.spec.trackers import WandbSpec
+
+EXIT_CODES = {"finished": 0, "failed": 1, "interrupted": 130}
+
+
+def of(settings: WandbSpec, job: Job) -> Wandb:
+    return Wandb(settings, settings.folder or job.output)
+
+
+class Wandb:
+    """Tells `wandb`, which has its own process for what is sent; see `Tracker`."""
+
+    def __init__(self, settings: WandbSpec, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._run: Any = None
+        self._step = 0
+
+    def prepare(self) -> None:
+        import wandb  # noqa: F401
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, run: Run) -> str:
+        import wandb
+
+        settings = self._settings
+        online = settings.mode == "online"
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=settings.name or run.name,
+            group=settings.group,
+            tags=settings.tags or None,
+            dir=self._folder,
+            mode=settings.mode,
+            id=run.id or secrets.token_hex(4),
+            resume="allow" if online else None,  # offline `id` alone says so
+            config=run.config(),
+            settings=wandb.Settings(console="off", silent=True, save_code=False),
+        )
+        return str(self._run.id)
+
+    def numbers(self, numbers: Numbers) -> None:
+        self._log(dict(numbers.by_name()), numbers.step)
+
+    def event(self, event: Event) -> None:
+        values = {event.series.name: 1.0, f"{event.series.name}/text": event.text}
+        self._log(values, event.step)
+
+    def flush(self) -> None:
+        return  # its own process has it already
+
+    def end(self, state: str) -> None:
+        self._run.finish(exit_code=EXIT_CODES[state])
+
+    @property
+    def where(self) -> str:
+        if self._settings.mode == "online":
+            return str(self._run.url)
+        return f"offline; `wandb sync {Path(self._run.dir).parent}` sends it"
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        """Its steps never go back, so what is of an earlier one is told with the newest."""
+        self._step = max(self._step, step)
+        self._run.log(values, step=self._step)

@@ -1,0 +1,67 @@
+"""The endpoint for Prometheus, scraped over loopback while a run says that it trains."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from told import LOSSES, address_in, eventually, job_for, telling, trains
+
+from gpumix.spec.errors import MachineError
+from gpumix.train.tracking import tracked
+
+
+def scraped(address: str) -> dict[tuple[str, ...], float]:
+    """All metrics by name and labels, without that of the run."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(address, timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (one.name, *(v for k, v in sorted(one.labels.items()) if k != "run")): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_a_scrape_finds_the_newest_numbers(tmp_path, capfd):
+    job = job_for(tmp_path, {"prometheus": {"port": 0}})
+    told = ""
+
+    def address() -> str:
+        nonlocal told
+        told += capfd.readouterr().err
+        return address_in(told)
+
+    with telling(job) as log:
+        trains(log, 1, 3)
+        found_at = eventually(address)
+        assert found_at.startswith("http://127.0.0.1:")
+        log.restart(3, resumed_from=2, why="why", seconds=1.0)
+        trains(log, 4, 4)
+        found = eventually(lambda: (s := scraped(found_at))["gpumix_step",] == 4 and s)
+        assert found["gpumix_loss",] == pytest.approx(LOSSES[4])
+        assert found["gpumix_tokens_total",] == 256
+        assert found["gpumix_events_total", "restart"] == 1
+        assert found["gpumix_device_info", "big", "big-0", "localhost"] == 1
+        # Nothing of Python or of the process is among them.
+        assert {name for name, *_ in found if not name.startswith("gpumix_")} == set()
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_run(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        job = job_for(tmp_path, {"prometheus": {"port": port}})
+        with pytest.raises(MachineError) as caught, tracked(job, fresh=True):
+            raise AssertionError("the run must not begin")
+    assert caught.value.where == f"127.0.0.1:{port}"
+    assert "trackers.prometheus.port" in caught.value.fix
+
+
+def test_the_endpoint_ends_with_the_run(tmp_path, capfd):
+    with telling(job_for(tmp_path, {"prometheus": {"port": 0}})) as log:
+        trains(log, 1, 1)
+    host, port = address_in(capfd.readouterr().err).removeprefix("http://").split("/")[0].split(":")
+    with pytest.raises(OSError):
+        socket.create_connection((host, int(port)), timeout=5)

@@ -1,0 +1,183 @@
+"""Runs that are tracked, from outside: what is in the trackers at the end, and what becomes of a
+run whose tracker fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jobs import metrics, plan_for, toy, train, write_job
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gpumix.hardware.environment import shared_memory_folder
+from gpumix.spec.errors import InputError, MachineError
+from gpumix.train import tracking
+
+STEPS, MORE = 8, 10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of which the first rank was killed after some steps, and that was gone on with."""
+    if shared_memory_folder() is None:
+        pytest.skip("nothing is kept of a run in memory here")
+    folder = tmp_path_factory.mktemp("tracked")
+    job = write_job(
+        folder,
+        model=toy(fault="kill", rank=0, at=6, once=str(folder / "killed")),
+        steps=STEPS,
+        restarts=3,
+        log_every_steps=1,
+        evaluation={"every_steps": 4, "batches": 1},
+        checkpoint={"every_steps": 4, "memory_every_steps": 1},
+        trackers={"tensorboard": {}, "prometheus": {"textfile": "shown/run.prom"}},
+    )
+    plan = plan_for(job)
+    train(job, plan=plan)
+    train(job, f"steps={MORE}", plan=plan, resume=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(run) -> EventAccumulator:
+    """What TensorBoard shows of it."""
+    found = EventAccumulator(
+        str(run / "run" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
+    return found.Reload()
+
+
+def test_each_step_is_there_once_though_the_run_started_again(run, shown):
+    """The library's own files, as its own reader reads them, are what the run says of itself."""
+    assert metrics(run / "run", "restart")
+    for name, key in (
+        ("train/loss", "loss"),
+        ("train/grad_norm", "gradient_norm"),
+        ("train/learning_rate", "learning_rate"),
+    ):
+        points = shown.Scalars(name)
+        assert [point.step for point in points] == list(range(1, MORE + 1))
+        expected = [one[key] for one in metrics(run / "run")]
+        assert [point.value for point in points] == pytest.approx(expected, rel=1e-5)
+
+
+def test_points_have_the_times_of_their_steps(run, shown):
+    begun = metrics(run / "run")[0]["time"]
+    times = [point.wall_time for point in shown.Scalars("train/loss")]
+    assert times[0] == pytest.approx(begun)
+    assert times == sorted(times)
+
+
+def test_evaluations_classes_and_devices(run, shown):
+    losses = [one["loss"] for one in metrics(run / "run", "evaluation")]
+    assert [point.value for point in shown.Scalars("eval/loss")] == pytest.approx(losses, rel=1e-5)
+    last = metrics(run / "run", "ranks")[-1]["ranks"]
+    for of_rank in last:
+        point = shown.Scalars(f"device/{of_rank['device']}/busy")[-1]
+        assert point.value == pytest.approx(of_rank["busy_share"], rel=1e-5)
+        assert (point.step, of_rank["overruns"]) == (MORE, 0)
+    assert {f"class/{name}/share/compute" for name in ("big", "small")} <= set(
+        shown.Tags()["scalars"]
+    )
+
+
+def test_events_and_settings_are_texts(run, shown):
+    def texts(tag):
+        return [one.tensor_proto.string_val[0].decode() for one in shown.Tensors(tag)]
+
+    [restart] = metrics(run / "run", "restart")
+    [told] = texts("events/restart")
+    assert told.endswith(restart["why"])
+    assert [point.step for point in shown.Scalars("event/restart")] == [restart["step"]]
+    assert f"steps: {STEPS}\n" in texts("run/job")[0]
+    assert f"steps: {MORE}\n" in texts("run/job")[1]
+    assert "global_batch: 8" in texts("run/plan")[0]
+    assert "torch: " in texts("run/versions")[0]
+
+
+def test_the_text_file_has_the_newest_numbers(run):
+    text = (run / "shown" / "run.prom").read_text(encoding="utf-8")
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            labels = {k: v for k, v in one.labels.items() if k != "run"}
+            found[one.name, *labels.values()] = one.value
+            assert one.labels["run"] == "run"
+    last = metrics(run / "run")[-1]
+    assert found["gpumix_loss",] == pytest.approx(last["loss"])
+    assert found["gpumix_tokens_total",] == last["tokens"]
+    assert (found["gpumix_step",], found["gpumix_steps",]) == (MORE, MORE)
+    assert found["gpumix_run_state", "finished"] == 1
+    ranks = {one["device"]: one for one in metrics(run / "run", "ranks")[-1]["ranks"]}
+    for device, one in ranks.items():
+        assert found["gpumix_device_busy_ratio", device] == pytest.approx(one["busy_share"])
+
+
+def test_the_run_folder_knows_how_far_each_tracker_is(run):
+    marks = json.loads((run / "run" / ".trackers" / "tensorboard.json").read_text())
+    assert marks["steps"]["step"] == MORE
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, capfd):
+    """The file cannot be replaced: a folder has its name."""
+    (tmp_path / "taken.prom").mkdir()
+    job = write_job(tmp_path, trackers={"prometheus": {"textfile": "taken.prom"}})
+    summary = train(job, plan=plan_for(job))
+    told = capfd.readouterr().err
+    assert summary.steps == 6
+    assert told.count("tracker prometheus: left out after step") == 1
+    assert "the run goes on" in told
+
+
+@pytest.fixture
+def other_process(tmp_path, monkeypatch):
+    """Lets trackers' processes run this code."""
+
+    def of(code: str) -> None:
+        (tmp_path / "other_tracker.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(tracking, "MODULE", "other_tracker")
+
+    return of
+
+
+READY = "print('{\"ready\": true}', flush=True)\n"
+
+
+def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
+    other_process(f"import time\n{READY}time.sleep(600)")
+    monkeypatch.setattr(tracking, "END_S", 0.2)
+    job = write_job(tmp_path, trackers="tensorboard")
+    assert train(job, plan=plan_for(job)).steps == 6
+    assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
+
+
+def test_a_tracker_that_dies_is_told_of(tmp_path, capfd, other_process):
+    other_process(f"import os\n{READY}os.kill(os.getpid(), 11)")
+    job = write_job(tmp_path, trackers="tensorboard")
+    assert train(job, plan=plan_for(job)).steps == 6
+    assert "tracker 'tensorboard' had died, with exit code -11" in capfd.readouterr().err
+
+
+def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
+    tmp_path, other_process
+):
+    other_process("raise SystemExit(3)")
+    job = write_job(tmp_path, trackers="tensorboard")
+    with pytest.raises(MachineError, match="tracker 'tensorboard' does not start"):
+        train(job)
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    job = write_job(tmp_path, trackers=["wandb", "prometheus"])
+    with pytest.raises(InputError) as caught:
+        train(job)
+    assert "wandb, prometheus" in caught.value.what
+    assert caught.value.fix == 'pip install "gpumix[wandb,prometheus]"'
+    assert not (tmp_path / "run").exists()

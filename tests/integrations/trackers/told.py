@@ -1,0 +1,76 @@
+"""Runs that only say that they train: what a run writes, by its own log, without one being there.
+
+So a tracker's own process can be looked at in a second, and while it works.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jobs import plan_for, write_job
+
+from gpumix.spec.errors import Interrupted
+from gpumix.spec.job import Job
+from gpumix.spec.read import read_job
+from gpumix.train import run_files
+from gpumix.train.metrics import RunLog, StepRecord
+from gpumix.train.tracking import tracked
+
+LOSSES = {step: 3.0 / step for step in range(1, 20)}
+WHY = "rank 1 was killed"
+
+
+def job_for(folder: Path, trackers: Any) -> Job:
+    return read_job(write_job(folder, trackers=trackers))
+
+
+@contextmanager
+def telling(job: Job, *, done: int = 0) -> Iterator[RunLog]:
+    """The log of a run that its trackers follow; it goes on after step `done`."""
+    plan = plan_for(job.output.parent / "job.yaml")
+    plan.save(job.output / run_files.PLAN)
+    with tracked(job, fresh=not done), RunLog(job.output, plan, job.steps, done=done) as log:
+        yield log
+
+
+def trains(log: RunLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.step(StepRecord(step, LOSSES[step], 1e-3, 0.5, 0.1, 640.0, 64 * step))
+
+
+def tell_all(job: Job) -> None:
+    """A run that starts again from step 2 after it lost steps 3 and 4, is stopped after 5, and goes
+    on to 6."""
+    try:
+        with telling(job) as log:
+            trains(log, 1, 4)
+            time.sleep(1.0)  # for the trackers to look
+            with RunLog(job.output, log.plan, job.steps, done=2) as again:
+                trains(again, 3, 3)
+                again.restart(3, resumed_from=2, why=WHY, seconds=2.0)
+                trains(again, 4, 5)
+                again.evaluation(5, 1.25)
+            raise Interrupted("stopped after step 5")
+    except Interrupted:
+        pass
+    with telling(job, done=5) as log:
+        trains(log, 6, 6)
+
+
+def eventually(found: Callable[[], Any], patience_s: float = 30.0) -> Any:
+    """What it is at last, when it is something."""
+    deadline = time.monotonic() + patience_s
+    while not (what := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what
+
+
+def address_in(text: str) -> str:
+    """Of an endpoint, as its tracker tells it; empty before it does."""
+    match = re.search(r"http://\S+", text)
+    return match.group() if match else ""
