@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -19,7 +20,13 @@ def fields_of(kind: Any) -> dict[str, Any]:
     """What each key of a section holds; nothing of what is no section."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return {}
-    return {name: field.annotation for name, field in kind.model_fields.items()}
+    return {name: _without_none(field.annotation) for name, field in kind.model_fields.items()}
+
+
+def _without_none(kind: Any) -> Any:
+    """What a section is that may be left out."""
+    kinds = [one for one in get_args(kind) if one is not NoneType]
+    return kinds[0] if len(kinds) == 1 and NoneType in get_args(kind) else kind
 
 
 SECTIONS = "|".join(name for name, kind in fields_of(Job).items() if fields_of(kind))
