@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
 from gpumix.spec.errors import InputError
 from harness import run_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import as_launched
 from safetensors.numpy import load_file
 
 from harness import run_ranks
+from programs import as_launched
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow

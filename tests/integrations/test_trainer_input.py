@@ -37,6 +37,14 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return losses * 2 / num_items_in_batch
 
 
+def with_columns() -> Any:
+    """As datasets come: with columns that no model takes."""
+    from datasets import Dataset
+
+    rows = {name: values.tolist() for name, values in Texts(30).rows.items()}
+    return Dataset.from_dict({**rows, "text": [f"sample {n}" for n in range(30)]})
+
+
 def variations() -> dict[str, dict[str, Any]]:
     return {
         "a loss function": {"compute_loss_func": own_loss},
@@ -46,6 +54,8 @@ def variations() -> dict[str, dict[str, Any]]:
         "an optimizer": {"optimizers": True},
         "a subclass": {"subclass": True},
         "workers": {"dataloader_num_workers": 2},
+        "columns": {"train_dataset": with_columns()},
+        "a function that makes models": {"model_init": True},
         "by length": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
     }
 
@@ -69,6 +79,9 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
         accumulates = changes.get("gradient_accumulation_steps", 1)
         kind = Own if changes.pop("subclass", False) else Trainer
         given = {"model": model(), "train_dataset": Texts(30)}
+        twice = changes.pop("model_init", False)
+        if twice:
+            given["model_init"] = given.pop("model") and model
         if changes.pop("optimizers", False):
             optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.1, momentum=0.9)
             given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
@@ -80,6 +93,9 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
         trainer = kind(args=args, **given)
         trainer.train()
         found[name] = log_of(trainer, "loss")
+        if twice:  # it begins anew
+            trainer.train()
+            found[name] += log_of(trainer, "loss")
     return found
 
 

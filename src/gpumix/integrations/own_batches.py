@@ -87,17 +87,18 @@ class Collated:
     """Collates samples that were wanted, in the process that reads them.
 
     Args:
+        collate: the program's own.
         stand_ins: whether the row is kept that is read where a rank has none.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], *, stand_ins: bool = False) -> None:
-        self._collate = collate
+        self.collate = collate
         self._stand_ins = stand_ins
 
     def __call__(self, read: tuple[list[Any], Wanted]) -> Given:
         samples, wanted = read
         with host_memory():
-            batch = collated(self._collate, samples)
+            batch = collated(self.collate, samples)
             own = len(wanted.indices)
             rows = max(own, 1) if self._stand_ins else own
             kept = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
@@ -161,7 +162,15 @@ class OwnOfStream(IterableDataset[Given]):
 
 
 class OwnLoader(DataLoader[Given]):
-    """This rank's part of global batches; told of epochs."""
+    """This rank's part of global batches; told of epochs.
+
+    Attributes:
+        whole: the dataset, of which this is a part.
+        collated: makes batches of its samples.
+    """
+
+    whole: Any
+    collated: Callable[[list[Any]], Any]
 
     def set_epoch(self, epoch: int) -> None:
         told = self.dataset if isinstance(self.dataset, OwnOfStream) else self.batch_sampler
@@ -193,18 +202,21 @@ def own_loader(  # a DataLoader has as many settings
     """
     if isinstance(dataset, IterableDataset):
         stream = OwnOfStream(dataset, batch_size, rows, collate, drop_last=drop_last)
-        return kind(stream, batch_size=None, **settings)
-    batches = GlobalBatches(
-        torch.utils.data.SequentialSampler(dataset) if sampler is None else sampler,
-        batch_size,
-        drop_last,
-    )
-    return kind(
-        Readable(dataset),
-        batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
-        collate_fn=collate,  # type: ignore[arg-type]
-        **settings,
-    )
+        loader = kind(stream, batch_size=None, **settings)
+    else:
+        batches = GlobalBatches(
+            torch.utils.data.SequentialSampler(dataset) if sampler is None else sampler,
+            batch_size,
+            drop_last,
+        )
+        loader = kind(
+            Readable(dataset),
+            batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
+            collate_fn=collate,  # type: ignore[arg-type]
+            **settings,
+        )
+    loader.whole, loader.collated = dataset, collate.collate
+    return loader
 
 
 def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:

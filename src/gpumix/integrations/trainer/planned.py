@@ -101,9 +101,13 @@ class Planned:
         """What is trained by, once it is made."""
         return None if self._engine is None else self._engine.plan
 
-    def _hosted(self, dataset: Any, optimizer: Any = None) -> Engine:
-        """The engine, made when it is first needed. Collective."""
-        if self._engine is not None:
+    def _hosted(self, dataset: Any, collate: Any) -> Engine:
+        """The engine of the model, made when it is first needed. Collective.
+
+        Args:
+            dataset, collate: what says what batches look like.
+        """
+        if self._engine is not None and self._engine.model is self.model:
             return self._engine
         model, args = self.model, self.args
         self._looks = [
@@ -113,7 +117,7 @@ class Planned:
         self._flops_per_token = _flops_per_token(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         dtypes = dtypes_of(model)
-        specimen = specimen_of(dataset, self.data_collator)  # type: ignore[attr-defined]
+        specimen = specimen_of(dataset, collate)
         training = Training(
             specimen.batch,
             sequence_length=specimen.sequence_length,
@@ -162,7 +166,7 @@ class Planned:
         if sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset):
             sampler = seeded(sampler_fn(dataset), args.data_seed)
         if not is_training:
-            self._hosted(dataset)
+            self._hosted(dataset, collate)
         return own_loader(
             dataset,
             batch_size=self._global_batch
@@ -199,7 +203,7 @@ class Planned:
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Handle, Any]:
-        self._hosted(self.train_dataset)  # type: ignore[attr-defined]
+        self._hosted(train_dataloader.whole, train_dataloader.collated)
         if self._created_lr_scheduler:  # type: ignore[has-type]
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer()

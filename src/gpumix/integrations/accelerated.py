@@ -1,0 +1,322 @@
+"""Accelerate's `Accelerator` with a plan underneath: what it prepares, and what a loop asks of it.
+
+The plan has one stage: every rank calls the model, and looks at what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import DataLoaderStateMixin, SkipBatchSampler
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.environment import ranks_here
+from gpumix.integrations.gathering import all_rows
+from gpumix.integrations.hosted import Training, host, rank, world
+from gpumix.integrations.looped import LABELS, Looped, objective
+from gpumix.integrations.optimizers import optimizer_like, taken_over
+from gpumix.integrations.own_batches import (
+    Collated,
+    Given,
+    OwnLoader,
+    OwnPart,
+    own_loader,
+)
+from gpumix.integrations.samplers import Alike
+from gpumix.integrations.saving import Saver, dtypes_of
+from gpumix.integrations.specimens import specimen_of
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.shares import rows_of
+from gpumix.spec.space import EVERYTHING
+
+__all__ = ["Accelerator"]
+
+ONE_STAGE = EVERYTHING.model_copy(update={"most_stages": 1, "tensor": (1,)})
+NOT_HERE = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
+PLACES_OF_A_RANK = 2**40
+
+
+class Loader(OwnLoader, DataLoaderStateMixin):
+    """Tells Accelerate where the loop is."""
+
+    device: torch.device
+    iteration = 0
+    given: Given | None = None  # the batch that the loop is at
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.gradient_state = GradientState()
+        self.reset()
+        self.gradient_state._add_dataloader(self)
+        self.set_epoch(self.iteration)
+        batches = super().__iter__()
+        try:
+            following = next(batches, None)
+            while following is not None:
+                self.given, following = following, next(batches, None)
+                self.end_of_dataloader = following is None
+                yield send_to_device(dict(self.given), self.device)
+        finally:
+            self.given = None
+            self.iteration += 1
+            self.gradient_state._remove_dataloader(self)
+
+
+class Optimizer(AcceleratedOptimizer):
+    """Steps only once the backward has been done."""
+
+    model: Looped
+
+    def step(self, closure: Any = None) -> None:
+        self.model.check_done()
+        super().step(closure)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, by a plan.
+
+    Args:
+        plan: trains by this one, or that of a file; by default the devices are measured and one is
+            made, when the model is prepared.
+    """
+
+    def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
+        for name in NOT_HERE:
+            if kwargs.get(name) is not None:
+                raise InputError(
+                    f"{name} has no meaning with gpumix",
+                    where="Accelerator",
+                    fix="leave it out: the plan decides who computes and who stores what",
+                )
+        self._precision = kwargs.pop("mixed_precision", None) or "no"
+        super().__init__(*args, **kwargs)
+        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
+        self._engine: Engine | None = None
+        self._looped: Looped | None = None
+        self._own_loaders: list[Loader] = []
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is trained by, once the model is prepared."""
+        return None if self._engine is None else self._engine.plan
+
+    # -- preparing ---------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As Accelerate's: a model together with the loader of what it is trained on, which says
+        what its batches look like; then whatever else.
+
+        Raises:
+            InputError: several models, or a model without a loader.
+            NoFeasiblePlanError: no plan fits the devices.
+        """
+        models = [one for one in args if isinstance(one, nn.Module)]
+        if len(models) + (self._engine is not None) > 1:
+            raise InputError("several models cannot be trained by one Accelerator")
+        if models:
+            loaders = [one for one in args if isinstance(one, DataLoader)]
+            optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+            self._host(models[0], loaders, optimizers)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _host(self, model: nn.Module, loaders: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        if not loaders:
+            raise InputError(
+                "the model is prepared without the loader of what it is trained on",
+                why="the devices are measured with its batches",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
+        _check(loaders[0])
+        specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn)
+        inside = LABELS in specimen.batch(1)
+        dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
+        training = Training(
+            lambda samples: {"args": (), "kwargs": specimen.batch(samples)},
+            sequence_length=specimen.sequence_length,
+            global_batch=loaders[0].batch_size * world(),
+            loss=objective if inside else _stand_in_loss,
+            optimizer=optimizer_like(optimizers[0]) if optimizers else None,
+            precision={"no": "fp32"}.get(self._precision, self._precision),  # type: ignore[arg-type]
+            space=ONE_STAGE,
+            seed=torch.initial_seed() % 2**31,
+            told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
+        )
+        self._engine = host(model, training, plan=self._given, own=objective)
+        if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
+            raise InputError(
+                "the plan has several stages, or teams",
+                why="every rank of a loop calls the model, and looks at what it returns",
+                fix="make one with techniques.most_stages=1 and techniques.tensor=1",
+            )
+        self._saver = Saver(self._engine, dtypes, ranks_here())
+        self._looped = Looped(model, self._engine, self._at)
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, Looped):
+            return model
+        return self._looped
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        if self._engine is None or self._looped is None:
+            raise InputError(
+                "the optimizer is prepared before its model",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
+        taken_over(optimizer, self._engine, self._names)
+        prepared = Optimizer(optimizer, device_placement=False, scaler=None)
+        prepared.model = self._looped
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
+        if isinstance(data_loader, Loader):
+            return data_loader
+        _check(data_loader)
+        streams = isinstance(data_loader.dataset, IterableDataset)
+        sampler = None if streams else data_loader.sampler
+        if type(sampler) is RandomSampler and sampler.generator is None:
+            sampler = Alike(sampler)
+        loader = own_loader(
+            data_loader.dataset,
+            batch_size=data_loader.batch_size * world(),
+            rows=self._rows,
+            collate=Collated(data_loader.collate_fn, stand_ins=True),
+            sampler=sampler,
+            drop_last=data_loader.drop_last,
+            kind=Loader,
+            num_workers=data_loader.num_workers,
+            pin_memory=data_loader.pin_memory and torch.cuda.is_available(),
+            persistent_workers=data_loader.persistent_workers,
+            prefetch_factor=data_loader.prefetch_factor,
+            generator=data_loader.generator,
+        )
+        loader.device = self.device
+        self._own_loaders.append(loader)
+        return loader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(dataloader, Loader) or isinstance(dataloader.dataset, IterableDataset):
+            return super().skip_first_batches(dataloader, num_batches)
+        part = dataloader.batch_sampler
+        assert isinstance(part, OwnPart)
+        skipping = Loader(
+            dataloader.dataset,
+            batch_sampler=SkipBatchSampler(part, skip_batches=num_batches),
+            collate_fn=dataloader.collate_fn,
+            num_workers=dataloader.num_workers,
+        )
+        skipping.device, skipping.iteration = dataloader.device, dataloader.iteration
+        return skipping
+
+    def _rows(self, samples: int) -> Sequence[range]:
+        if self._engine is None:
+            raise InputError("a loader is read before the model is prepared")
+        return rows_of(self._engine.plan, rank(), samples)
+
+    def _at(self) -> Given | None:
+        """This rank's part of the batch that the loop is at."""
+        active = self.gradient_state.active_dataloader
+        return active.given if isinstance(active, Loader) else None
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        assert self._looped is not None
+        self._looped.backward_done(more_follows=not self.sync_gradients)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        """Of all gradients of the model."""
+        if norm_type != 2:
+            raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
+        if not self.sync_gradients or self._engine is None:
+            return None
+        return self._engine.clip_grad_norm_(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self.sync_gradients and self._engine is not None:
+            nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
+
+    def gather(self, tensor: Any) -> Any:
+        """Rows of all ranks, of which each may have another number, on all of them."""
+        if self._engine is None:
+            return super().gather(tensor)
+        lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
+        rows = len(next(t for t in torch.utils._pytree.tree_leaves(lifted)))
+        begin = self._engine.comm.rank * PLACES_OF_A_RANK
+        found = all_rows({range(begin, begin + rows): lifted}, self._engine.comm, "gather")
+        return tree_map(lambda t: t.to(self.device), found)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`; of a rank that has no samples of a batch nothing."""
+        given = self._at()
+        if given is not None and given.own == 0:
+            input_data = tree_map(lambda t: t if t.dim() == 0 else t[:0], input_data)
+        return self.gather(input_data)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, Looped):
+            return model.module
+        return super().unwrap_model(model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """That of the whole model, on the first rank."""
+        return self._saver.model_state()
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The model and its optimizer, so that any plan can go on from them, and the rest as
+        Accelerate does."""
+        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+        self._optimizers = []
+        try:
+            folder = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        self._saver.save(Path(folder), self.step, optimizers[0].optimizer)
+        return folder
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        self._saver.load(Path(input_dir), optimizers[0].optimizer)
+        for scheduler in self._schedulers:
+            rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
+            for group, rate in rates:
+                group["lr"] = rate
+
+
+def _check(loader: Any) -> None:
+    if loader.batch_size is None:
+        raise InputError(
+            "the loader has a batch sampler of its own",
+            why="a batch is cut by the plan, and must say how many samples it has",
+            fix="DataLoader(dataset, batch_size=..., sampler=...)",
+        )
+
+
+def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """While devices are measured: nobody knows yet what the loop will make of the outputs."""
+    outputs = model(*batch["args"], **batch["kwargs"])
+    sums = [
+        t.float().square().sum()
+        for t in torch.utils._pytree.tree_leaves(outputs)
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    return torch.stack(sums).sum(), torch.tensor(1, device=sums[0].device)
