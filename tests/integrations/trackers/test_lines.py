@@ -114,6 +114,10 @@ def test_what_is_looked_for_is_what_records_have(record, names):
             "training again after 4.00 s, from step 2: rank 1 was killed",
         ),
         (
+            line("restart", resumed_from=2, why="memory", decided="planning again", seconds=4.0),
+            "training again after 4.00 s, from step 2: memory; planning again",
+        ),
+        (
             line("input-bound", ranks=[{"device": "a", "share": 0.3, "limit": "cores"}]),
             "devices stand idle for their data: a 30% (cores)",
         ),

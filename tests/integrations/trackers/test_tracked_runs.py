@@ -88,7 +88,7 @@ def test_events_and_settings_are_texts(run, shown):
 
     [restart] = metrics(run / "run", "restart")
     [told] = texts("events/restart")
-    assert told.endswith(restart["why"])
+    assert told.endswith(f"{restart['why']}; {restart['decided']}")
     assert [point.step for point in shown.Scalars("event/restart")] == [restart["step"]]
     assert f"steps: {STEPS}\n" in texts("run/job")[0]
     assert f"steps: {MORE}\n" in texts("run/job")[1]

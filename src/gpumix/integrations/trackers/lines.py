@@ -88,7 +88,8 @@ def in_words(line: Mapping[str, Any]) -> str:
         return f"saved in {show_seconds(line['seconds'])}: {line['path']}"
     if kind == "restart":
         after = f"training again after {show_seconds(line['seconds'])}"
-        return f"{after}, from step {line['resumed_from']}: {line['why']}"
+        decided = f"; {line['decided']}" if line.get("decided") else ""
+        return f"{after}, from step {line['resumed_from']}: {line['why']}{decided}"
     if kind == "input-bound":
         idle = (f"{one['device']} {one['share']:.0%} ({one['limit']})" for one in line["ranks"])
         return f"devices stand idle for their data: {', '.join(idle)}"
