@@ -1,19 +1,24 @@
-"""Writes the reference pages: docs/job.md, docs/cli.md and docs/python.md.
+"""Writes what the pages take from the code.
 
-    python docs/generate.py            # write them
-    python docs/generate.py --check    # only name those that are out of date, and fail
+    python docs/generate.py            # write it
+    python docs/generate.py --check    # only name what is out of date, and fail
 
-Each page is a beginning by hand (docs/parts/PAGE.md) and what the code says of itself. A test holds
-that the pages are up to date.
+* docs/job.md, docs/cli.md and docs/python.md: a beginning by hand (docs/parts/PAGE.md), and what
+  the code says of itself;
+* docs/job.schema.json, for editors;
+* what commands print, in pages that show it (`<!-- output of: gpumix ... -->`).
+
+A test holds that all of it is up to date.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from parts import keys, names, verbs
+from parts import keys, names, outputs, schema, verbs
 
 DOCS = Path(__file__).parent
 PAGES = {"job": keys.tables, "cli": verbs.tables, "python": names.sections}
@@ -26,13 +31,22 @@ def page(name: str) -> str:
     return f"{NOTE.format(page=name)}\n\n{beginning}\n\n{PAGES[name]()}".rstrip() + "\n"
 
 
+def files() -> Iterator[tuple[Path, str]]:
+    """Each file, and what should be in it."""
+    for name in PAGES:
+        yield DOCS / f"{name}.md", page(name)
+    yield DOCS / "job.schema.json", schema.text()
+    for path in outputs.pages(DOCS):
+        if path.stem not in PAGES:
+            yield path, outputs.filled(path.read_text(encoding="utf-8"))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the reference pages.")
+    parser = argparse.ArgumentParser(description="Write what the pages take from the code.")
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     stale = []
-    for name in PAGES:
-        path, text = DOCS / f"{name}.md", page(name)
+    for path, text in files():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(path.name)
