@@ -35,7 +35,11 @@ def filled(page: str) -> str:
 
 def pages(docs: Path) -> list[Path]:
     """Pages that are written by hand."""
-    return [docs.parent / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("guides/*.md"))]
+    return [
+        docs.parent / "README.md",
+        *sorted(docs.glob("*.md")),
+        *sorted(docs.glob("guides/*.md")),
+    ]
 
 
 def _printed(words: str) -> str:

@@ -40,7 +40,9 @@ class AsRead(GenerateJsonSchema):
             return {"anyOf": [inner, AMOUNT]}
         if inner.get("type") == "array":
             return {"anyOf": [inner, inner["items"]]}
-        return {"anyOf": [inner, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+        return {
+            "anyOf": [inner, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+        }
 
     def bool_schema(self, schema: core_schema.BoolSchema) -> JsonSchemaValue:
         return {"anyOf": [super().bool_schema(schema), SWITCH]}
