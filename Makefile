@@ -7,15 +7,16 @@ BIN := $(VENV)/bin
 WORKERS := 4
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format docs golden bench clean
+.PHONY: help install demo test lint format docs site golden bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests"
 	@echo "make lint      ruff and mypy"
-	@echo "make docs      write the reference pages that come from the code"
-	@echo "make golden    write plans and losses that tests compare with anew"
+	@echo "make docs      write what the pages take from the code"
+	@echo "make site      build the documentation into site/"
+	@echo "make golden    write plans, losses and names that tests compare with anew"
 	@echo "make bench     run all benchmarks"
 
 install: $(STAMP)
@@ -44,8 +45,12 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 
+site: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
 golden: $(STAMP)
-	$(BIN)/pytest -q --refresh-golden tests/planner/test_golden_plans.py tests/engine/test_golden_losses.py
+	$(BIN)/pytest -q --refresh-golden tests/planner/test_golden_plans.py \
+		tests/engine/test_golden_losses.py tests/package/test_names.py
 
 bench: $(STAMP)
 	for script in benchmarks/[a-z]*.py; do \
@@ -54,4 +59,4 @@ bench: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
