@@ -21,6 +21,7 @@ GO_ALONG = (
     "LICENSE",
     "benchmarks/README.md",
     "benchmarks/results/*.md",
+    "benchmarks/*.py",
     "examples/*.py",
     "examples/*.yaml",
 )

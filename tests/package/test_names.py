@@ -1,4 +1,4 @@
-"""Public names and how they are called do not change by accident; `make golden` writes them anew."""
+"""Public names and calls do not change by accident; `make golden` writes them anew."""
 
 from __future__ import annotations
 
