@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("gpumix", "make", "python", "torchrun")
 
 
@@ -20,6 +21,7 @@ class Block:
     page: Path
     line: int
     text: str
+    language: str = ""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -28,7 +30,7 @@ class Block:
 def blocks(page: Path) -> Iterator[Block]:
     """The code blocks of `page`."""
     lines = [*page.read_text(encoding="utf-8").splitlines(), ""]
-    fenced = False
+    fenced, language = False, ""
     begun, found = 0, []
     for number, line in enumerate(lines, start=1):
         fence = line.startswith("```")
@@ -37,14 +39,17 @@ def blocks(page: Path) -> Iterator[Block]:
             begun = begun if found else number
             found.append(line if fenced else line[4:])
         elif found:
-            yield Block(page, begun, "\n".join(found).rstrip() + "\n")
+            yield Block(page, begun, "\n".join(found).rstrip() + "\n", language)
             found = []
-        fenced ^= fence
+        if fence:
+            fenced, language = not fenced, "" if fenced else line[3:].strip()
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of this project in a block; comments are left out."""
+    """The words of each command of this project in a block; comments, and variables that are set
+    for it, are left out."""
     for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
+        line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)
         if line.startswith(tuple(f"{program} " for program in PROGRAMS)):
             yield shlex.split(line, comments=True)
 

@@ -16,6 +16,10 @@ GROUP = typer.main.get_command(app)
 SHOWN = [(block, words) for page in PAGES for block in blocks(page) for words in commands(block)]
 INLINE = [(page, words) for page in PAGES for words in inline_commands(page)]
 PLACEHOLDER = re.compile(r"\[.*\]|\.\.\.")
+OF_THE_READER = {"train.py", "loop.py"}
+# Other programs. What a page does not run it says, with the reason.
+BY_OTHERS = re.compile(r"(?m)^(?:sbatch|srun|kubectl|ssh|wandb|mlflow|docker|curl|pip|git) ")
+NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]{10,}) -->\n\n(?P<block>(?: {4}.*\n|\n)+)")
 
 
 @cache
@@ -34,6 +38,7 @@ def check_gpumix(words):
     verb, *rest = (word for word in words if not PLACEHOLDER.fullmatch(word))
     if verb == "launch":
         rest = of_launch(rest)
+        check_scripts(rest[-1:])
     for option in options(rest):
         assert re.search(rf"(?<!\S){option}\b", help_of(verb)), f"{verb} has no {option}"
     GROUP.commands[verb].make_context(verb, rest)
@@ -51,7 +56,12 @@ def check_python(words):
     if words[:2] == ["-m", "gpumix"]:
         check_gpumix(words[2:])
     else:
-        assert (ROOT / words[0]).is_file(), f"there is no {words[0]}"
+        check_scripts(words[:1])
+
+
+def check_scripts(words):
+    for script in {word for word in words if word.endswith(".py")} - OF_THE_READER:
+        assert (ROOT / script).is_file(), f"there is no {script}"
 
 
 def check_torchrun(words):
@@ -90,6 +100,14 @@ def test_a_command_in_the_text_has_a_verb_and_options_that_exist(page, words):
     for option in options(words[1:]):
         assert option in help_of(*verbs)
     assert help_of(*verbs)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_run_by_other_programs_says_why_it_is_not_run(page):
+    said = [found["block"] for found in NOT_RUN.finditer(page.read_text(encoding="utf-8"))]
+    for block in blocks(page):
+        if BY_OTHERS.search(block.text):
+            assert any(block.text.strip() in re.sub("(?m)^    ", "", one) for one in said)
 
 
 def test_the_readme_shows_each_verb_that_one_needs():

@@ -1,33 +1,61 @@
-"""The YAML and the Python that the pages show are what gpumix takes."""
+"""The YAML, the Python and the changes of scripts that the pages show are what gpumix takes."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
+from importlib import import_module
 from typing import Any, get_type_hints
 
 import pytest
 import yaml
-from pages import PAGES, blocks
+from pages import PAGES, ROOT, blocks
 
 import gpumix
-from gpumix.spec.job import DataSpec
+from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
 from gpumix.spec.read import read_cluster, read_job
 
 ALL = [block for page in PAGES for block in blocks(page)]
 JOBS = [block for block in ALL if block.text.startswith("model:")]
 CLUSTERS = [block for block in ALL if block.text.startswith(("- {class", "classes:"))]
-PYTHON = [block for block in ALL if "import gpumix" in block.text]
-WHOLE = [block for block in ALL if block.text.startswith("from gpumix import")]
-DATA = [block for block in ALL if block.text.startswith("data:")]
+PARTS = [b for b in ALL if b.language == "yaml" and b not in [*JOBS, *CLUSTERS]]
+LOOPS = [block for block in ALL if block.text.startswith("import gpumix")]
+WHOLE = [block for block in ALL if block.text.startswith("from gpumix import Loader")]
+SIGNATURES = [b for b in ALL if b.page.name == "python.md" and "import " not in b.text]
+PIECES = [b for b in ALL if b.language == "python" and b not in [*LOOPS, *WHOLE, *SIGNATURES]]
+DIFFS = [block for block in ALL if block.language == "diff"]
+LEAST = {
+    "model": {"factory": "mine:model"},
+    "data": {"factory": "mine:data"},
+    "sequence_length": 8,
+    "global_batch": 8,
+    "steps": 10,
+}
+
+
+def read(written: dict[str, Any], folder):
+    """A job of what a page shows; the files that it names are there."""
+    config = written["model"].get("config")
+    if isinstance(config, str):
+        (folder / config).parent.mkdir(parents=True)
+        (folder / config).write_text('{"model_type": "llama"}', encoding="utf-8")
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+    return read_job(path)
 
 
 @pytest.mark.parametrize("block", JOBS, ids=str)
 def test_a_job_is_read(block, tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text(block.text, encoding="utf-8")
     written = yaml.safe_load(block.text)
-    assert read_job(path).steps == written["steps"]
+    assert read(written, tmp_path).steps == written["steps"]
+
+
+@pytest.mark.parametrize("block", PARTS, ids=str)
+def test_a_part_of_a_job_is_read(block, tmp_path):
+    written = yaml.safe_load(block.text)
+    found = read(LEAST | written, tmp_path)
+    assert written.keys() <= found.model_fields_set
 
 
 @pytest.mark.parametrize("block", CLUSTERS, ids=str)
@@ -37,7 +65,7 @@ def test_a_cluster_is_read(block, tmp_path):
     assert read_cluster(path).devices
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize("block", LOOPS, ids=str)
 def test_calls_bind_to_the_real_signatures(block):
     checked = Calls()
     checked.visit(ast.parse(block.text))
@@ -49,17 +77,54 @@ def test_what_is_whole_runs(block):
     exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("block", DATA, ids=str)
-def test_data_of_a_job_is_read(block):
-    assert DataSpec.model_validate(yaml.safe_load(block.text)["data"])
+@pytest.mark.parametrize("block", PIECES, ids=str)
+def test_what_a_piece_imports_takes_its_calls(block):
+    tree = ast.parse(block.text)
+    known = {
+        alias.name: getattr(import_module(node.module), alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    own = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in known]
+    for call in own:
+        inspect.signature(known[call.func.id]).bind(
+            *[None] * len(call.args), **{k.arg: None for k in call.keywords}
+        )
+    assert any(known[call.func.id].__module__.startswith("gpumix") for call in own)
+
+
+@pytest.mark.parametrize("block", DIFFS, ids=str)
+def test_a_change_is_the_one_that_tests_make(block):
+    """`tests/examples/test_changed_imports.py` trains before and after it."""
+    before, after = re.fullmatch(r"-(.*)\n\+(.*)\n", block.text).groups()
+    (script,) = [
+        path
+        for path in (EXAMPLES / f"{name}.py" for name in SCRIPTS)
+        if OURS.search(path.read_text(encoding="utf-8"))[0] == after
+    ]
+    assert before in stock(script).splitlines()
 
 
 def test_the_pages_show_what_is_tested_here():
     assert {block.page.name for block in WHOLE} == {"python.md"}
-    assert len(DATA) >= 3
-    assert {block.page.name for block in JOBS} >= {"README.md", "job.md"}
-    assert {block.page.name for block in PYTHON} >= {"README.md", "python.md"}
-    assert len(CLUSTERS) >= 2
+    assert {block.page.name for block in JOBS} >= {"README.md", "job.md", "tutorial.md"}
+    assert {block.page.name for block in LOOPS} >= {"README.md", "python.md"}
+    assert len(PARTS) >= 6 and len(CLUSTERS) >= 4 and len(PIECES) >= 2 and len(DIFFS) >= 6
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    """Texts are what commands print: `docs/generate.py` writes them, and is tested."""
+    assert {block.language for block in ALL} <= {"", "yaml", "python", "diff", "text"}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("```text\n") == len(re.findall("<!-- output of: .*-->\n\n```text", text))
+
+
+def test_every_example_whose_import_changes_is_shown():
+    readme = [block for block in DIFFS if block.page == ROOT / "README.md"]
+    assert len(readme) == len(SCRIPTS)
 
 
 class Calls(ast.NodeVisitor):

@@ -46,3 +46,9 @@ def test_every_tracker_is_there_and_every_name_that_it_gets():
     names = [f"{group}/{what}" for group, of in groups.items() for what in of.values()]
     assert not [name for name in names if f"`{name}`" not in TRACKERS]
     assert not [what for what in OF_CLASS.values() if f"/{what}`" not in TRACKERS]
+
+
+def test_every_package_is_in_the_house():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    packages = [f.parent.name for f in (ROOT / "src" / "gpumix").glob("*/__init__.py")]
+    assert not [name for name in packages if f"\n      {name}/ " not in page]

@@ -1,0 +1,58 @@
+"""Messages and exit codes of the troubleshooting page are those that the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from pages import ROOT
+
+from gpumix.spec import errors
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "src" / "gpumix"
+
+
+def rows(title: str) -> list[str]:
+    """The first cells of the table of a section."""
+    section = PAGE.partition(f"## {title}")[2].partition("\n## ")[0]
+    return re.findall(r"(?m)^\| (?!code|message)([^|-][^|]*) \|", section)
+
+
+def texts() -> Iterator[str]:
+    """What is written in the code, with a gap for each value that is put in."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "..." for p in node.values)
+                yield "".join(str(part) for part in parts)
+
+
+WRITTEN = "\n".join(texts())
+SECTIONS = re.findall(r"(?m)^## (.*\(code \d\))$", PAGE)
+MESSAGES = [
+    message
+    for title in SECTIONS
+    for cell in rows(title)
+    for message in re.findall("`([^`]+)`", cell)
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_is_one_that_the_code_has(message):
+    words = re.escape(message).replace(re.escape("..."), r"\.\.\.")
+    assert re.search(words, WRITTEN), "the message has changed: change the page"
+
+
+def test_there_are_messages_of_each_code():
+    assert len(SECTIONS) == 4 and len(MESSAGES) > 30
+
+
+def test_every_exit_code_is_there():
+    codes = {int(code) for code in rows("By exit code")}
+    known = [errors.GpumixError, *errors.GpumixError.__subclasses__()]
+    assert codes == {errors.EXIT_OK, *(kind.exit_code for kind in known)}
