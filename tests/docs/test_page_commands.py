@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 
 import pytest
@@ -16,9 +17,11 @@ GROUP = typer.main.get_command(app)
 SHOWN = [(block, words) for page in PAGES for block in blocks(page) for words in commands(block)]
 INLINE = [(page, words) for page in PAGES for words in inline_commands(page)]
 PLACEHOLDER = re.compile(r"\[.*\]|\.\.\.")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 OF_THE_READER = {"train.py", "loop.py"}
 # Other programs. What a page does not run it says, with the reason.
-BY_OTHERS = re.compile(r"(?m)^(?:sbatch|srun|kubectl|ssh|wandb|mlflow|docker|curl|pip|git) ")
+BY_OTHERS = re.compile(r"(?m)^(?:sbatch|srun|kubectl|ssh|wandb|mlflow|docker|curl|git) ")
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]{10,}) -->\n\n(?P<block>(?: {4}.*\n|\n)+)")
 
 
@@ -108,6 +111,12 @@ def test_what_is_run_by_other_programs_says_why_it_is_not_run(page):
     for block in blocks(page):
         if BY_OTHERS.search(block.text):
             assert any(block.text.strip() in re.sub("(?m)^    ", "", one) for one in said)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_extras_that_are_to_be_installed_are_there(page):
+    named = re.findall(r"(?:gpumix|\.)\[([\w,]+)\]\"", page.read_text(encoding="utf-8"))
+    assert {extra for some in named for extra in some.split(",")} <= EXTRAS.keys()
 
 
 def test_the_readme_shows_each_verb_that_one_needs():
