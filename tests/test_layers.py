@@ -119,3 +119,9 @@ def test_what_decides_does_not_import_torch(part):
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """pytest knows them by these, whatever folder they are in."""
+    names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
