@@ -140,9 +140,15 @@ def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Modul
 
 
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    classes = _named_classes(model)
     named = [(n, m) for n, m in model.named_modules() if n and type(m).__name__ in classes]
     return named or list(_repeated(model))
+
+
+def _named_classes(model: nn.Module) -> set[str]:
+    """As the model names its blocks; as those do that it is made of, if it does not itself."""
+    own = set(getattr(model, "_no_split_modules", None) or ())
+    return own or set().union(*map(_named_classes, model.children()))
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
