@@ -179,6 +179,12 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def precision_of_weights(model: nn.Module) -> Precision:
+    """What is computed in where nothing else is said: the dtype of what is trained."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    return "bf16" if dtypes == {"bfloat16"} else "fp16" if dtypes == {"float16"} else "fp32"
+
+
 def rank() -> int:
     """This process's; 0 where it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0

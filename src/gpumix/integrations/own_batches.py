@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from gpumix.hardware.memory import host_memory
@@ -43,6 +44,15 @@ class Given(dict[str, Any]):
 
 
 @dataclass(frozen=True)
+class Part:
+    """This rank's part of a batch that is any tree of tensors, `values`; `samples` are of the whole
+    batch."""
+
+    samples: int
+    values: Any
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What a rank reads of a batch of `samples`: `indices`, or instead of none `stand_in`, which is
     read for what it looks like."""
@@ -65,10 +75,15 @@ class GlobalBatches(BatchSampler):
 
 
 class OwnPart:
-    """Of each batch of a batch sampler what this rank reads."""
+    """Of each batch of a batch sampler what this rank reads.
+
+    Attributes:
+        skipped: batches at the beginning that are passed over, the next time it is read.
+    """
 
     def __init__(self, batch_sampler: GlobalBatches, rows: Rows) -> None:
         self.batch_sampler = batch_sampler
+        self.skipped = 0
         self.batch_size, self.drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         self._rows = rows
 
@@ -79,7 +94,8 @@ class OwnPart:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Wanted]:
-        for batch in self.batch_sampler:
+        skipped, self.skipped = self.skipped, 0
+        for batch in islice(self.batch_sampler, skipped, None):
             yield _wanted(batch, self._rows)
 
 
@@ -95,14 +111,27 @@ class Collated:
         self.collate = collate
         self._stand_ins = stand_ins
 
-    def __call__(self, read: tuple[list[Any], Wanted]) -> Given:
+    def __call__(self, read: tuple[list[Any], Wanted]) -> Any:
         samples, wanted = read
         with host_memory():
-            batch = collated(self.collate, samples)
             own = len(wanted.indices)
             rows = max(own, 1) if self._stand_ins else own
-            kept = {n: v[:rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
-        return Given.of(kept, samples=wanted.samples, own=own)
+            return self._handed_over(samples, rows, wanted)
+
+    def _handed_over(self, samples: list[Any], rows: int, wanted: Wanted) -> Any:
+        kept = _first(rows, collated(self.collate, samples))
+        return Given.of(kept, samples=wanted.samples, own=len(wanted.indices))
+
+
+class CollatedTree(Collated):
+    """The same for programs whose batches are any trees of tensors: gives a `Part`."""
+
+    def _handed_over(self, samples: list[Any], rows: int, wanted: Wanted) -> Part:
+        return Part(wanted.samples, _first(rows, collated_tree(self.collate, samples)))
+
+
+def _first(rows: int, batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 class Readable(Dataset[Any]):
@@ -124,7 +153,7 @@ class Readable(Dataset[Any]):
             return several(indices) if several else [self.dataset[i] for i in indices], wanted
 
 
-class OwnOfStream(IterableDataset[Given]):
+class OwnOfStream(IterableDataset[Any]):
     """Of a stream the part of each batch that is this rank's. Every rank reads all of it; of
     several workers each collates every so manieth batch."""
 
@@ -147,7 +176,7 @@ class OwnOfStream(IterableDataset[Given]):
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Given]:
+    def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         samples = iter(self.stream)
@@ -161,7 +190,7 @@ class OwnOfStream(IterableDataset[Given]):
                     yield self._collate((wanted.read, wanted))
 
 
-class OwnLoader(DataLoader[Given]):
+class OwnLoader(DataLoader[Any]):
     """This rank's part of global batches; told of epochs.
 
     Attributes:
@@ -224,25 +253,42 @@ def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:
     return Wanted(len(batch), indices, batch[0])
 
 
-def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Mapping[str, Any]:
-    """What a collator makes of samples.
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
+    """What a collator makes of samples, for programs that know the parts of a batch by name.
 
     Raises:
         InputError: it is no dictionary whose tensors have one row for each sample.
     """
-    batch = collate(samples)
-    if not isinstance(batch, Mapping):
+    batch = collated_tree(collate, samples)
+    if not isinstance(batch, dict):
         raise InputError(
             f"the data collator made a {type(batch).__name__}, not a dictionary",
             fix="return a dictionary of tensors by the names of forward's arguments",
         )
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(samples)):
+    return batch
+
+
+def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """What a collator makes of samples, which may be any tree of tensors.
+
+    Raises:
+        InputError: one of them has not one row for each sample.
+    """
+    batch = collate(samples)
+    if isinstance(batch, Mapping):  # trees are made of dictionaries, not of classes like them
+        batch = dict(batch)
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(samples)):
             raise InputError(
-                f"of {len(samples)} samples the data collator made '{name}' of shape "
-                f"{tuple(value.shape)}",
+                f"of {len(samples)} samples the data collator made {_named(path)} of shape "
+                f"{tuple(leaf.shape)}",
                 why="a batch is cut into micro-batches along its first dimension, which must be "
                 "the samples: what lays several samples into one row cannot be cut",
                 fix="use a collator that pads; to pack short samples do it in the dataset",
             )
     return batch
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    keys = (str(getattr(one, "key", getattr(one, "idx", one))) for one in path)
+    return f"'{'.'.join(keys)}'" if path else "a tensor"

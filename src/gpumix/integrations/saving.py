@@ -32,9 +32,17 @@ class Saver:
     Args:
         dtypes: of the parameters as they were given.
         ranks_here: how many ranks share this host.
+        name: of the folder of the state in that of a checkpoint; empty if it is that one.
     """
 
-    def __init__(self, engine: Engine, dtypes: Mapping[str, torch.dtype], ranks_here: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        dtypes: Mapping[str, torch.dtype],
+        ranks_here: int,
+        name: str = STATE,
+    ) -> None:
+        self._name = name
         self._engine = engine
         self._dtypes = dtypes
         self._ranks_here = ranks_here
@@ -57,7 +65,7 @@ class Saver:
         Raises:
             InputError: it is of another model, or holds no weights of the whole model.
         """
-        if (folder / STATE).is_dir():
+        if (folder / self._name).is_dir():
             self._in(folder).load(self._engine, optimizer)
             return
         if optimizer is not None:
@@ -73,13 +81,17 @@ class Saver:
                 where=str(folder),
                 fix="save with save_only_model=False, so that there is a state to load",
             )
+        self.load_weights({n: t for file in files for n, t in load_file(file).items()})
+
+    def load_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Those of the whole model."""
         with host_memory():
-            self._engine.load_state_dict(
-                {n: t for file in files for n, t in load_file(file).items()}
-            )
+            self._engine.load_state_dict(values)
 
     def _in(self, folder: Path) -> Checkpointer:
-        return Checkpointer(folder / STATE, keep=1, group=self._group, ranks_here=self._ranks_here)
+        return Checkpointer(
+            folder / self._name, keep=1, group=self._group, ranks_here=self._ranks_here
+        )
 
 
 def dtypes_of(model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.hardware.memory import host_memory
-from gpumix.integrations.own_batches import collated
+from gpumix.integrations.own_batches import collated, collated_tree
 from gpumix.spec.errors import InputError
 
 LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
@@ -37,14 +37,21 @@ class Specimen:
     collate: Callable[[list[Any]], Any]
     sequence_length: int
 
-    def batch(self, samples: int) -> dict[str, Any]:
+    def batch(self, samples: int) -> Any:
         with host_memory():
             # A collator may change what it is given.
-            return dict(collated(self.collate, [_fresh(self.sample) for _ in range(samples)]))
+            return collated_tree(self.collate, [_fresh(self.sample) for _ in range(samples)])
 
 
-def specimen_of(dataset: Any, collate: Callable[[list[Any]], Any]) -> Specimen:
+def specimen_of(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    check: Callable[[Callable[[list[Any]], Any], list[Any]], Any] = collated,
+) -> Specimen:
     """The longest sample of a dataset, or of as much of it as can be looked at.
+
+    Args:
+        check: collates two samples, if batches are as they should be.
 
     Raises:
         InputError: there is none.
@@ -59,8 +66,8 @@ def specimen_of(dataset: Any, collate: Callable[[list[Any]], Any]) -> Specimen:
                 break
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
-        batch = collated(collate, [_fresh(longest), _fresh(longest)])
-    tokens = batch.get(TOKENS)
+        batch = check(collate, [_fresh(longest), _fresh(longest)])
+    tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     return Specimen(longest, collate, tokens.shape[1] if known else 1)  # type: ignore[union-attr]
 

@@ -21,7 +21,7 @@ from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
 from gpumix.hardware.efficiency import choose
 from gpumix.hardware.environment import CLUSTER, cluster_file, has_cpp_compiler, installed
-from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.runtime import DeviceRuntime, indexed
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
@@ -167,10 +167,24 @@ def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
         return read_cluster(file), named_by
 
 
-def _join(cluster: Cluster | None) -> None:
-    """The other ranks, if the program has not."""
+def join() -> torch.device:
+    """Meet the ranks that a launcher started, if the program has not; the device that this one is
+    to compute on, which is not opened.
+
+    Raises:
+        InputError: there are several processes, and nothing says how they meet.
+    """
+    cluster, _ = _wanted(None)
+    on_gpus = _join(cluster)
+    return indexed("cuda") if on_gpus else torch.device("cpu")
+
+
+def _join(cluster: Cluster | None) -> bool:
+    """The other ranks, if the program has not; whether ranks compute on GPUs."""
     gpus = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
-    join_launched(on_gpus=gpus and torch.cuda.is_available())
+    on_gpus = gpus and torch.cuda.is_available()
+    join_launched(on_gpus=on_gpus)
+    return on_gpus
 
 
 def _ranks(timeout_s: float) -> Ranks:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from typing import Any
 
+from gpumix.integrations.hosted import precision_of_weights
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.space import EVERYTHING, Space
@@ -100,5 +101,4 @@ def precision_of(args: Any, model: Any) -> Precision:
     """What is computed in: as the arguments say, else as the model's parameters are."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    return "bf16" if dtypes == {"bfloat16"} else "fp16" if dtypes == {"float16"} else "fp32"
+    return precision_of_weights(model)

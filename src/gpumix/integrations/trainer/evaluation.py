@@ -21,10 +21,9 @@ from transformers.trainer_utils import (
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.memory import host_memory
+from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
-from gpumix.integrations.own_batches import Given
 from gpumix.integrations.trainer.loss import LABELS, compute
-from gpumix.spec.shares import share_of
 
 SUM, COUNT, LOGITS, INPUTS = "sum", "count", "logits", "inputs"
 
@@ -113,38 +112,10 @@ def _batches(
     following = next(batches, None)
     while following is not None:
         batch, following = following, next(batches, None)
-        found = engine.outputs(made, dict(batch), samples=_samples_told(engine, batch))
+        parts = by_places(engine, made, dict(batch), batch.samples)
         with host_memory():
-            parts = dict(_placed(found, _rows(engine, batch)))
             rows = all_rows(parts, engine.comm, "gathering of predictions")
         yield rows or {}, batch.samples, following is None
-
-
-def _samples_told(engine: Engine, batch: Given) -> int | None:
-    return batch.samples if len(engine.plan.stages) > 1 else None
-
-
-def _rows(engine: Engine, batch: Given) -> list[int]:
-    """Places in the whole batch of what `Engine.outputs` calls its samples."""
-    if len(engine.plan.stages) > 1:
-        return list(range(batch.samples))
-    own = share_of(engine.plan, engine.comm.rank).rows(batch.samples)
-    return [place for of in own for place in of]
-
-
-def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[range, Any]]:
-    """What was made, by places in the whole batch: of rows that are apart there one by one."""
-    for of, made in found.items():
-        places = rows[of.start : of.stop]
-        begin = 0
-        for end in range(1, len(places) + 1):
-            if end == len(places) or places[end] != places[end - 1] + 1:
-                own = slice(begin, end)
-                yield (
-                    range(places[begin], places[end - 1] + 1),
-                    tree_map(lambda t, own=own: t[own], made),
-                )
-                begin = end
 
 
 def _made(
