@@ -34,6 +34,7 @@ SCRIPTS = {
     "sft_lora": ([*TRAINER, "--bf16", "False"], "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
+MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 
 
@@ -54,11 +55,12 @@ def ran(script: Path, name: str, folder: Path, world: int) -> list[float]:
         os.environ.update({key: str(value) for key, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         os.environ["GPUMIX_CLUSTER"] = str(folder / "cluster.yaml")
-    settings, batch = SCRIPTS[name]
+    settings, batch = (SCRIPTS | MORE)[name]
     output = folder / f"{name}-{world}"
     output.mkdir(exist_ok=True)
     trains = batch == "--per_device_train_batch_size"
     where = ["--output_dir", str(output)] if trains else ["--losses", str(output / "losses.json")]
+    where += ["--output_dir", str(output)] if name in MORE else []
     sys.argv = [str(script), *settings, batch, str(BATCH // world), *where]
     runpy.run_path(str(script), run_name="__main__")
     if _rank() != 0:

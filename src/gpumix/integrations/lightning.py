@@ -1,0 +1,361 @@
+"""A strategy for Lightning's `Trainer`, on devices that are not alike: the same results.
+
+    from gpumix.integrations.lightning import GpumixStrategy
+
+    trainer = Trainer(strategy=GpumixStrategy(), ...)
+
+Start the script with one process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
+are those of all devices together, and who computes how many of them is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpumix.integrations.missing import need
+
+need("lightning", extra="lightning")
+
+import torch  # noqa: E402 - what is missing is told first
+from lightning.fabric.utilities.rank_zero import (  # noqa: E402
+    rank_zero_only as fabric_rank_zero_only,
+)
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
+from lightning.pytorch.callbacks import ModelSummary  # noqa: E402
+from lightning.pytorch.core.optimizer import _MockOptimizer  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torchmetrics import Metric  # noqa: E402
+
+from gpumix.engine.engine import Engine  # noqa: E402
+from gpumix.hardware.environment import ranks_here  # noqa: E402
+from gpumix.hardware.memory import host_memory  # noqa: E402
+from gpumix.integrations.gathering import all_rows  # noqa: E402
+from gpumix.integrations.hosted import Training, host, precision_of_weights, world  # noqa: E402
+from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
+from gpumix.integrations.own_batches import collated_tree  # noqa: E402
+from gpumix.integrations.saving import STATE, Saver, dtypes_of  # noqa: E402
+from gpumix.integrations.specimens import specimen_of  # noqa: E402
+from gpumix.integrations.strategy.checkpoints import Checkpoints  # noqa: E402
+from gpumix.integrations.strategy.launched import Launched  # noqa: E402
+from gpumix.integrations.strategy.loaders import (  # noqa: E402
+    Batching,
+    PlannedLoader,
+    planned_loader,
+)
+from gpumix.integrations.strategy.precision import PlannedPrecision  # noqa: E402
+from gpumix.integrations.strategy.recording import Recording  # noqa: E402
+from gpumix.integrations.strategy.refused import refuse_without_meaning  # noqa: E402
+from gpumix.integrations.strategy.steps import Steps  # noqa: E402
+from gpumix.integrations.strategy.together import Together  # noqa: E402
+from gpumix.spec.errors import InputError  # noqa: E402
+from gpumix.spec.plan import Plan  # noqa: E402
+from gpumix.spec.shares import rows_of, share_of  # noqa: E402
+from gpumix.spec.space import EVERYTHING, Space  # noqa: E402
+
+__all__ = ["GpumixStrategy"]
+
+METRICS = EVERYTHING.model_copy(update={"tensor": (1,)})  # those of a team would count twice
+ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
+
+
+class GpumixStrategy(Together, Checkpoints):
+    """Trains a module by a plan.
+
+    Args:
+        plan: trains by this one, or that of a file; by default the devices are measured and one is
+            made, when the trainer first needs it.
+        count: of a batch, what the mean loss that `training_step` returns is a mean over; default:
+            its `labels` that are not -100 (for causal models of transformers without each first
+            one, which they do not predict), else its samples.
+        space: what plans may use.
+        compile: whether blocks run in compiled code.
+        seed: of dropout.
+    """
+
+    strategy_name = "gpumix"
+
+    def __init__(
+        self,
+        *,
+        plan: Plan | Path | None = None,
+        count: Callable[[Any], Tensor | int] | None = None,
+        space: Space = EVERYTHING,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._planned_precision = PlannedPrecision()
+        super().__init__(cluster_environment=Launched())
+        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
+        self._steps = Steps(count)
+        self._space = space
+        self._compile = compile
+        self._seed = seed
+        self._engine: Engine | None = None
+        self._accumulates = 1
+        self._like: Batching | None = None  # what is read, which tells what batches look like
+        self._recording = Recording()
+
+    @property
+    def engine(self) -> Engine:
+        """What trains; made when the trainer first needs it."""
+        if self._engine is None:
+            raise InputError(
+                "batches are read before the devices were measured",
+                where="GpumixStrategy",
+                why="configure_optimizers asks for trainer.estimated_stepping_batches, and a "
+                "stream does not say how many it has",
+                fix="say how many steps there are: Trainer(max_steps=...) and max_epochs=-1",
+            )
+        return self._engine
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is trained by, once it is made."""
+        return None if self._engine is None else self._engine.plan
+
+    # -- as Lightning asks -------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> PlannedPrecision:
+        return self._planned_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            self._planned_precision.told(plugin)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    def model_to_device(self) -> None:
+        """It goes there in shards."""
+
+    def set_world_ranks(self) -> None:
+        for only in (rank_zero_only, fabric_rank_zero_only):
+            vars(only)["rank"] = self.global_rank
+
+    def setup_environment(self) -> None:
+        self.meet()
+        if self._device.type == "cuda" and isinstance(self.accelerator, CPUAccelerator):
+            raise InputError(
+                "accelerator='cpu' on a host whose GPUs the plan is for",
+                where="Trainer",
+                fix="leave it out",
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._fold(trainer)
+        refuse_without_meaning(trainer, module, self._accumulates)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is None:
+            self._host(trainer, module, fitting=fitting)
+        elif self._engine.model is not module:
+            raise InputError(
+                "this strategy has another module already",
+                why="a module is sharded over all devices, once",
+                fix="make a trainer and a GpumixStrategy of its own for each module",
+            )
+        elif fitting:
+            self.setup_optimizers(trainer)
+            names = {id(p): name for name, p in module.named_parameters()}
+            taken_over(self.optimizers[0], self._engine, names)
+
+    def teardown(self) -> None:
+        """The module stays sharded: what follows finds it so."""
+        self.checkpoint_io.teardown()
+
+    def _fold(self, trainer: Any) -> None:
+        """One batch is one step: the plan cuts it into micro-batches."""
+        if trainer.accumulate_grad_batches > 1:
+            self._accumulates = trainer.accumulate_grad_batches
+            trainer.accumulate_grad_batches = 1
+
+    def _host(self, trainer: Any, module: LightningModule, *, fitting: bool) -> None:
+        """Make the engine. Collective."""
+        self.precision_plugin.convert_module(module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        like = self._like or _first_loader(trainer)
+        _summarize(trainer, module)
+        names = {id(p): name for name, p in module.named_parameters()}
+        dtypes = dtypes_of(module)
+        self._steps.begin(trainer, module)
+        specimen = specimen_of(like.loader.dataset, like.loader.collate_fn, collated_tree)
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        training = Training(
+            specimen.batch,
+            sequence_length=specimen.sequence_length,
+            global_batch=like.batch_size * world() * (self._accumulates if fitting else 1),
+            loss=self._steps.loss,
+            optimizer=optimizer_like(self.optimizers[0]) if fitting else None,
+            precision=self._computed_in(module),
+            compile=self._compile,
+            space=METRICS if metrics and self._space == EVERYTHING else self._space,
+            seed=self._seed,
+            told=self._steps.told([type(optimizer).__name__ for optimizer in self.optimizers]),
+        )
+        self._engine = host(module, training, plan=self._given, folder=_folder(trainer))
+        if metrics and self._engine.plan.in_teams:
+            raise InputError(
+                "the plan has teams, and the module has metrics",
+                why="each rank of a team would count the same samples",
+                fix="make a plan with techniques.tensor=1",
+            )
+        if fitting:
+            taken_over(self.optimizers[0], self._engine, names)
+        self.saver = Saver(self._engine, dtypes, ranks_here(), name="")
+        self.precision_plugin.serve(self._engine)
+        self._steps.serve(self._engine)
+        module.zero_grad = partial(_without_gradients, self._engine)  # type: ignore[method-assign]
+        module._device = self._device
+        for metric in metrics:
+            metric.to(self._device)
+
+    def _computed_in(self, module: nn.Module) -> Any:
+        """What the trainer says; where that is `32-true`, what the weights are."""
+        said = self.precision_plugin.dtype
+        return precision_of_weights(module) if said == "fp32" else said
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise InputError("configure_optimizers returned several", fix=ONE_OPTIMIZER) from None
+        if not self.optimizers or isinstance(self.optimizers[0], _MockOptimizer):
+            raise InputError("configure_optimizers returned no optimizer", fix=ONE_OPTIMIZER)
+        self.group_sizes = [len(group["params"]) for group in self.optimizers[0].param_groups]
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> PlannedLoader:
+        """This rank's part of batches of all ranks: as many samples as all would read alike."""
+        self._like = Batching.of(dataloader)
+        samples = self._like.batch_size * world()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training:
+            return planned_loader(self._like, samples * self._accumulates, self._rows)
+        most = samples if self._engine is None else self._engine.plan.global_batch
+        return planned_loader(self._like, min(samples, most), self._evaluated_rows)
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """The module's own hooks; the engine moves what it computes with."""
+        assert self.lightning_module is not None
+        with host_memory():
+            return self.lightning_module._apply_batch_transfer_handler(
+                batch, device=torch.device("cpu"), dataloader_idx=dataloader_idx
+            )
+
+    def _rows(self, samples: int) -> Sequence[range]:
+        return rows_of(self.engine.plan, self.engine.comm.rank, samples)
+
+    def _evaluated_rows(self, samples: int) -> Sequence[range]:
+        return share_of(self.engine.plan, self.engine.comm.rank).rows(samples)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *others: Any) -> Tensor:
+        """Forward, backward and reduction of one global batch; the loss of all of it."""
+        _without_gradients(self.engine)  # Lightning does so too late: before its own backward
+        with self.inside_a_step():
+            loss = self._steps.train(batch, others, self.precision_plugin.samples)
+        self._steps.publish()
+        self.precision_plugin.lay_aside()
+        self._recording.computed(loss)
+        return loss.float()
+
+    def validation_step(self, batch: Any, *others: Any) -> None:
+        self._evaluated("validation_step", batch, others)
+
+    def test_step(self, batch: Any, *others: Any) -> None:
+        self._evaluated("test_step", batch, others)
+
+    def predict_step(self, batch: Any, *others: Any) -> Any:
+        """What the module predicts of the whole batch, in its order, on the host."""
+        return self._evaluated("predict_step", batch, others)
+
+    def _evaluated(self, hook: str, batch: Any, others: tuple[Any, ...]) -> Any:
+        with self.inside_a_step():
+            made = self._steps.evaluate(hook, batch, others, self.precision_plugin.samples)
+        self._steps.publish()
+        if hook == "predict_step":
+            return all_rows(made, self.engine.comm, "gathering of predictions")
+        return None
+
+    # -- the record --------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._recording.begin(trainer, self.engine, _folder(trainer))
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._recording.step(
+            self.lightning_module.trainer.global_step + 1,
+            learning_rate=optimizer.param_groups[0]["lr"],
+            norm=self.precision_plugin.norm,
+        )
+        return result
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._recording.checkpoint(checkpoint["global_step"], Path(filepath))
+
+    def on_validation_end(self) -> None:
+        self._recording.rest()
+
+    def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        self._recording.finish(self.lightning_module.trainer.global_step)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._recording.fail(exception)
+
+
+def _without_gradients(engine: Engine, set_to_none: bool = True) -> None:
+    """Takes the place of the module's own, which looks at whole parameters."""
+    for parameter in engine.parameters():
+        parameter.grad = None
+
+
+def _first_loader(trainer: Any) -> Batching:
+    """What is read next, before Lightning makes ready to read it."""
+    fitting, predicting = trainer.state.fn == TrainerFn.FITTING, trainer.predicting
+    loop = trainer.predict_loop if predicting else trainer._evaluation_loop
+    source = (trainer.fit_loop if fitting else loop)._data_source
+    loaders = tree_leaves(source.dataloader() if source.is_defined() else None)
+    if not loaders:
+        raise InputError("the trainer has no batches", fix="give it a DataLoader")
+    return Batching.of(loaders[0])
+
+
+def _summarize(trainer: Any, module: LightningModule) -> None:
+    """Before the module is sharded: afterwards a rank has pieces of it."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelSummary) and callback._max_depth:
+            callback.on_fit_start(trainer, module)
+            callback._max_depth = 0
+
+
+def _folder(trainer: Any) -> Path | None:
+    """Of plan, profile and the record of the run; a trainer without a logger has none."""
+    folder = trainer.log_dir if trainer.loggers else None
+    return Path(folder, STATE) if folder else None

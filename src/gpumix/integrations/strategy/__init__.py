@@ -1,0 +1,1 @@
+"""What the strategy for Lightning is made of; see `gpumix.integrations.lightning`."""

@@ -1,0 +1,136 @@
+"""A user's loader as Lightning reads it: this rank's part of batches of all ranks.
+
+It knows where it is, so that a run that was stopped in the middle of an epoch goes on there, with
+the order of samples that the epoch began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart, Rows, own_loader
+from gpumix.integrations.samplers import Alike
+from gpumix.spec.errors import InputError
+
+BATCHES, NUMBERS = "batches", "random_numbers"
+
+
+class PlannedLoader:
+    """Begins to read when its first batch is asked for."""
+
+    def __init__(self, loader: OwnLoader) -> None:
+        self._loader = loader
+        self._batches = 0  # of this epoch, given so far
+        self._begun_with: Tensor | None = None
+        self._goes_on: dict[str, Any] | None = None
+
+    @property
+    def dataset(self) -> Any:
+        return self._loader.dataset
+
+    @property
+    def batch_sampler(self) -> Any:
+        """For Lightning, which tells its sampler of epochs."""
+        part = self._loader.batch_sampler
+        return part.batch_sampler if isinstance(part, OwnPart) else None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped = 0
+        if self._goes_on is not None:
+            torch.set_rng_state(self._goes_on[NUMBERS])
+            skipped, self._goes_on = self._goes_on[BATCHES], None
+        self._begun_with = torch.get_rng_state()
+        self._batches = skipped
+        for batch in self._after(skipped):
+            self._batches += 1
+            yield batch
+
+    def _after(self, skipped: int) -> Iterator[Any]:
+        part = self._loader.batch_sampler
+        if isinstance(part, OwnPart):
+            part.skipped = skipped
+            return iter(self._loader)
+        return islice(iter(self._loader), skipped, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: in an epoch the random numbers are those that it began with."""
+        over = self._begun_with is None or self._batches == _length(self._loader)
+        return {
+            BATCHES: 0 if over else self._batches,
+            NUMBERS: torch.get_rng_state() if over else self._begun_with,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._goes_on = state
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a loader makes its batches; a stream has no sampler."""
+
+    loader: DataLoader[Any]
+    batch_size: int
+    sampler: Any
+    drop_last: bool
+
+    @classmethod
+    def of(cls, loader: Any) -> Batching:
+        """
+        Raises:
+            InputError: batches of this loader cannot be cut anew.
+        """
+        if not isinstance(loader, DataLoader):
+            raise InputError(
+                f"a {type(loader).__name__} gives the batches",
+                why="the plan says who reads which samples of each, so it reads their dataset",
+                fix="give a torch.utils.data.DataLoader",
+            )
+        if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+            return cls(loader, loader.batch_size, None, loader.drop_last)
+        batches = loader.batch_sampler
+        batches = getattr(batches, "_batch_sampler", batches)  # Lightning wraps it to predict
+        if type(batches) is not BatchSampler:
+            raise InputError(
+                "the DataLoader has a batch sampler of its own",
+                why="a batch is cut by the plan, and must say how many samples it has",
+                fix="DataLoader(dataset, batch_size=..., sampler=...)",
+            )
+        return cls(loader, batches.batch_size, batches.sampler, batches.drop_last)
+
+
+def planned_loader(given: Batching, batch_size: int, rows: Rows) -> PlannedLoader:
+    """This rank's part of a loader's batches, of which each is one of `batch_size` samples."""
+    loader, sampler = given.loader, given.sampler
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        sampler = Alike(sampler)
+    return PlannedLoader(
+        own_loader(
+            loader.dataset,
+            batch_size=batch_size,
+            rows=rows,
+            collate=CollatedTree(loader.collate_fn),
+            sampler=sampler,
+            drop_last=given.drop_last,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
+            generator=loader.generator,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+    )
+
+
+def _length(loader: OwnLoader) -> int | None:
+    return None if isinstance(loader.dataset, IterableDataset) else len(loader)

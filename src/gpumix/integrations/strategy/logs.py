@@ -1,0 +1,213 @@
+"""What a module logs of its micro-batches: one value for the whole batch, the same on all ranks.
+
+Ranks have unlike numbers of micro-batches, one of them perhaps none. So a value of one of them is
+nobody's: values are means over all that the loss is a mean over, of all ranks, and with
+`batch_size=` over as many as that says. Lightning is told once, after the step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from gpumix.engine.comm import Communicator
+from gpumix.integrations.gathering import all_texts
+from gpumix.spec.errors import InputError
+
+MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
+REDUCED = "reduce_fx"
+OBJECT, EXPLICIT = "metric", "batch_size"
+PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
+
+
+@dataclass
+class _MicroBatch:
+    """What was logged of one, and how much it counts."""
+
+    weight: Tensor
+    values: list[tuple[str, Any, Any, dict[str, Any]]] = field(default_factory=list)
+
+
+# A micro-batch's forward is a coroutine, which may stop inside of the module's step.
+_current: ContextVar[_MicroBatch | None] = ContextVar("gpumix_logged_micro_batch", default=None)
+
+
+class Logs:
+    """Of one of a module's steps: training, validation or test.
+
+    Args:
+        tells: whether this rank's values count: of ranks that have the same samples one's do.
+        by_step: whether values are of single steps where the module says nothing.
+    """
+
+    def __init__(
+        self, module: LightningModule, comm: Communicator, *, tells: bool, by_step: bool
+    ) -> None:
+        self._module = module
+        self._comm = comm
+        self._tells = tells
+        self._by_step = by_step
+        self._known: dict[str, dict[str, Any]] = {}  # settings by name, the same on all ranks
+        self._own: dict[str, dict[str, Any]] = {}
+        self._seen: list[_MicroBatch] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What the module logs inside comes here."""
+        self._seen = []
+        self._module.log = self._note  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            del self._module.log
+
+    @contextmanager
+    def micro_batch(self, weight: Tensor) -> Iterator[None]:
+        """What is logged inside is of one micro-batch; of one that does not end, nothing."""
+        noted = _MicroBatch(weight.detach())
+        token = _current.set(noted)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+        if self._tells:
+            self._seen.append(noted)
+
+    def _note(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        noted = _current.get()
+        assert noted is not None, "a step is computed micro-batch by micro-batch"
+        weight = settings.get(EXPLICIT)
+        own = self._settings(
+            name, {**settings, "prog_bar": prog_bar, "logger": logger}, explicit=weight is not None
+        )
+        weight = noted.weight if weight is None else weight
+        if not isinstance(value, Metric):
+            noted.values.append((name, _detached(value), weight, own))
+            return
+        path = settings.get("metric_attribute") or _path_of(self._module, value)
+        step = own["on_step"] if own["on_step"] is not None else self._by_step
+        epoch = own["on_epoch"] if own["on_epoch"] is not None else not self._by_step
+        both = step and epoch
+        if step and value._forward_cache is not None:  # there is none where it was only updated
+            of_step = own | {"on_step": True, "on_epoch": False}
+            told = (f"{name}_step" if both else name, _detached(value._forward_cache))
+            noted.values.append((*told, weight, of_step))
+        if epoch:
+            of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
+            noted.values.append((f"{name}_epoch" if both else name, 0.0, weight, of_epoch))
+
+    def _settings(self, name: str, given: dict[str, Any], *, explicit: bool) -> dict[str, Any]:
+        reduced = given.get(REDUCED, MEAN)
+        reduced = reduced if isinstance(reduced, str) else getattr(reduced, "__name__", "")
+        if reduced not in (MEAN, SUM, MAX, MIN):
+            raise InputError(
+                f"'{name}' is logged with a reduce_fx of its own",
+                why="values of micro-batches and ranks are put together by it too, in any order",
+                fix=f"take one of {MEAN}, {SUM}, {MAX}, {MIN}",
+            )
+        passed_on = {key: given.get(key) for key in PASSED_ON if given.get(key) is not None}
+        named = {"on_step": None, "on_epoch": None, OBJECT: None, EXPLICIT: explicit}
+        return named | passed_on | {REDUCED: reduced}
+
+    # -- together ----------------------------------------------------------------------------------
+
+    def publish(self, samples: int) -> None:
+        """Tell Lightning what was logged of a batch of `samples`. Collective."""
+        own = self._summed()
+        table = self._exchanged(own)
+        if table[:, 0].any():
+            told = {name: self._own[name] for name in own}
+            for text in all_texts(json.dumps(told), self._comm, "names that are logged"):
+                self._known = json.loads(text) | self._known
+            table = self._exchanged(own)
+        for place, (name, settings) in enumerate(self._known.items()):
+            values, weights = table[:, 1 + 2 * place], table[:, 2 + 2 * place]
+            if (there := weights > 0).any():
+                self._tell(name, settings, values[there], weights[there], samples)
+
+    def _exchanged(self, own: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """By rank: whether it has names that are not known to all, and value and weight by name."""
+        new = float(any(name not in self._known for name in own))
+        nothing = (torch.zeros(()), torch.zeros(()))
+        pairs = [part for name in self._known for part in own.get(name, nothing)]
+        row = torch.stack(
+            [part.double().to(self._comm.device) for part in (torch.tensor(new), *pairs)]
+        )
+        table, exchanged = self._comm.exchange(row, "exchange of logged values")
+        exchanged.wait()
+        return table.cpu()
+
+    def _summed(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of this rank's micro-batches, value and weight by name."""
+        by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for noted in self._seen:
+            for name, value, weight, settings in noted.values:
+                self._own[name] = settings
+                pair = torch.as_tensor(value).double(), torch.as_tensor(weight).double()
+                by_name.setdefault(name, []).append(pair)
+        self._seen = []
+        return {name: self._reduced(name, pairs) for name, pairs in by_name.items()}
+
+    def _reduced(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        device = pairs[0][0].device
+        values = torch.stack([value.to(device) for value, _ in pairs])
+        weights = torch.stack([weight.to(device) for _, weight in pairs])
+        kind = self._own[name][REDUCED]
+        if kind == MEAN:
+            # What has no weight has no value: a mean of no labels is none.
+            return torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()
+        return _by(kind, values), torch.ones(())
+
+    def _tell(
+        self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor, samples: int
+    ) -> None:
+        kind = settings[REDUCED]
+        total = math.fsum(weights.tolist())
+        value = math.fsum(values.tolist()) / total if kind == MEAN else float(_by(kind, values))
+        passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
+        told: Any = value
+        if settings[OBJECT]:
+            told = self._module.get_submodule(settings[OBJECT])
+            passed_on["metric_attribute"] = settings[OBJECT]
+        size = int(total) if settings[EXPLICIT] else samples
+        LightningModule.log(self._module, name, told, batch_size=size, **passed_on)
+
+
+def _by(kind: str, values: Tensor) -> Tensor:
+    return values.sum() if kind == SUM else values.max() if kind == MAX else values.min()
+
+
+def silent(name: str, value: Any, **settings: Any) -> None:
+    """Takes the place of `log` where devices are measured."""
+    return
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _path_of(module: LightningModule, metric: Metric) -> str:
+    found = next((path for path, one in module.named_modules() if one is metric), None)
+    if found is None:
+        raise InputError(
+            f"a {type(metric).__name__} is logged that is no attribute of the module",
+            fix="make it one in __init__: self.metric = ...",
+        )
+    return found

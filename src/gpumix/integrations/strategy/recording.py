@@ -1,0 +1,53 @@
+"""What a strategy leaves for `gpumix top` and `gpumix report`, beside the trainer's log."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpumix.engine.engine import Engine
+from gpumix.integrations.recorded import Recorded
+
+
+class Recording:
+    """The record of one fit; of a trainer without a logger, or without an end, there is none."""
+
+    def __init__(self) -> None:
+        self._recorded: Recorded | None = None
+        self._loss: Tensor | None = None  # of a step that is not recorded yet
+
+    def begin(self, trainer: Any, engine: Engine, folder: Path | None) -> None:
+        steps = trainer.estimated_stepping_batches
+        self._recorded, self._loss = None, None
+        if folder is not None and steps > 0 and not math.isinf(steps):
+            done = trainer.global_step
+            self._recorded = Recorded(engine, folder, steps=int(steps), done=done)
+
+    def computed(self, loss: Tensor) -> None:
+        self._loss = loss
+
+    def step(self, number: int, *, learning_rate: float, norm: Tensor | float) -> None:
+        if self._recorded is not None and self._loss is not None:
+            loss, self._loss = self._loss.item(), None
+            self._recorded.step(number, loss=loss, learning_rate=learning_rate, norm=float(norm))
+
+    def rest(self) -> None:
+        if self._recorded is not None:
+            self._recorded.rest()
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        if self._recorded is not None:
+            self._recorded.checkpoint(step, path)
+
+    def finish(self, step: int) -> None:
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.finish(step)
+
+    def fail(self, error: BaseException) -> None:
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.fail(error)

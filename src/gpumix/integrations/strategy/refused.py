@@ -1,0 +1,90 @@
+"""What has no meaning with a plan, said before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from gpumix.integrations.hosted import world
+from gpumix.spec.errors import InputError
+
+WHOLE = "it looks at whole parameters, and a rank has pieces of them"
+CALLBACKS = {
+    "StochasticWeightAveraging": WHOLE,
+    "WeightAveraging": WHOLE,
+    "EMAWeightAveraging": WHOLE,
+    "ModelPruning": WHOLE,
+    "BatchSizeFinder": "no plan is taken that does not fit, and the plan chooses micro-batches",
+    "GradientAccumulationScheduler": "a plan is for one global batch",
+}
+
+
+def refuse_without_meaning(trainer: Trainer, module: LightningModule, accumulates: int) -> None:
+    """
+    Raises:
+        InputError: the trainer or the module asks for something that has no meaning here.
+    """
+    for what, why, fix in _found(trainer, module, accumulates):
+        raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
+
+
+def _found(trainer: Trainer, module: LightningModule, accumulates: int) -> Any:
+    """What, why, fix."""
+    if not module.automatic_optimization:
+        yield (
+            "manual optimization",
+            "forward and backward of a step are one, over all micro-batches and ranks",
+            "leave automatic_optimization as it is; for a loop of your own see gpumix.Accelerator",
+        )
+    if is_overridden("backward", module, LightningModule):
+        yield (
+            f"{type(module).__name__}.backward",
+            "the engine goes backward unit by unit",
+            "leave it out",
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        yield (
+            "training_step(dataloader_iter)",
+            "the plan cuts each batch into micro-batches",
+            "training_step(self, batch, batch_idx)",
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        yield (
+            "a module that was compiled as a whole",
+            "a unit's boundary is where micro-batches stop",
+            "GpumixStrategy(compile=True)",
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        yield (
+            "sync_batchnorm",
+            "batch norm is that of a micro-batch, whose size is the plan's affair",
+            "leave it out",
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (why := CALLBACKS.get(type(callback).__name__)) is not None:
+            yield f"the callback {type(callback).__name__}", why, "leave it out"
+    yield from _counts(trainer, accumulates)
+
+
+def _counts(trainer: Any, accumulates: int) -> Any:
+    devices = trainer._accelerator_connector._devices_flag
+    asked = devices if isinstance(devices, int) else len(devices)
+    if world() == 1 and asked * trainer._accelerator_connector._num_nodes_flag > 1:
+        yield (
+            f"one process for {asked} devices",
+            "gpumix trains with one process for each device, of unlike numbers on each host",
+            f"start the script with `gpumix launch SCRIPT`, or torchrun --nproc-per-node {asked}",
+        )
+    if accumulates > 1:
+        for name in ("limit_train_batches", "val_check_interval"):
+            given = getattr(trainer, name)
+            if isinstance(given, int) and not isinstance(given, bool) and given > 1:
+                yield (
+                    f"{name}={given} with accumulate_grad_batches={accumulates}",
+                    "what is accumulated is one batch here, so batches are counted in steps",
+                    "leave accumulate_grad_batches out, and give the loader a batch_size "
+                    f"{accumulates} times as large: the plan cuts it into micro-batches",
+                )

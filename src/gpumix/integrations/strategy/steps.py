@@ -1,0 +1,169 @@
+"""The steps of a module, of a whole batch each: the engine calls the module's own micro-batch by
+micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.head import expected_gradient
+from gpumix.engine.objective import IGNORED_LABEL, counted_labels
+from gpumix.engine.samples import samples_in
+from gpumix.hardware.memory import host_memory
+from gpumix.integrations.forward import by_places
+from gpumix.integrations.strategy.logs import Logs, silent
+from gpumix.spec.errors import InputError
+
+LABELS = "labels"
+TRAINING = "training_step"
+
+
+class Steps:
+    """Training, validation, test and prediction of one module.
+
+    Args:
+        count: of a batch, what its mean loss is a mean over; default: labels, else samples.
+    """
+
+    def __init__(self, count: Callable[[Any], Tensor | int] | None) -> None:
+        self._count = count
+        self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        self._others: tuple[Any, ...] = ()
+        self._logs: dict[str, Logs] = {}
+        self._now: tuple[Logs, int] | None = None  # of the last step, and its samples
+        self._engine: Engine | None = None
+
+    def begin(self, trainer: Any, module: LightningModule) -> None:
+        """Before the engine is there, copies of the module are measured."""
+        self._trainer, self._module = trainer, module
+        takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._others = (0,) if takes_place else ()
+
+    def told(self, optimizers: Sequence[str]) -> str:
+        """What tells the steps of this module from those of others like it, to be measured."""
+        config = getattr(self._inner(self._module), "config", None)
+        return f"Lightning {list(optimizers)} {config}"
+
+    def serve(self, engine: Engine) -> None:
+        self._engine = engine
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def train(self, values: Any, others: tuple[Any, ...], samples: int) -> Tensor:
+        """The loss of a batch of so many samples, of which these are this rank's. Collective."""
+        assert self._engine is not None
+        self._others = others
+        with self._noted(TRAINING, samples).listening():
+            return self._engine.step(values, samples=samples)
+
+    def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
+        """What the module's step returns of this rank's samples, by places in the whole batch;
+        nothing of steps whose result nobody asks for. Collective."""
+        assert self._engine is not None
+        logs = self._noted(hook, samples)
+        step = getattr(self._module, hook)
+
+        def made(model: nn.Module, batch: Any) -> Any:
+            batch, count = self._counted(model, batch)
+            with logs.micro_batch(count):
+                told = step(batch, *others)
+            if hook != "predict_step":
+                return torch.zeros(samples_in(batch))
+            with host_memory():
+                return tree_map(_on_host, told)
+
+        with logs.listening(), torch.inference_mode(False), torch.no_grad():
+            return by_places(self._engine, made, values, samples)
+
+    def publish(self) -> None:
+        """Tell Lightning what was logged in the last step. Collective."""
+        if self._now is not None:
+            logs, samples = self._now
+            logs.publish(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """(summed loss, count) of a micro-batch."""
+        batch, count = self._counted(model, batch)
+        if model is not self._module:
+            self._attach(model)
+            return self._loss(model, batch, count)
+        assert self._now is not None
+        with self._now[0].micro_batch(count):
+            return self._loss(model, batch, count)
+
+    def _loss(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Tensor]:
+        with expected_gradient(count) as expected:
+            made = model.training_step(batch, *self._others)
+            loss = made.get("loss") if isinstance(made, Mapping) else made
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise InputError(
+                    f"{type(model).__name__}.training_step returned no loss",
+                    why="all ranks take every step together",
+                    fix="return a mean loss, or a dictionary with one as 'loss'",
+                )
+            expected.settle(loss)
+        return loss.reshape(()).float() * count, count
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _noted(self, hook: str, samples: int) -> Logs:
+        assert self._engine is not None
+        if hook not in self._logs:
+            plan, rank = self._engine.plan, self._engine.comm.rank
+            tells = plan.team_of(rank, plan.stages_of(rank)[-1])[0] == rank
+            self._logs[hook] = Logs(
+                self._module, self._engine.comm, tells=tells, by_step=hook == TRAINING
+            )
+        self._now = (self._logs[hook], samples)
+        return self._logs[hook]
+
+    def _counted(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+        """The batch, and what its mean loss is a mean over. Without any label that would be 0 / 0;
+        with some other label it is finite, and counts 0."""
+        labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+        if self._count is not None:
+            return batch, torch.as_tensor(self._count(batch))
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return batch, _samples(batch)
+        count = (counted_labels(self._inner(model), labels) != IGNORED_LABEL).sum()
+        return batch | {LABELS: torch.where(count > 0, labels, torch.zeros_like(labels))}, count
+
+    def _inner(self, model: nn.Module) -> nn.Module:
+        """The model of transformers in the module; the module, if there is none."""
+        if model not in self._models:
+            inside = (one for one in model.modules() if hasattr(one, "loss_function"))
+            self._models[model] = next(inside, model)
+        return self._models[model]
+
+    def _attach(self, model: Any) -> None:
+        """Let a copy that is measured find its trainer, and tell nobody of it."""
+        if model._trainer is not None:
+            return
+        model.trainer = self._trainer
+        model.log = silent
+        for metric in model.modules():
+            if isinstance(metric, Metric):
+                metric.forward = metric.update = _nothing  # type: ignore[assignment, method-assign]
+
+
+def _samples(batch: Any) -> Tensor:
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    device = next((tensor.device for tensor in tensors), None)
+    return torch.tensor(samples_in(batch), device=device)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

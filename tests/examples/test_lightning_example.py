@@ -1,0 +1,30 @@
+"""The script with Lightning: its strategy is changed, and the losses are not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import changed_imports
+from changed_imports import STEPS, losses_of
+
+pytest.importorskip("lightning")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NAME = "lightning_clm"
+CHANGED = re.compile(r"^(from gpumix\S+ import GpumixStrategy|        strategy=.*)\n", re.M)
+
+
+def test_two_lines_are_changed_and_the_losses_are_the_same(tmp_path, monkeypatch):
+    def stock(script: Path) -> str:
+        text, changed = CHANGED.subn("", script.read_text(encoding="utf-8"))
+        assert changed == 2
+        return text
+
+    monkeypatch.setattr(changed_imports, "stock", stock)
+    expected = losses_of(NAME, tmp_path, changed=False)
+    found = losses_of(NAME, tmp_path, changed=True)
+    assert len(expected) == STEPS and expected[-1] < expected[0]
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,236 @@
+"""A script with Lightning's `Trainer`, changed by its strategy alone, gives what it gave before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from harness import run_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model
+from reference import Share, plan_for
+from staging import rows, staged_plan
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+EPOCHS, STEPS = 2, 10  # the last batch of an epoch has 2 samples
+CHECKPOINT = "epoch=1-step=7.ckpt"
+
+
+def module() -> Any:
+    """As its author wrote it, for one device."""
+    from lightning.pytorch import LightningModule
+    from torchmetrics import MeanMetric
+
+    class Language(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model()
+            self.first_words = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            self.log("widest", float(batch["input_ids"].shape[0]), reduce_fx="max", on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            outputs = self.model(**batch)
+            self.first_words.update(outputs.logits[:, 0].argmax(-1).float())
+            self.log("val_loss", outputs.loss)
+            self.log("first_words", self.first_words)
+
+        def predict_step(self, batch, batch_idx):
+            return self.model(**batch).logits.argmax(-1)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            total = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    return Language()
+
+
+def unlike_ranks() -> Any:
+    shares = [Share(8, 3, 1), Share(4, 4, 5), Share(0, 0, 2)]
+    return plan_for(module(), shares, zero_stage=3)
+
+
+def other_ranks() -> Any:
+    return plan_for(module(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
+
+
+def two_stages() -> Any:
+    from gpumix.engine.units import dissect
+
+    plan = staged_plan("llama", rows([12], [8, 4]), zero_stage=1)
+    stages = [
+        stage.model_copy(
+            update={
+                "units": tuple(f"model.{name}" for name in stage.units),
+                "root": stage.root and tuple(f"model.{name}" for name in stage.root),
+            }
+        )
+        for stage in plan.stages
+    ]
+    return plan.model_copy(
+        update={"model": dissect(module()).fingerprint(), "stages": tuple(stages)}
+    )
+
+
+PLANS: dict[str, Callable[[], Any]] = {
+    "unlike": unlike_ranks,
+    "stages": two_stages,
+    "other": other_ranks,
+}
+
+
+def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
+    """The script: fit, predict, save."""
+    as_launched(folder)
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    told: dict[str, Any] = {"losses": [], "rates": [], "ends": []}
+
+    class Listener(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            told["losses"].append(trainer.callback_metrics["loss"].item())
+            told["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
+            told["ends"].append((trainer.global_step, batch_idx, outputs["loss"].item()))
+
+        def on_validation_end(self, trainer, module):
+            told["validated"] = {k: v.item() for k, v in trainer.callback_metrics.items()}
+
+    more: dict[str, Any] = {}
+    world = 1
+    if plan:
+        from gpumix.integrations.lightning import GpumixStrategy
+
+        made = PLANS[plan]()
+        world = len(made.workers)
+        more["strategy"] = GpumixStrategy(plan=made)
+    output = folder / f"{plan or 'stock'}{resumes}"
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=EPOCHS,
+        gradient_clip_val=0.5,
+        callbacks=[
+            Listener(),
+            ModelCheckpoint(output, every_n_train_steps=7, save_top_k=-1),
+        ],
+        logger=CSVLogger(output),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(output),
+        **more,
+    )
+    language = module()
+    torch.manual_seed(21)
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world, shuffle=True)
+    evaluated = DataLoader(Texts(11, seed=2), batch_size=6 // world)
+    begin = folder / resumes / CHECKPOINT if resumes else None
+    trainer.fit(language, loader, evaluated, ckpt_path=begin)
+    trainer.save_checkpoint(output / "final.ckpt")
+    predicted = trainer.predict(language, DataLoader(Texts(7, seed=3), batch_size=6 // world))
+    again = trainer.validate(language, evaluated, verbose=False)
+    return told | {
+        "predicted": torch.cat(predicted).tolist(),
+        "again": again[0],
+        "steps": trainer.global_step,
+        "output": str(output),
+        "log": trainer.log_dir,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def stock(folder) -> dict[str, Any]:
+    return run_ranks(trained, 1, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def unlike(folder) -> list[dict[str, Any]]:
+    return run_ranks(trained, 3, folder, "unlike", timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def stages(folder) -> list[dict[str, Any]]:
+    return run_ranks(trained, 3, folder, "stages", timeout_s=120)
+
+
+@pytest.fixture(params=["unlike", "stages"])
+def ours(request) -> list[dict[str, Any]]:
+    return request.getfixturevalue(request.param)
+
+
+def test_losses_and_rates_are_those_of_the_stock_script(stock, ours):
+    assert len(stock["losses"]) == STEPS
+    for rank in ours:
+        assert rank["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
+        assert rank["rates"] == pytest.approx(stock["rates"], rel=TOLERANCE)
+        assert [end[:2] for end in rank["ends"]] == [end[:2] for end in stock["ends"]]
+        returned = [loss for *_, loss in stock["ends"]]
+        assert [loss for *_, loss in rank["ends"]] == pytest.approx(returned, rel=TOLERANCE)
+
+
+def test_what_a_validation_logs_is_of_all_samples(stock, ours):
+    for rank in ours:
+        for name in ("val_loss", "first_words"):
+            expected = stock["validated"][name]
+            assert rank["validated"][name] == pytest.approx(expected, rel=TOLERANCE), name
+            assert rank["again"][name] == pytest.approx(stock["again"][name], rel=TOLERANCE), name
+
+
+def test_predictions_come_in_order(stock, ours):
+    for rank in ours:
+        assert rank["predicted"] == stock["predicted"]
+
+
+def test_a_fit_leaves_what_reports_read(ours):
+    folder = Path(ours[0]["log"], "gpumix")
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [event for event in events if "gradient_norm" in event]
+    losses = [event["loss"] for event in steps]
+    assert losses == pytest.approx([end[2] for end in ours[0]["ends"]], rel=1e-6)
+    assert min(event["gradient_norm"] for event in steps) > 0
+    assert json.loads((folder / "progress.json").read_text())["state"] == "finished"
+
+
+def test_a_checkpoint_is_one_of_lightnings(stock, ours):
+    expected, found = (
+        torch.load(Path(run["output"], "final.ckpt"), weights_only=True) for run in (stock, ours[0])
+    )
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value, rtol=2e-3, atol=2e-4)
+    assert found["global_step"] == STEPS
+    again = type(module()).load_from_checkpoint(Path(ours[0]["output"], "final.ckpt"))
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, found["state_dict"][name]), name
+
+
+def test_a_run_goes_on_by_another_plan_in_the_middle_of_an_epoch(stock, unlike, folder):
+    for rank in run_ranks(trained, 2, folder, "other", "unlike", timeout_s=120):
+        assert rank["losses"] == pytest.approx(stock["losses"][7:], rel=TOLERANCE)
+        assert rank["rates"] == pytest.approx(stock["rates"][7:], rel=TOLERANCE)
+        assert rank["steps"] == STEPS
+
+
+def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
+    (found,) = run_ranks(trained, 1, folder, "", "unlike", timeout_s=120)
+    assert found["steps"] == STEPS
