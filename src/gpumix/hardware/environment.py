@@ -149,27 +149,54 @@ def torchrun_place() -> TorchrunPlace | None:
     )
 
 
-def rank_settings(
-    *, rank: int, local_rank: int, local_world: int, world: int, address: str, port: int
+def place_settings(
+    *,
+    rank: int,
+    local_rank: int,
+    local_world: int,
+    world: int,
+    address: str,
+    port: int,
+    gpus: Sequence[str] = (),
 ) -> dict[str, str]:
-    """The environment of a rank that this process starts: its own, and what torchrun would say. The
-    store at that address is there already, so no rank makes one."""
+    """What torchrun would tell a rank of its place. Of `gpus`, those of all ranks on its host, it
+    computes on the one of its number there; by default of those that the host has."""
     place = {
         "RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
+    }
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    return {name: str(value) for name, value in place.items()} | visible
+
+
+def rank_settings(
+    *, rank: int, local_rank: int, local_world: int, world: int, address: str, port: int
+) -> dict[str, str]:
+    """The environment of a rank that this process starts: its own, and what torchrun would say. The
+    store at that address is there already, so no rank makes one."""
+    place = place_settings(
+        rank=rank,
+        local_rank=local_rank,
+        local_world=local_world,
+        world=world,
+        address=address,
+        port=port,
+    )
+    agent = {
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_RUN_ID": "gpumix",
     }
     threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
-    return threads | dict(os.environ) | {name: str(value) for name, value in place.items()}
+    told = {name: str(value) for name, value in agent.items()}
+    return threads | dict(os.environ) | place | told
 
 
 def print_at_once() -> None:

@@ -1,0 +1,303 @@
+"""Jobs and training functions on a Ray cluster: one worker for each device, whatever their kinds.
+
+    from gpumix.integrations.ray import train
+
+    train("job.yaml", workers={"A100": 2, "T4": 4})
+
+Workers are actors in one placement group, not those of Ray Train's `TorchTrainer`: that keeps the
+same resources for all of them, makes their process group itself, and calls the training function in
+a thread, where signals and ranks that begin anew have no place. Called inside of Ray Train or Tune,
+this reports metrics to them (`ray.train.report`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from gpumix.integrations.missing import need
+
+need("ray", extra="ray")
+
+import ray  # noqa: E402 - what is missing is told first
+from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
+from ray.util.placement_group import (  # noqa: E402
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+from gpumix.integrations.on_ray.places import (  # noqa: E402
+    Place,
+    Wanted,
+    Workers,
+    no_place,
+    places,
+    the_error,
+    wanted,
+)
+from gpumix.integrations.on_ray.ranks import (  # noqa: E402
+    ENDS_S,
+    FunctionRank,
+    JobRank,
+    Look,
+    numbers_of,
+)
+from gpumix.spec.errors import GpumixError, Interrupted, RankLost, error_from  # noqa: E402
+from gpumix.spec.read import read_job  # noqa: E402
+from gpumix.train import run_files  # noqa: E402
+
+__all__ = ["Workers", "run", "train"]
+
+LOOK_S = 0.5
+GRACE_S = 20.0  # that ranks have to say what they failed with, once one of them has
+OWN_RESOURCES = ("CPU", "GPU", "memory")
+
+
+def train(
+    job: str | Path,
+    workers: Mapping[str, int | Workers],
+    *,
+    overrides: Sequence[str] = (),
+    plan: str | Path | None = None,
+    resume: bool = False,
+    allow: Sequence[str] = (),
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
+    timeout_s: float = 120.0,
+) -> dict[str, Any]:
+    """What `gpumix train JOB` does, with a rank on each worker.
+
+    Args:
+        job: its file, and what it names, are where all nodes see them.
+        workers: how many of each kind: by type of accelerator, each with one GPU of it; or with
+            whatever labels and resources `Workers` say, under any name.
+        overrides: as of `--set`.
+        plan, resume, allow: as of `--plan`, `--resume` and `--allow`.
+        on_metrics: is told each line of the run's metrics; by default Ray Train or Tune are, of its
+            numbers, if this is called by them.
+        timeout_s: how long Ray may look for places.
+
+    Returns:
+        The summary of the run, as `gpumix train --json` prints it.
+
+    Raises:
+        MachineError: Ray has no such places.
+        GpumixError: the error that the run failed with.
+    """
+    folder, tell = Path.cwd(), on_metrics or _reporter()
+    metrics = read_job(Path(job), list(overrides)).output / run_files.METRICS
+    arguments = ["train", str(job), "--json", *_options(overrides, allow)]
+    arguments += [*(["--plan", str(plan)] if plan else []), *(["--resume"] if resume else [])]
+    with _ranks(JobRank, wanted(workers), timeout_s) as ranks:
+        begun = [
+            actor.begin.remote(
+                place, arguments, str(folder), str(metrics) if place.rank == 0 else None
+            )
+            for actor, place in ranks
+        ]
+        _results(dict(enumerate(begun)), GRACE_S)
+        try:
+            looks = _watched([actor for actor, _ in ranks], tell)
+        except KeyboardInterrupt:
+            raise _interrupted([actor for actor, _ in ranks]) from None
+        finally:
+            for actor, _ in ranks:
+                with suppress(RayActorError):
+                    ray.get(actor.end.remote())
+    errors = {rank: error for rank, look in looks.items() if (error := _error(rank, look))}
+    if errors:
+        raise the_error(errors)
+    summary: dict[str, Any] = looks[0].told
+    return summary
+
+
+def run(
+    function: Callable[..., Any],
+    workers: Mapping[str, int | Workers],
+    *,
+    args: Sequence[Any] = (),
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Call a training function on each worker, as torchrun would call a script: it finds RANK,
+    WORLD_SIZE and the others in its environment, so whatever of gpumix it uses meets the other
+    ranks.
+
+    Args:
+        function: a loop with `gpumix.prepare`, or one with `Trainer` of
+            `gpumix.integrations.transformers`, say.
+        workers, timeout_s: as of `train`.
+
+    Returns:
+        What it returned, in the order of ranks.
+
+    Raises:
+        MachineError: Ray has no such places.
+        GpumixError: the error of the rank that failed first; the error of the function's own is
+            its cause.
+    """
+    with _ranks(FunctionRank, wanted(workers), timeout_s) as ranks:
+        calls = {place.rank: actor.call.remote(place, function, args) for actor, place in ranks}
+        found = _results(calls, GRACE_S)
+        return [found[rank] for rank in range(len(ranks))]
+
+
+@contextmanager
+def _ranks(
+    kind: type[Any], asked: Sequence[Wanted], timeout_s: float
+) -> Iterator[list[tuple[Any, Place]]]:
+    """An actor for each rank, in their order, and its place; they are gone afterwards."""
+    if not ray.is_initialized():
+        ray.init()
+    group = placement_group(
+        [dict(one.workers.resources) for one in asked],
+        strategy="PACK",
+        bundle_label_selector=[dict(one.workers.labels) for one in asked],
+    )
+    actors: list[Any] = []
+    try:
+        if not group.wait(timeout_s):
+            raise no_place(asked, ray.nodes(), timeout_s)
+        actors += [_actor(kind, group, number, one) for number, one in enumerate(asked)]
+        arrived = ray.get([actor.arrived.remote() for actor in actors])
+        order = places(arrived)
+        first, place = order[0]
+        port = ray.get(actors[first].free_port.remote(place.address))
+        yield [(actors[number], replace(place, port=port)) for number, place in order]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _actor(kind: type[Any], group: PlacementGroup, number: int, one: Wanted) -> Any:
+    own = dict(one.workers.resources)
+    return (
+        ray.remote(kind)
+        .options(
+            num_cpus=own.get("CPU", 0),
+            num_gpus=own.get("GPU", 0),
+            memory=own.get("memory"),
+            resources={name: n for name, n in own.items() if name not in OWN_RESOURCES},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            ),
+        )
+        .remote()
+    )
+
+
+def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
+    """Of calls by rank. Once one has failed the others have a while to fail too.
+
+    Raises:
+        GpumixError: the one that tells most.
+    """
+    waiting = {call: rank for rank, call in calls.items()}
+    found: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    deadline: float | None = None
+    while waiting:
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done, _ = ray.wait(list(waiting), timeout=left_s)
+        if not done:
+            break
+        rank = waiting.pop(done[0])
+        try:
+            found[rank] = ray.get(done[0])
+        except RayTaskError as error:
+            errors[rank] = error.cause
+        except RayActorError as error:
+            errors[rank] = _lost(rank, error)
+        if errors and deadline is None:
+            deadline = time.monotonic() + grace_s
+    if errors:
+        told = the_error(errors)
+        raise told from next((e for e in errors.values() if not isinstance(e, GpumixError)), None)
+    return found
+
+
+def _watched(actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> dict[int, Look]:
+    """How each rank ended. Once one has failed the others have a while to end too."""
+    looks: dict[int, Look] = {}
+    deadline: float | None = None
+    while len(looks) < len(actors) and (deadline is None or time.monotonic() < deadline):
+        time.sleep(LOOK_S)
+        for rank, actor in enumerate(actors):
+            if rank in looks:
+                continue
+            try:
+                look: Look = ray.get(actor.look.remote())
+            except RayActorError as error:
+                look = Look(RankLost.exit_code, _lost(rank, error).as_dict())
+            for event in look.metrics:
+                tell(event)
+            if look.code is not None:
+                looks[rank] = look
+            if look.code and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+    return looks
+
+
+def _interrupted(actors: Sequence[Any]) -> GpumixError:
+    """Let the ranks save and end; what the first one says of that."""
+    for actor in actors:
+        actor.interrupt.remote()
+    deadline = time.monotonic() + ENDS_S
+    while time.monotonic() < deadline:
+        looks: list[Look] = ray.get([actor.look.remote() for actor in actors])
+        if all(look.code is not None for look in looks):
+            return _error(0, looks[0]) or Interrupted("the run had just come to its end")
+        time.sleep(LOOK_S)
+    return Interrupted(f"ranks that did not end within {ENDS_S:.0f} s were ended")
+
+
+def _error(rank: int, look: Look) -> GpumixError | None:
+    if not look.code:
+        return None
+    if isinstance(look.told, dict) and "error" in look.told:
+        return error_from(look.told)
+    return RankLost(
+        f"the process of rank {rank} ended with code {look.code}",
+        why=look.said or "it said nothing of why",
+        fix="look at what Ray keeps of its output: ray logs cluster",
+    )
+
+
+def _lost(rank: int, error: RayActorError) -> RankLost:
+    return RankLost(
+        f"the worker of rank {rank} is gone",
+        why=str(error).strip().splitlines()[0],
+        fix="start again with resume=True; `ray status` shows which nodes are there",
+    )
+
+
+def _options(overrides: Sequence[str], allow: Sequence[str]) -> list[str]:
+    named = [("--set", one) for one in overrides] + [("--allow", one) for one in allow]
+    return [word for pair in named for word in pair]
+
+
+def _reporter() -> Callable[[dict[str, Any]], None]:
+    """Tells the numbers of a step to Ray Train or Tune, if it is they that call."""
+    for name in ("ray.train", "ray.tune"):
+        # Train's says DeprecationWarning where it is Tune that calls.
+        with suppress(ImportError, RuntimeError, DeprecationWarning):
+            library = import_module(name)
+            library.get_context()
+            return partial(_report, library)
+    return _silent
+
+
+def _report(library: Any, event: dict[str, Any]) -> None:
+    if "loss" in event:
+        library.report(numbers_of(event))
+
+
+def _silent(event: dict[str, Any]) -> None:
+    return
