@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -24,6 +26,13 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError, RankLost, Traini
 
 def on(node: str, *gpus: str) -> Arrived:
     return Arrived(node, f"host-{node}", f"10.0.0.{ord(node[0])}", gpus)
+
+
+@pytest.fixture
+def own_environment():
+    """A rank sets variables of the process that it is, which is that of the tests here."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_workers_are_named_by_their_accelerator_or_have_labels_of_their_own():
@@ -104,7 +113,7 @@ def test_numbers_of_a_step():
     assert numbers_of(event) == {"step": 3, "loss": 0.5}
 
 
-def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path):
+def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environment):
     rank, found = JobRank(), []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     place, arguments = Place(0, 1, 0, 1, "127.0.0.1", 1), ["train", "no.yaml", "--json"]
@@ -121,7 +130,7 @@ def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path):
     rank.end()
 
 
-def test_a_folder_that_a_host_does_not_have(tmp_path):
+def test_a_folder_that_a_host_does_not_have(tmp_path, own_environment):
     with pytest.raises(InputError, match="is not there"):
         JobRank().begin(Place(0, 1, 0, 1, "h", 1), [], str(tmp_path / "none"), None)
 

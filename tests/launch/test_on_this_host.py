@@ -145,12 +145,13 @@ def test_a_job_on_one_host_is_trained(folder):
 
 def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
     (folder / "waits.py").write_text("print('waiting', flush=True); import time; time.sleep(600)")
-    with running(folder, program=["waits.py"]) as started:
-        started.wait_until(lambda: "waiting" in started.said)
-        os.kill(started.process.pid, signal.SIGHUP)
-        assert started.code(20) == 130
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started by
     try:
+        with running(folder, program=["waits.py"]) as started:
+            started.wait_until(lambda: "waiting" in started.said)
+            os.kill(started.process.pid, signal.SIGHUP)
+            assert started.code(20) == 130
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
         with running(folder, program=["waits.py"]) as started:
             started.wait_until(lambda: "waiting" in started.said)
             os.kill(started.process.pid, signal.SIGHUP)
