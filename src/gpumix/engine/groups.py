@@ -38,6 +38,13 @@ def own_device(plan: Plan) -> torch.device:
     return torch.device("cpu")
 
 
+def device_of_group() -> torch.device:
+    """Where tensors are that the default process group sends: this process's current GPU by NCCL,
+    else the host."""
+    on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
+    return indexed("cuda") if on_gpus else torch.device("cpu")
+
+
 def _speaks_cuda() -> bool:
     """Whether the default group takes tensors on GPUs; gloo lacks what uneven shares need there."""
     return not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config())

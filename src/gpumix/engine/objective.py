@@ -40,7 +40,7 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
             fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
         )
     labels = batch["labels"]
-    count = (counted_labels(model, labels) != IGNORED_LABEL).sum()
+    count = number_of_labels(model, labels)
     # A micro-batch without any label would have a mean loss of 0 / 0; with some other label it has
     # a finite one, and both loss and gradient are multiplied with 0.
     labels = torch.where(count > 0, labels, torch.zeros_like(labels))
@@ -50,6 +50,11 @@ def mean_over_labels(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.
         expected.settle(loss)
     # In fp32: a sum over many labels is beyond fp16's range.
     return loss.float() * count, count
+
+
+def number_of_labels(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Over how many labels a `transformers` model's loss is a mean."""
+    return (counted_labels(model, labels) != IGNORED_LABEL).sum()
 
 
 def counted_labels(model: Any, labels: torch.Tensor) -> torch.Tensor:

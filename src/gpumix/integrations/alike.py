@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.groups import all_ranks
+from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.spec.errors import InputError
 
 
@@ -28,7 +28,7 @@ def make_alike(model: nn.Module) -> list[str]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
-    comm = all_ranks(_own_device())
+    comm = all_ranks(device_of_group())
     named = list(_tensors(model))
     look = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in named]).encode()).hexdigest()
     looks = _compared(comm, [int(look[:12], 16)])
@@ -54,11 +54,6 @@ def _compared(comm: Communicator, numbers: Sequence[int]) -> list[list[int]]:
     exchanged.wait()
     rows: list[list[int]] = table.tolist()
     return rows
-
-
-def _own_device() -> torch.device:
-    on_gpus = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

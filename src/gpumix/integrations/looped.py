@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.objective import IGNORED_LABEL, counted_labels
+from gpumix.engine.objective import number_of_labels
 from gpumix.integrations.own_batches import Given
 from gpumix.spec.errors import InputError
 
@@ -208,7 +208,7 @@ def _count(model: nn.Module, batch: Any) -> Tensor:
     """Labels that count, which the model's loss is a mean over; samples without any."""
     labels = batch[KWARGS].get(LABELS)
     if isinstance(labels, Tensor):
-        return (counted_labels(model, labels) != IGNORED_LABEL).sum()
+        return number_of_labels(model, labels)
     return torch.tensor(_rows(batch))
 
 

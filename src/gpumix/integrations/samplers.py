@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import RandomSampler, Sampler
 
+from gpumix.engine.groups import device_of_group
 from gpumix.integrations.hosted import world
 
 
@@ -29,7 +30,7 @@ class Alike(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         seed = torch.empty((), dtype=torch.int64).random_()
         if world() > 1:
-            there = seed.to(_device())
+            there = seed.to(device_of_group())
             dist.broadcast(there, 0)
             seed = there.cpu()
         generator = torch.Generator()
@@ -57,8 +58,3 @@ def seeded(sampler: Any, seed: int | None) -> Any:
         generator=sampler.generator,
         data_seed=seed,
     )
-
-
-def _device() -> torch.device:
-    on_gpus = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -22,3 +24,10 @@ class Interlude:
     def each_s(self, steps_s: float) -> float:
         """How much longer that makes steps that take `steps_s` seconds in all."""
         return self.still_s + max(self.settle_s, self.beside_s - steps_s)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long it takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -32,7 +31,7 @@ from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
 from gpumix.train.display import Display, input_bound, not_copied, unread
 from gpumix.train.documents import check_documents
-from gpumix.train.interlude import Interlude
+from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import (
@@ -210,10 +209,10 @@ class Trainer:
             waited_s = self.engine.comm.clock.total_s() - waited_s
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
-                evaluation = Interlude(still_s=_seconds(self._evaluate))
+                evaluation = Interlude(still_s=seconds_of(self._evaluate))
             # The first checkpoint takes longer than others.
             for _ in range(2 if beside and self.job.checkpoint.every_steps else 0):
-                begin_s = _seconds(self._begin_save)
+                begin_s = seconds_of(self._begin_save)
                 self.train_step(stop)
                 settle_s = self.keeping.stalled_s - begin_s
                 save = Interlude(begin_s, settle_s, self._finish_save().seconds)
@@ -597,9 +596,3 @@ class Trainer:
             losses=self._losses,
             checkpoint=str(path),
         )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.objective import IGNORED_LABEL, counted_labels
+from gpumix.engine.objective import number_of_labels
 from gpumix.engine.samples import samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
@@ -134,7 +134,7 @@ class Steps:
             return batch, torch.as_tensor(self._count(batch))
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return batch, _samples(batch)
-        count = (counted_labels(self._inner(model), labels) != IGNORED_LABEL).sum()
+        count = number_of_labels(self._inner(model), labels)
         return batch | {LABELS: torch.where(count > 0, labels, torch.zeros_like(labels))}, count
 
     def _inner(self, model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.objective import IGNORED_LABEL, counted_labels
+from gpumix.engine.objective import IGNORED_LABEL, number_of_labels
 
 LABELS, SHIFTED = "labels", "shift_labels"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -74,7 +74,7 @@ def _counts(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[T
     if isinstance(shifted, Tensor):
         return _counted(shifted), _counted(shifted)
     if isinstance(labels, Tensor):
-        own = _counted(counted_labels(model, labels))
+        own = number_of_labels(model, labels)
         all_told = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
         return own, _counted(labels) if all_told else own
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
