@@ -297,15 +297,16 @@ def test_a_move_is_told_in_a_line():
 
 def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     """Rank 1 sleeps over each of its samples, which the plan does not know."""
-    usual = {"steps": 14, "global_batch": 16, "rebalance": True}
+    usual = {"steps": 20, "global_batch": 16, "rebalance": True}
     job = write_job(tmp_path, model=toy(rank=1, sample_s=0.05), **usual)
     samples = (6, 6, 4)
     train(job, plan=plan_for(job, samples))
-    change, *_ = metrics(tmp_path / "run", "rebalance")  # a busy machine may bring more of them
-    assert change["samples_before"] == {"big-0": 6, "small-0": 6, "small-1": 4}
+    changes = metrics(tmp_path / "run", "rebalance")  # a busy machine may bring others, also before
+    assert changes[0]["samples_before"] == {"big-0": 6, "small-0": 6, "small-1": 4}
+    change = min(changes, key=lambda one: one["samples"]["small-0"])
     assert change["samples"]["small-0"] < 4
     assert "'small-0'" in change["why"]
-    effect, *_ = metrics(tmp_path / "run", "rebalanced")
+    effect = metrics(tmp_path / "run", "rebalanced")[changes.index(change)]
     assert effect["step_s"] < effect["step_before_s"]
 
     still = write_job(tmp_path / "still", **usual | {"rebalance": False})
