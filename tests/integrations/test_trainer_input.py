@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.report.run import read_run
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, log_of, model, other_ranks, unlike_ranks
 
@@ -52,11 +52,57 @@ def variations() -> dict[str, dict[str, Any]]:
         "a stream": {"train_dataset": Stream(), "max_steps": 3, "num_train_epochs": -1},
         "accumulation": {"gradient_accumulation_steps": 2},
         "an optimizer": {"optimizers": True},
-        "a subclass": {"subclass": True},
+        "a loss of a subclass": {"subclass": "loss"},
+        "a loader of a subclass": {"subclass": "loader"},
+        "a prepared loader of a subclass": {"subclass": "prepared loader"},
+        "an optimizer of a subclass": {"subclass": "optimizer"},
+        "a step of a subclass": {"subclass": "step"},
         "workers": {"dataloader_num_workers": 2},
         "columns": {"train_dataset": with_columns()},
         "a function that makes models": {"model_init": True},
         "by length": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+    }
+
+
+def subclasses(base: type) -> dict[str, type]:
+    """As programs have them."""
+
+    class Loss(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+            loss = outputs.loss + 0.01
+            return (loss, outputs) if return_outputs else loss
+
+    class Loader(base):
+        def get_train_dataloader(self):
+            return DataLoader(
+                self.train_dataset,
+                batch_size=self.args.train_batch_size,
+                sampler=range(29, -1, -1),
+                collate_fn=self.data_collator,
+            )
+
+    class PreparedLoader(Loader):
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(super().get_train_dataloader())
+
+    class Optimizer(base):
+        def create_optimizer(self, model=None):
+            rates = [0.1 if "embed" in name else 0.01 for name, _ in self.model.named_parameters()]
+            groups = [{"params": [p], "lr": r} for p, r in zip(self.model.parameters(), rates)]
+            self.optimizer = torch.optim.SGD(groups, momentum=0.9)
+            return self.optimizer
+
+    class Step(base):
+        def training_step(self, *args):
+            return super().training_step(*args) * 2
+
+    return {
+        "loss": Loss,
+        "loader": Loader,
+        "prepared loader": PreparedLoader,
+        "optimizer": Optimizer,
+        "step": Step,
     }
 
 
@@ -68,16 +114,11 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
     else:
         from transformers import Trainer
 
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"])
-            loss = outputs.loss + 0.01
-            return (loss, outputs) if return_outputs else loss
-
+    kinds = subclasses(Trainer)
     found = {}
     for name, changes in variations().items():
         accumulates = changes.get("gradient_accumulation_steps", 1)
-        kind = Own if changes.pop("subclass", False) else Trainer
+        kind = kinds.get(changes.pop("subclass", None), Trainer)
         given = {"model": model(), "train_dataset": Texts(30)}
         twice = changes.pop("model_init", False)
         if twice:
@@ -137,6 +178,50 @@ def _made(folder: Path, settings: dict[str, Any]) -> None:
     Trainer(model=model(), args=arguments(folder, 12, **settings), train_dataset=Texts())
 
 
+def _of_loader(self):
+    return DataLoader(self.train_dataset, batch_size=5)
+
+
+def _by_handle(self, model, inputs, *args):
+    return model(**inputs).loss
+
+
+def _by_model(self, model, inputs, *args):
+    return self.model(**inputs).loss
+
+
+def _out_of_nothing(self, *args):
+    return torch.tensor(1.0)
+
+
+OWN_STEP = "training_step of Own computes the step by itself"
+REFUSED_METHODS = [
+    ("prediction_step", _out_of_nothing, "prediction_step of Own is not called"),
+    ("training_step", _by_handle, OWN_STEP),
+    ("training_step", _by_model, "is used while its unit is not computed"),
+    ("training_step", _out_of_nothing, OWN_STEP),
+    ("get_train_dataloader", _of_loader, "batches have 5 samples for each process"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    REFUSED_METHODS,
+    ids=["prediction", "handle", "model", "nothing", "loader"],
+)
+def test_a_subclass_that_cannot_work_is_refused(name, method, message, tmp_path):
+    with pytest.raises(GpumixError, match=message):
+        run_ranks(_subclassed, 1, tmp_path, name, method, timeout_s=120)
+
+
+def _subclassed(folder: Path, name: str, method: Any) -> None:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    own = type("Own", (Trainer,), {name: method})
+    own(model=model(), args=arguments(folder, 12, **SHORT), train_dataset=Texts()).train()
+
+
 def test_a_collator_that_lays_samples_into_one_row_is_told(tmp_path):
     with pytest.raises(InputError, match="of 2 samples the data collator made 'input_ids'"):
         run_ranks(_flattened, 1, tmp_path)
@@ -176,7 +261,7 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(module, p
     code = (
         "import importlib.util as u; find = u.find_spec\n"
         f"u.find_spec = lambda n, *a: None if n == {package!r} else find(n, *a)\n"
-        "from gpumix.spec.errors import InputError\n"
+        "from gpumix.spec.errors import GpumixError, InputError\n"
         "try:\n"
         f"    import gpumix.integrations.{module}\n"
         "except InputError as error: print(error)\n"

@@ -17,22 +17,16 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
+from gpumix.integrations.batching import Batching
 from gpumix.integrations.gathering import all_rows
 from gpumix.integrations.hosted import Training, host, rank, world
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
-from gpumix.integrations.own_batches import (
-    Collated,
-    Given,
-    OwnLoader,
-    OwnPart,
-    own_loader,
-)
-from gpumix.integrations.samplers import Alike
+from gpumix.integrations.own_batches import Collated, Given, OwnLoader, OwnPart
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.spec.errors import InputError
@@ -136,14 +130,14 @@ class Accelerator(accelerate.Accelerator):
                 why="the devices are measured with its batches",
                 fix="accelerator.prepare(model, optimizer, loader)",
             )
-        _check(loaders[0])
+        batch_size = Batching.of(loaders[0]).batch_size
         specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn)
         inside = LABELS in specimen.batch(1)
         dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
         training = Training(
             lambda samples: {"args": (), "kwargs": specimen.batch(samples)},
             sequence_length=specimen.sequence_length,
-            global_batch=loaders[0].batch_size * world(),
+            global_batch=batch_size * world(),
             loss=objective if inside else _stand_in_loss,
             optimizer=optimizer_like(optimizers[0]) if optimizers else None,
             precision={"no": "fp32"}.get(self._precision, self._precision),  # type: ignore[arg-type]
@@ -183,25 +177,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
         if isinstance(data_loader, Loader):
             return data_loader
-        _check(data_loader)
-        streams = isinstance(data_loader.dataset, IterableDataset)
-        sampler = None if streams else data_loader.sampler
-        if type(sampler) is RandomSampler and sampler.generator is None:
-            sampler = Alike(sampler)
-        loader = own_loader(
-            data_loader.dataset,
-            batch_size=data_loader.batch_size * world(),
-            rows=self._rows,
-            collate=Collated(data_loader.collate_fn, stand_ins=True),
-            sampler=sampler,
-            drop_last=data_loader.drop_last,
-            kind=Loader,
-            num_workers=data_loader.num_workers,
-            pin_memory=data_loader.pin_memory and torch.cuda.is_available(),
-            persistent_workers=data_loader.persistent_workers,
-            prefetch_factor=data_loader.prefetch_factor,
-            generator=data_loader.generator,
-        )
+        given = Batching.of(data_loader)
+        collate = Collated(data_loader.collate_fn, stand_ins=True)
+        loader = given.own_part(given.batch_size * world(), self._rows, collate, Loader)
         loader.device = self.device
         self._own_loaders.append(loader)
         return loader
@@ -300,15 +278,6 @@ class Accelerator(accelerate.Accelerator):
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:
                 group["lr"] = rate
-
-
-def _check(loader: Any) -> None:
-    if loader.batch_size is None:
-        raise InputError(
-            "the loader has a batch sampler of its own",
-            why="a batch is cut by the plan, and must say how many samples it has",
-            fix="DataLoader(dataset, batch_size=..., sampler=...)",
-        )
 
 
 def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

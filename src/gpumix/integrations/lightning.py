@@ -37,6 +37,7 @@ from torchmetrics import Metric  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
 from gpumix.hardware.environment import ranks_here  # noqa: E402
 from gpumix.hardware.memory import host_memory  # noqa: E402
+from gpumix.integrations.batching import Batching  # noqa: E402
 from gpumix.integrations.gathering import all_rows  # noqa: E402
 from gpumix.integrations.hosted import Training, host, precision_of_weights, world  # noqa: E402
 from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
@@ -46,7 +47,6 @@ from gpumix.integrations.specimens import specimen_of  # noqa: E402
 from gpumix.integrations.strategy.checkpoints import Checkpoints  # noqa: E402
 from gpumix.integrations.strategy.launched import Launched  # noqa: E402
 from gpumix.integrations.strategy.loaders import (  # noqa: E402
-    Batching,
     PlannedLoader,
     planned_loader,
 )

@@ -17,13 +17,11 @@ from gpumix.hardware.environment import has_cpp_compiler, installed
 from gpumix.hardware.peaks import stated_peak
 from gpumix.profiler.code import code_of_factory
 from gpumix.profiler.measurement_files import (
-    devices_key,
+    MeasurementFiles,
     hash_of,
     keep,
     load,
-    more_time,
     profiles_folder,
-    renamed,
     software_key,
 )
 from gpumix.spec.cluster import Cluster, DeviceClass
@@ -50,7 +48,7 @@ U = TypeVar("U", UnitKind, RootUnit)
 HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
-class MeasurementCache:
+class MeasurementCache(MeasurementFiles):
     """The measurements of one job's model on one cluster.
 
     Args:
@@ -68,41 +66,24 @@ class MeasurementCache:
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
         self._job = job
-        self._cluster = cluster
-        self._folder = folder
-        self._where = job.profile.cache or profiles_folder()
-        self._work = work_key(job, folder)
-        self.dtypes = compute_dtypes(job.precision, cluster)
+        self._job_folder = folder
         refuse_too_large(cluster, job.techniques)
-        self.degrees = degrees_of(cluster, job.techniques)
-        self.compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
-        self.chosen = choose(
-            job.efficiency,
-            cluster,
-            dtypes=self.dtypes,
-            compiled=self.compiled,
-            installed=installed(),
+        dtypes = compute_dtypes(job.precision, cluster)
+        compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
+        chosen = choose(
+            job.efficiency, cluster, dtypes=dtypes, compiled=compiled, installed=installed()
         )
-
-    def class_file(self, device_class: DeviceClass) -> Path:
-        """The file of a class's measurement; what the class is called does not matter."""
-        name = device_class.name
-        work = {
-            **self._work,
-            "class": device_class.model_dump(exclude={"name"}),
-            "compiled": name in self.compiled,
-            "compute_dtype": self.dtypes[name],
-            "efficiency": self.chosen[name].efficiency.model_dump(),
-            "degrees": self.degrees.get(name, ()),
-            "sequence": self._job.techniques.sequence if self.degrees.get(name) else (),
-        }
-        return self._where / f"class-{hash_of(work)}.json"
-
-    def link_file(self) -> Path:
-        """The file of the links' measurement: of these devices on these hosts."""
-        degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
-        work = {**self._work, "devices": devices_key(self._cluster), "degrees": degrees}
-        return self._where / f"links-{hash_of(work)}.json"
+        super().__init__(
+            job.profile.cache or profiles_folder(),
+            work_key(job, folder),
+            cluster,
+            dtypes=dtypes,
+            compiled=compiled,
+            chosen=chosen,
+            degrees=degrees_of(cluster, job.techniques),
+            sequence=job.techniques.sequence,
+            budget_s=job.profile.budget,
+        )
 
     def input_file(self) -> Path:
         """The file of what reading the job's samples takes on these hosts."""
@@ -112,18 +93,16 @@ class MeasurementCache:
             "hosts": sorted({device.host for device in self._cluster.devices}),
             "emulated": self._cluster.emulated,
         }
-        return self._where / f"input-{hash_of(work)}.json"
+        return self._folder / f"input-{hash_of(work)}.json"
 
     def missing(self) -> list[str]:
         """Names of the classes that were not measured yet."""
-        return [c.name for c in self._cluster.classes if self._load_class(c) is None]
+        return [c.name for c in self._cluster.classes if self._known(c) is None]
 
     def load(self) -> Profile | None:
         """The profile, None if any part of it was not measured yet."""
-        classes = {c.name: self._load_class(c) for c in self._cluster.classes}
-        links = load(LinkMeasurement, self.link_file())
-        found = {name: m for name, m in classes.items() if m is not None}
-        if links is None or len(found) < len(classes):
+        found, links = self.measured(), self.links()
+        if links is None or len(found) < len(self._cluster.classes):
             return None
         profile = assemble(self._job.sequence_length, self._cluster, found, links)
         inputs = self.inputs()
@@ -131,38 +110,21 @@ class MeasurementCache:
 
     def named(self, profile: Profile) -> Profile:
         """The profile with the model that it is of."""
-        return profile.model_copy(update={"job_model": model_hash(self._job, self._folder)})
-
-    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
-        """Keep measurements, by class name; None keeps the links that are there."""
-        for name, measurement in classes.items():
-            keep(measurement, self.class_file(self._cluster.class_named(name)))
-        if links is not None:
-            keep(links, self.link_file())
+        return profile.model_copy(update={"job_model": model_hash(self._job, self._job_folder)})
 
     def save_inputs(self, inputs: InputMeasurement) -> None:
         """Keep what reading samples takes."""
         keep(inputs, self.input_file())
 
-    def measured(self) -> dict[str, ClassMeasurement]:
-        """What is known already, by class name."""
-        found = {c.name: self._load_class(c) for c in self._cluster.classes}
-        return {name: m for name, m in found.items() if m is not None}
-
-    def links(self) -> LinkMeasurement | None:
-        return load(LinkMeasurement, self.link_file())
-
     def inputs(self) -> InputMeasurement | None:
         return load(InputMeasurement, self.input_file())
 
-    def _load_class(self, device_class: DeviceClass) -> ClassMeasurement | None:
-        found = load(ClassMeasurement, self.class_file(device_class))
-        if found is None or more_time(found, self._job.profile.budget):
-            return None
+    def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
+        found = super()._known(device_class)
         alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
-        if not found.teams and not alone:  # measured again, it tells why the model has no teams
-            return None
-        return renamed(found, device_class.name)
+        if found is not None and not found.teams and not alone:
+            return None  # measured again, it tells why the model has no teams
+        return found
 
 
 def assemble(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -13,23 +12,11 @@ from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.cache import assemble
 from gpumix.profiler.compute import Progress
 from gpumix.profiler.measure import Subject, measure_class
+from gpumix.profiler.measurement_files import MeasurementFiles
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
-
-
-class Kept(Protocol):
-    """Where measurements are kept: `MeasurementCache`, `ProgramCache`."""
-
-    def measured(self) -> dict[str, ClassMeasurement]:
-        """What is known already, by class name."""
-
-    def links(self) -> LinkMeasurement | None:
-        """Those of the cluster, if they are known."""
-
-    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
-        """Keep measurements."""
 
 
 class ClusterProfiler:
@@ -49,7 +36,7 @@ class ClusterProfiler:
         ranks: Ranks,
         devices: tuple[Device, ...],
         runtime: DeviceRuntime,
-        cache: Kept | None = None,
+        cache: MeasurementFiles | None = None,
         fresh: bool = False,
     ) -> None:
         self._subject = subject

@@ -25,7 +25,7 @@ from gpumix.hardware.runtime import DeviceRuntime, indexed
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
-from gpumix.profiler.program_cache import ProgramCache
+from gpumix.profiler.program_cache import program_cache
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes
@@ -121,7 +121,7 @@ def profile(
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
             ranks.device = runtime.torch_device
-            cache = None if same_as is None else ProgramCache(same_as, subject, found)
+            cache = None if same_as is None else program_cache(same_as, subject, found)
             profiler = ClusterProfiler(
                 subject, found, ranks=ranks, devices=devices, runtime=runtime, cache=cache
             )

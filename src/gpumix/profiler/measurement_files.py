@@ -9,13 +9,16 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from gpumix.hardware.efficiency import Chosen
 from gpumix.hardware.environment import cache_folder
 from gpumix.profiler.code import hash_of_files
-from gpumix.spec.cluster import Cluster
+from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
+from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import ClassMeasurement, InputMeasurement, LinkMeasurement
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
@@ -24,7 +27,82 @@ D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
 MEASURED_CODE = ("engine", "profiler", "hardware")
 
 
-def renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
+class MeasurementFiles:
+    """The measurements of one model on one cluster, in files named after what they depend on.
+
+    Args:
+        folder: of the files.
+        work: what tells the model and what is done with it from any other, of what JSON can hold.
+        dtypes, compiled, chosen, degrees, sequence: how each class computes; see `Subject`.
+        budget_s: how long one device may measure.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        work: Mapping[str, object],
+        cluster: Cluster,
+        *,
+        dtypes: Mapping[str, ComputeDtype],
+        compiled: frozenset[str],
+        chosen: Mapping[str, Chosen],
+        degrees: Mapping[str, tuple[int, ...]],
+        sequence: tuple[bool, ...],
+        budget_s: float,
+    ) -> None:
+        self.dtypes = dtypes
+        self.compiled = compiled
+        self.chosen = chosen
+        self.degrees = degrees
+        self._folder = folder
+        self._work = work
+        self._cluster = cluster
+        self._sequence = sequence
+        self._budget_s = budget_s
+
+    def class_file(self, device_class: DeviceClass) -> Path:
+        """The file of a class's measurement; what the class is called does not matter."""
+        name = device_class.name
+        work = {
+            **self._work,
+            "class": device_class.model_dump(exclude={"name"}),
+            "compiled": name in self.compiled,
+            "compute_dtype": self.dtypes[name],
+            "efficiency": self.chosen[name].efficiency.model_dump(),
+            "degrees": self.degrees.get(name, ()),
+            "sequence": self._sequence if self.degrees.get(name) else (),
+        }
+        return self._folder / f"class-{hash_of(work)}.json"
+
+    def link_file(self) -> Path:
+        """The file of the links' measurement: of these devices on these hosts."""
+        degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
+        work = {**self._work, "devices": _devices_key(self._cluster), "degrees": degrees}
+        return self._folder / f"links-{hash_of(work)}.json"
+
+    def measured(self) -> dict[str, ClassMeasurement]:
+        """What is known already, by class name."""
+        found = {c.name: self._known(c) for c in self._cluster.classes}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def links(self) -> LinkMeasurement | None:
+        return load(LinkMeasurement, self.link_file())
+
+    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
+        """Keep measurements, by class name; None keeps the links that are there."""
+        for name, measurement in classes.items():
+            keep(measurement, self.class_file(self._cluster.class_named(name)))
+        if links is not None:
+            keep(links, self.link_file())
+
+    def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
+        found = load(ClassMeasurement, self.class_file(device_class))
+        if found is None or _more_time(found, self._budget_s):
+            return None
+        return _renamed(found, device_class.name)
+
+
+def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
     """The measurement of a class that is called so here."""
     called = {"device_class": name}
     teams = tuple(
@@ -35,7 +113,7 @@ def renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
     return found.model_copy(update={"device_class": of_class, "teams": teams})
 
 
-def devices_key(cluster: Cluster) -> list[tuple[str, str]]:
+def _devices_key(cluster: Cluster) -> list[tuple[str, str]]:
     """Which devices are on which hosts, whatever they are called."""
     classes = {c.name: c.model_dump(exclude={"name"}) for c in cluster.classes}
     return sorted((d.host, hash_of(classes[d.device_class])) for d in cluster.devices)
@@ -76,7 +154,7 @@ def hash_of(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
+def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
     """Whether a larger budget may find more than it did."""
     return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
 

@@ -7,7 +7,6 @@ see what it makes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,77 +15,34 @@ from torch.utils._pytree import tree_map
 
 from gpumix.profiler.code import hash_of_files
 from gpumix.profiler.measure import Subject
-from gpumix.profiler.measurement_files import (
-    devices_key,
-    hash_of,
-    keep,
-    load,
-    more_time,
-    profiles_folder,
-    renamed,
-    software_key,
-)
-from gpumix.spec.cluster import Cluster, DeviceClass
-from gpumix.spec.profile import ClassMeasurement, LinkMeasurement
+from gpumix.profiler.measurement_files import MeasurementFiles, profiles_folder, software_key
+from gpumix.spec.cluster import Cluster
 
 
-class ProgramCache:
+def program_cache(told: object, subject: Subject, cluster: Cluster) -> MeasurementFiles:
     """The measurements of one program's model on one cluster.
 
     Args:
         told: what tells the program's work from any other's; see `work_of`.
     """
-
-    def __init__(self, told: object, subject: Subject, cluster: Cluster) -> None:
-        self._subject = subject
-        self._cluster = cluster
-        self._where = profiles_folder()
-        self._work = {
-            **software_key(),
-            "program": told,
-            "shape": (subject.shape.sequence_length, subject.shape.global_batch),
-            "units": subject.units,
-            "tensor": None if subject.tensor is None else sorted(map(str, subject.tensor.items())),
-        }
-
-    def measured(self) -> dict[str, ClassMeasurement]:
-        """What is known already, by class name."""
-        found = {c.name: self._known(c) for c in self._cluster.classes}
-        return {name: one for name, one in found.items() if one is not None}
-
-    def links(self) -> LinkMeasurement | None:
-        return load(LinkMeasurement, self._link_file())
-
-    def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
-        """Keep measurements, by class name."""
-        for name, measurement in classes.items():
-            keep(measurement, self._class_file(self._cluster.class_named(name)))
-        if links is not None:
-            keep(links, self._link_file())
-
-    def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
-        found = load(ClassMeasurement, self._class_file(device_class))
-        if found is None or more_time(found, self._subject.budget_s):
-            return None
-        return renamed(found, device_class.name)
-
-    def _class_file(self, device_class: DeviceClass) -> Path:
-        subject, name = self._subject, device_class.name
-        work = {
-            **self._work,
-            "class": device_class.model_dump(exclude={"name"}),
-            "compiled": name in subject.compiled,
-            "compute_dtype": subject.dtypes[name],
-            "efficiency": subject.chosen_for(name).efficiency.model_dump(),
-            "degrees": subject.degrees.get(name, ()),
-            "sequence": subject.sequence if subject.degrees.get(name) else (),
-        }
-        return self._where / f"class-{hash_of(work)}.json"
-
-    def _link_file(self) -> Path:
-        degrees = sorted({n for of_class in self._subject.degrees.values() for n in of_class})
-        work = {**self._work, "devices": devices_key(self._cluster), "degrees": degrees}
-        return self._where / f"links-{hash_of(work)}.json"
+    work = {
+        **software_key(),
+        "program": told,
+        "shape": (subject.shape.sequence_length, subject.shape.global_batch),
+        "units": subject.units,
+        "tensor": None if subject.tensor is None else sorted(map(str, subject.tensor.items())),
+    }
+    return MeasurementFiles(
+        profiles_folder(),
+        work,
+        cluster,
+        dtypes=subject.dtypes,
+        compiled=subject.compiled,
+        chosen=subject.chosen,
+        degrees=subject.degrees,
+        sequence=subject.sequence,
+        budget_s=subject.budget_s,
+    )
 
 
 def work_of(model: nn.Module, batch: Any, *more: object) -> dict[str, object]:

@@ -7,17 +7,15 @@ the order of samples that the epoch began with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
-from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart, Rows, own_loader
-from gpumix.integrations.samplers import Alike
-from gpumix.spec.errors import InputError
+from gpumix.integrations.batching import Batching
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart, Rows
 
 BATCHES, NUMBERS = "batches", "random_numbers"
 
@@ -74,62 +72,10 @@ class PlannedLoader:
         self._goes_on = state
 
 
-@dataclass(frozen=True)
-class Batching:
-    """How a loader makes its batches; a stream has no sampler."""
-
-    loader: DataLoader[Any]
-    batch_size: int
-    sampler: Any
-    drop_last: bool
-
-    @classmethod
-    def of(cls, loader: Any) -> Batching:
-        """
-        Raises:
-            InputError: batches of this loader cannot be cut anew.
-        """
-        if not isinstance(loader, DataLoader):
-            raise InputError(
-                f"a {type(loader).__name__} gives the batches",
-                why="the plan says who reads which samples of each, so it reads their dataset",
-                fix="give a torch.utils.data.DataLoader",
-            )
-        if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
-            return cls(loader, loader.batch_size, None, loader.drop_last)
-        batches = loader.batch_sampler
-        batches = getattr(batches, "_batch_sampler", batches)  # Lightning wraps it to predict
-        if type(batches) is not BatchSampler:
-            raise InputError(
-                "the DataLoader has a batch sampler of its own",
-                why="a batch is cut by the plan, and must say how many samples it has",
-                fix="DataLoader(dataset, batch_size=..., sampler=...)",
-            )
-        return cls(loader, batches.batch_size, batches.sampler, batches.drop_last)
-
-
 def planned_loader(given: Batching, batch_size: int, rows: Rows) -> PlannedLoader:
     """This rank's part of a loader's batches, of which each is one of `batch_size` samples."""
-    loader, sampler = given.loader, given.sampler
-    if type(sampler) is RandomSampler and sampler.generator is None:
-        sampler = Alike(sampler)
-    return PlannedLoader(
-        own_loader(
-            loader.dataset,
-            batch_size=batch_size,
-            rows=rows,
-            collate=CollatedTree(loader.collate_fn),
-            sampler=sampler,
-            drop_last=given.drop_last,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory and torch.cuda.is_available(),
-            persistent_workers=loader.persistent_workers,
-            prefetch_factor=loader.prefetch_factor,
-            generator=loader.generator,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
-    )
+    collate = CollatedTree(given.loader.collate_fn)
+    return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader))
 
 
 def _length(loader: OwnLoader) -> int | None:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
+from gpumix.integrations.batching import Batching
 from gpumix.integrations.hosted import Training, host, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
@@ -33,7 +34,14 @@ from gpumix.integrations.trainer.arguments import (
 )
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import by_itself, loss_of
+from gpumix.integrations.trainer.subclasses import (
+    LOADERS,
+    computes_by_itself,
+    overrides,
+    refuse_not_called,
+)
 from gpumix.spec.errors import InputError
+from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of
 
@@ -41,9 +49,16 @@ from gpumix.spec.shares import rows_of, share_of
 class Handle:
     """What the loop of transformers takes for the wrapped model."""
 
-    def __init__(self, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
+    def __init__(self, trainer: Any, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
+        self._trainer = trainer
         self._engine = engine
         self._looks = looks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise computes_by_itself(self._trainer)
+
+    def train(self, mode: bool = True) -> None:
+        self._trainer.model.train(mode)
 
     def zero_grad(self) -> None:
         for parameter in self._engine.parameters():
@@ -77,7 +92,13 @@ class Planned:
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
+        refuse_not_called(self, Planned)
         super().__init__(*args, **kwargs)
+        for name in LOADERS:
+            if overrides(self, name, Planned):
+                setattr(self, name, partial(self._loaded, getattr(self, name), name))
+        if overrides(self, "training_step", Planned):
+            self.training_step = partial(self._checked_step, self.training_step)  # type: ignore[method-assign]
 
     # -- taken from transformers as they are set up ------------------------------------------------
 
@@ -87,6 +108,8 @@ class Planned:
         self._space = space_of(self.args)
         self.args = folded(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # A program's own loader is not split evenly: `_loaded` takes it apart.
+        self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It goes there in shards."""
@@ -117,6 +140,8 @@ class Planned:
         self._flops_per_token = _flops_per_token(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         dtypes = dtypes_of(model)
+        if self.optimizer is None and overrides(self, "create_optimizer", Planned):
+            self.create_optimizer()  # by the program, which knows the whole model
         specimen = specimen_of(dataset, collate)
         training = Training(
             specimen.batch,
@@ -169,9 +194,7 @@ class Planned:
             self._hosted(dataset, collate)
         return own_loader(
             dataset,
-            batch_size=self._global_batch
-            if is_training
-            else min(batch_size * world(), self._global_batch),
+            batch_size=self._samples(batch_size, is_training),
             rows=self._rows if is_training else self._evaluated_rows,
             collate=Collated(collate),
             sampler=sampler,
@@ -182,6 +205,29 @@ class Planned:
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
+
+    def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
+        """This rank's part of the batches of a loader that the program makes."""
+        loader, is_training = load(*args), name == LOADERS[0]
+        if isinstance(loader, OwnLoader):
+            return loader
+        with placed(f"{name} of {type(self).__name__}"):
+            given = Batching.of(loader)
+            if is_training and given.batch_size * world() != self._global_batch:
+                raise InputError(
+                    f"batches have {given.batch_size} samples for each process, the arguments say "
+                    f"{self.args.train_batch_size}",
+                    fix="make the loader with batch_size=self.args.train_batch_size",
+                )
+        if not is_training:
+            self._hosted(loader.dataset, loader.collate_fn)
+        rows = self._rows if is_training else self._evaluated_rows
+        samples = self._samples(given.batch_size, is_training)
+        return given.own_part(samples, rows, Collated(loader.collate_fn), OwnLoader)
+
+    def _samples(self, batch_size: int, is_training: bool) -> int:
+        """Of all ranks' batch."""
+        return self._global_batch if is_training else min(batch_size * world(), self._global_batch)
 
     def _rows(self, samples: int) -> Sequence[range]:
         assert self._engine is not None, "made before the first batch is read"
@@ -206,7 +252,7 @@ class Planned:
         self._hosted(train_dataloader.whole, train_dataloader.collated)
         if self._created_lr_scheduler:  # type: ignore[has-type]
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self.create_optimizer()
+        Planned.create_optimizer(self)  # a program's own has been called already
         self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -217,7 +263,7 @@ class Planned:
         self._recorded = Recorded(
             self._engine, self._folder, steps=max_steps, done=self.state.global_step
         )
-        return Handle(self._engine, self._looks), train_dataloader
+        return Handle(self, self._engine, self._looks), train_dataloader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does, with a record for `gpumix top` and `gpumix report`."""
@@ -246,7 +292,8 @@ class Planned:
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As transformers does, of the pieces that this rank has."""
-        assert self._engine is not None, "the model is sharded first"
+        if self._engine is None:
+            return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
             taken_over(self.optimizer, self._engine, self._names)
         return super().create_optimizer(Pieces(self._engine))  # type: ignore[misc,no-any-return]
@@ -264,6 +311,14 @@ class Planned:
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
         self._stepped = loss
         return loss.float()
+
+    def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A step by the program's own method, which has to come to ours."""
+        self._stepped = None
+        loss: Tensor = step(*args, **kwargs)
+        if self._stepped is None:
+            raise computes_by_itself(self)
+        return loss
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         assert self._engine is not None

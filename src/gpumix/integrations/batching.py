@@ -1,0 +1,69 @@
+"""A program's own `DataLoader`, taken apart, so that each rank reads its part of every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from gpumix.integrations.own_batches import Collated, L, Rows, own_loader
+from gpumix.integrations.samplers import Alike
+from gpumix.spec.errors import InputError
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a loader makes its batches; a stream has no sampler."""
+
+    loader: DataLoader[Any]
+    batch_size: int
+    sampler: Any
+    drop_last: bool
+
+    @classmethod
+    def of(cls, loader: Any) -> Batching:
+        """
+        Raises:
+            InputError: batches of this loader cannot be cut anew.
+        """
+        if not isinstance(loader, DataLoader):
+            raise InputError(
+                f"a {type(loader).__name__} gives the batches",
+                why="the plan says who reads which samples of each, so it reads their dataset",
+                fix="give a torch.utils.data.DataLoader",
+            )
+        if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+            return cls(loader, loader.batch_size, None, loader.drop_last)
+        batches = loader.batch_sampler
+        batches = getattr(batches, "_batch_sampler", batches)  # Lightning wraps it to predict
+        if type(batches) is not BatchSampler:
+            raise InputError(
+                "the DataLoader has a batch sampler of its own",
+                why="a batch is cut by the plan, and must say how many samples it has",
+                fix="DataLoader(dataset, batch_size=..., sampler=...)",
+            )
+        return cls(loader, batches.batch_size, batches.sampler, batches.drop_last)
+
+    def own_part(self, batch_size: int, rows: Rows, collate: Collated, kind: type[L]) -> L:
+        """This rank's part of the loader's samples, in its order, in batches of `batch_size`."""
+        loader, sampler = self.loader, self.sampler
+        if type(sampler) is RandomSampler and sampler.generator is None:
+            sampler = Alike(sampler)
+        return own_loader(
+            loader.dataset,
+            batch_size=batch_size,
+            rows=rows,
+            collate=collate,
+            sampler=sampler,
+            drop_last=self.drop_last,
+            kind=kind,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
+            generator=loader.generator,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
