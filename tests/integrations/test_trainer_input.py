@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpumix.integrations.missing import need_names
 from gpumix.report.run import read_run
 from gpumix.spec.errors import GpumixError, InputError
 from harness import run_ranks
@@ -269,6 +270,17 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(module, p
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"'{package}'" in told.stdout
     assert f'pip install "gpumix[{extra}]"' in told.stdout
+
+
+def test_another_version_of_a_library_is_told():
+    class Trainer:
+        def known(self):
+            pass
+
+    need_names(Trainer, ["known"], package="transformers", tested=">=5")
+    with pytest.raises(InputError, match=r"transformers \d.* has no Trainer._prepare") as error:
+        need_names(Trainer, ["known", "_prepare"], package="transformers", tested=">=5,<6")
+    assert 'pip install "transformers>=5,<6"' in str(error.value)
 
 
 def test_the_best_model_comes_back(tmp_path):

@@ -1,7 +1,9 @@
-"""What is not installed, in one clear error with the line that installs it."""
+"""What is not installed, or in another version, in an error with the line that installs it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from gpumix.spec.errors import InputError
@@ -19,3 +21,21 @@ def need(*packages: str, extra: str) -> None:
                 "installed",
                 fix=f'pip install "gpumix[{extra}]"',
             )
+
+
+def need_names(kind: type, names: Sequence[str], *, package: str, tested: str) -> None:
+    """
+    Args:
+        names: of `kind`, that are used or stood in for.
+        tested: the versions of `package` that gpumix is tested with, as pip takes them.
+
+    Raises:
+        InputError: the version that is installed has not all of them.
+    """
+    missing = [name for name in names if not hasattr(kind, name)]
+    if missing:
+        raise InputError(
+            f"{package} {version(package)} has no {kind.__name__}.{missing[0]}",
+            why="another version of the library may need another gpumix",
+            fix=f'pip install "{package}{tested}"',
+        )

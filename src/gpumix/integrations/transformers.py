@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumix.integrations.missing import need
+from gpumix.integrations.missing import need, need_names
 
 need("transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - what is missing is told first
 
-from gpumix.integrations.trainer.planned import Planned  # noqa: E402
+from gpumix.integrations.trainer.planned import ARGUMENTS, STANDS_IN_FOR, Planned  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
+
+TESTED = ">=5.15,<6"
+need_names(transformers.Trainer, STANDS_IN_FOR, package="transformers", tested=TESTED)
+need_names(transformers.TrainingArguments, ARGUMENTS, package="transformers", tested=TESTED)
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 

@@ -20,7 +20,6 @@ PLANNED = "leave it out: the plan decides that for each device by itself"
 OURS = "leave it out: gpumix sends what has to be sent itself"
 NO_MEANING = {
     "fsdp": OURS,
-    "fsdp_config": OURS,
     "deepspeed": OURS,
     "parallelism_config": PLANNED,
     "auto_find_batch_size": "leave it out: no plan is taken that does not fit",

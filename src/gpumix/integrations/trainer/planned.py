@@ -45,6 +45,24 @@ from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of
 
+# Of transformers' own trainer, without a promise that they stay.
+STANDS_IN_FOR = (
+    "_move_model_to_device",
+    "_get_dataloader",
+    "_prepare_for_training",
+    "_inner_training_loop",
+    "_maybe_log_save_evaluate",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_track_num_input_tokens",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_best_model",
+)
+ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest ones
+
 
 class Handle:
     """What the loop of transformers takes for the wrapped model."""
