@@ -8,10 +8,10 @@ adapters) and `examples/clm_no_trainer.py` (Accelerate) as their libraries run t
 beside what they do on two emulated devices of unlike speed, by a plan that is measured and made
 there. `scripts` is how many, `worst_relative_error` the largest difference of a step's loss.
 
-*Overhead*: two ranks, nothing emulated, train the same GPT-2 by the same plan through Trainer and
-through Accelerator, in turns with a plain loop over the engine. `trainer_overhead` and
-`accelerator_overhead` are medians over rounds of a step's time over that of the plain loop just
-before, less one; `worst_overhead` is the larger one.
+*Overhead*: two ranks, nothing emulated, train the same GPT-2 by the same plan through Trainer,
+through Accelerator and through Lightning, in turns with a plain loop over an engine of its own.
+`trainer_overhead`, `accelerator_overhead` and `lightning_overhead` are medians over rounds of a
+step's time over that of the plain loop just after, less one; `worst_overhead` is the largest.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import gpumix
 from common import Figures, print_figures
 
 LENGTH, WIDTH, BLOCKS, VOCABULARY = 128, 192, 4, 512
@@ -52,7 +54,7 @@ def overhead(folder: Path, rounds: int) -> Figures:
     from harness import run_ranks
 
     figures: Figures = {}
-    for name, measure in (("trainer", through_trainer), ("accelerator", through_accelerator)):
+    for name, measure in MEASURED.items():
         ratios = run_ranks(measure, 2, folder, rounds, timeout_s=900)[0]
         print(f"{name}: " + ", ".join(f"{ratio - 1:+.1%}" for ratio in ratios))
         figures[f"{name}_overhead"] = median(ratios) - 1
@@ -76,32 +78,34 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
-def plan() -> Any:
+def plan(network: nn.Module | None = None) -> Any:
     from reference import Share, plan_for
 
-    return plan_for(model(), [Share(BATCH, 4, 1)] * 2, length=LENGTH, zero_stage=3)
+    shares = [Share(BATCH, 4, 1)] * 2
+    return plan_for(network or model(), shares, length=LENGTH, zero_stage=3)
 
 
-def plain_step_s(
-    engine: Any, optimizer: torch.optim.Optimizer, as_given: Callable[[dict[str, Any]], Any] = dict
-) -> float:
-    """A step's time in a loop over the engine alone, its batches made while they are wanted.
+class Plain:
+    """A loop over the engine alone, its batches made while they are wanted."""
 
-    Args:
-        as_given: makes of a batch what the engine's loss is computed of.
-    """
-    dataset, times = Tokens(), []
-    for step in range(STEPS):
-        begun = time.perf_counter()
-        first = (2 * step + engine.comm.rank) * BATCH
-        samples = [dataset[n] for n in range(first, first + BATCH)]
-        batch = {key: torch.stack([one[key] for one in samples]) for key in samples[0]}
-        engine.step(as_given(batch)).item()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - begun)
-    return median(times[2:])
+    def __init__(self) -> None:
+        self._engine = gpumix.prepare(model(), plan())
+        self._optimizer = torch.optim.AdamW(self._engine.parameters())
+
+    def step_s(self) -> float:
+        """A step's time."""
+        engine, dataset, times = self._engine, Tokens(), []
+        for step in range(STEPS):
+            begun = time.perf_counter()
+            first = (2 * step + engine.comm.rank) * BATCH
+            samples = [dataset[n] for n in range(first, first + BATCH)]
+            batch = {key: torch.stack([one[key] for one in samples]) for key in samples[0]}
+            engine.step(batch).item()
+            engine.clip_grad_norm_(1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            times.append(time.perf_counter() - begun)
+        return median(times[2:])
 
 
 @contextmanager
@@ -140,13 +144,13 @@ def through_trainer(folder: Path, rounds: int) -> list[float]:
         model=model(), args=args, train_dataset=Tokens(), callbacks=[Tick()], plan=plan()
     )
     ratios: list[float] = []
+    plain: Plain | None = None  # it joins the ranks that the script has brought together
     for _ in range(rounds + 1):
         with ticks() as (tick, step_s):
             made.append(tick)
             trainer.train()
-            engine = trainer._engine
-            assert engine is not None
-            ratios.append(step_s() / plain_step_s(engine, trainer.optimizer))
+            plain = plain or Plain()
+            ratios.append(step_s() / plain.step_s())
     return ratios[1:]
 
 
@@ -160,9 +164,7 @@ def through_accelerator(folder: Path, rounds: int) -> list[float]:
     optimizer = torch.optim.AdamW(network.parameters())
     loader = torch.utils.data.DataLoader(Tokens(), batch_size=BATCH, shuffle=True)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    engine = accelerator._engine
-    assert engine is not None
-    ratios: list[float] = []
+    ratios, plain = [], Plain()
     for _ in range(rounds + 1):
         with ticks() as (tick, step_s):
             network.train()
@@ -174,11 +176,69 @@ def through_accelerator(folder: Path, rounds: int) -> list[float]:
                 optimizer.zero_grad()
                 loss.item()
                 tick()
-            plain = plain_step_s(
-                engine, optimizer.optimizer, lambda batch: {"args": (), "kwargs": batch}
-            )
-            ratios.append(step_s() / plain)
+            ratios.append(step_s() / plain.step_s())
     return ratios[1:]
+
+
+def through_lightning(folder: Path, rounds: int) -> list[float]:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from gpumix.integrations.lightning import GpumixStrategy
+    from programs import as_launched
+
+    as_launched(folder)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model()
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.network(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    def step_s_of_a_fit() -> float:
+        with ticks() as (tick, step_s):
+
+            class Tick(Callback):
+                def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                    trainer.callback_metrics  # noqa: B018 - as a script that looks at its losses
+                    tick()
+
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=GpumixStrategy(plan=plan(Module())),
+                max_steps=STEPS,
+                gradient_clip_val=1.0,
+                callbacks=[Tick()],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+            )
+            loader = torch.utils.data.DataLoader(Tokens(), batch_size=BATCH, shuffle=True)
+            trainer.fit(Module(), loader)
+            return step_s()
+
+    ratios = []
+    plain: Plain | None = None
+    for _ in range(rounds + 1):
+        mine = step_s_of_a_fit()
+        plain = plain or Plain()
+        ratios.append(mine / plain.step_s())
+    return ratios[1:]
+
+
+MEASURED = {
+    "trainer": through_trainer,
+    "accelerator": through_accelerator,
+    "lightning": through_lightning,
+}
 
 
 def main() -> None:
