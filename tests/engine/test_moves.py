@@ -14,6 +14,7 @@ import torch
 
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
+from gpumix.hardware.memory import limit_memory
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Collectives, Plan
 from harness import run_ranks
@@ -115,6 +116,28 @@ def _train(
         for (offset, _), part in piece.window.boxes(piece.start, value.cpu())
     ]
     return losses, [(*p[:3], p[3].copy()) for p in pieces_of(engine)], kept
+
+
+def _state_on_device() -> tuple[int, int]:
+    """By how much memory of this rank's device rises as it gets all of the state, on its host."""
+    memory = limit_memory(None)
+    settings = {"zero_stage": 2, "on_host": [1]}
+    samples = SAMPLES[:2]
+    before, after = (shares_of(state, samples) for state in [(3, 0), (0, 3)])
+    engine = engine_for(GPT2.factory, before, **settings)
+    optimizer = optimizer_of("AdamW", engine)
+    batch = next(batches(GPT2, 5, 1))
+    engine.step(own_rows(batch, before, engine.comm.rank))
+    optimizer.step()
+    optimizer.zero_grad()
+    filled = memory.current_bytes
+    engine.replan(plan_for(build(GPT2.factory, SEED), after, **settings), optimizer)
+    return memory.current_bytes - filled, 2 * sum(p.nbytes for p in engine.parameters())
+
+
+def test_state_moves_into_the_hosts_memory():
+    _, (risen, state) = run_ranks(_state_on_device, 2)
+    assert risen < 0.5 * state  # buffers of reductions are made anew
 
 
 def frozen_block():

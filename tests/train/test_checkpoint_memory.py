@@ -6,11 +6,15 @@ from pathlib import Path
 
 import torch
 
+from gpumix.hardware.memory import limit_memory
 from gpumix.hardware.runtime import open_device
 from gpumix.spec.cluster import DeviceClass
+from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.checkpoint_shards import Boxed, read, write
 from gpumix.train.checkpoint_together import Together
 from harness import run_ranks
+from models import ARCHITECTURES
+from reference import batches, engine_alone
 
 CLASS = DeviceClass(name="small", accelerator="cpu", memory_bytes="64 MiB")
 NUMEL = 2**20
@@ -38,3 +42,25 @@ def risen(folder: Path) -> tuple[int, int]:
 def test_neither_writing_nor_reading_takes_memory_of_the_device(tmp_path):
     [(written, was_read)] = run_ranks(risen, 1, tmp_path)
     assert max(written, was_read) < NUMEL  # a quarter of the smallest tensor
+
+
+def kept_on_device(folder: Path) -> tuple[int, int]:
+    """By how much the device is fuller when a checkpoint is loaded into an engine whose state is on
+    the host, and the bytes of that state."""
+    memory, gpt2 = limit_memory(None), ARCHITECTURES["gpt2"]
+    for settings in ({}, {"on_host": (0,)}):
+        engine = engine_alone(gpt2.factory, 2, 1, zero_stage=2, **settings)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        checkpointer = Checkpointer(folder, keep=1, group=None)
+        if not settings:
+            engine.step(next(batches(gpt2, 2, 1)))
+            optimizer.step()
+            checkpointer.save(1, engine, optimizer, cursor={}, extra={})
+    before = memory.current_bytes
+    checkpointer.load(engine, optimizer)
+    return memory.current_bytes - before, 2 * sum(p.nbytes for p in engine.parameters())
+
+
+def test_state_on_the_host_is_loaded_into_the_hosts_memory(tmp_path):
+    [(risen, state)] = run_ranks(kept_on_device, 1, tmp_path)
+    assert risen < 0.05 * state

@@ -116,7 +116,7 @@ class Engine(ShardedModel):
         kept_on_host = self._worker.mode.boundary == "host"
         self._host = HostStore(self.device, self.copies) if kept_on_host else None
         check.Watch(self)
-        if self._parts.division.on_host:
+        if self.state_on_host:
             StepsOnHost(self, self.parameters())
 
     # -- training ----------------------------------------------------------------------------------
@@ -191,6 +191,11 @@ class Engine(ShardedModel):
         self._worker = plan.workers[self.comm.rank]
         self._rows = plan.rows_of(self.comm.rank)
 
+    @property
+    def state_on_host(self) -> bool:
+        """Whether this rank's part of masters and of what the optimizer keeps lies on its host."""
+        return self._parts.division.on_host
+
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` can step for some parameters while others' gradients are computed:
         it updates each element for itself, and no gradient can overflow."""
@@ -205,7 +210,7 @@ class Engine(ShardedModel):
                 fix="call engine.step(batch), then optimizer.step()",
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
-            on_host = self._parts.division.on_host
+            on_host = self.state_on_host
             self._updates = Updates(optimizer, self._buckets, self.device, on_host=on_host)
         return self._updates
 

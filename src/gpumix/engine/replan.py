@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
 from gpumix.engine.division import Division
+from gpumix.engine.host import empty_on_host
 from gpumix.engine.shards import FlatGroup
 from gpumix.engine.updates import updates_elements
 from gpumix.spec.errors import InputError
@@ -98,7 +99,11 @@ def _move(group: FlatGroup, division: Division, optimizer: Optimizer) -> None:
     kept = {}
     for key in _keys(group, optimizer):
         parts = [optimizer.state[piece.local].pop(key) for piece in group.pieces]
-        kept[key] = _moved(torch.cat(parts), before, after, comm, label)
+        moved = _moved(torch.cat(parts), before, after, comm, label)
+        if division.on_host:
+            there = empty_on_host(moved.numel(), moved.dtype, comm.device)
+            moved = there.copy_(moved)
+        kept[key] = moved
         del parts
     group.divide(division, _moved(group.master, before, after, comm, label))
     for key, flat in kept.items():

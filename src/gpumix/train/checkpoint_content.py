@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from gpumix.engine.state import (
     Whole,
     check_names_and_shapes,
 )
+from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint_file import Manifest, SavedOptimizer, StateKind
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor
@@ -237,7 +239,8 @@ def restore(
 ) -> None:
     """Put what is saved into the engine and the optimizer; None takes the model alone."""
     kinds = manifest.optimizer.states if optimizer is not None else {}
-    room = OptimizerRoom.made(engine, kinds, index)
+    with host_memory() if engine.state_on_host else nullcontext():
+        room = OptimizerRoom.made(engine, kinds, index)
     read(model_to_load(engine) | room.boxed())
     engine.values_changed()
     if optimizer is not None:
