@@ -28,6 +28,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "evaluation": Interlude(),
         "padding_share": None,
         "compilers": False,
+        "other_dtypes": False,
         "tf32": (),
         "planned_s": 0.1,
         "foretold_s": lambda changes: None if "global_batch" in changes else 0.05,
@@ -64,7 +65,7 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"techniques.recompute": [True, False]},
         ),
         ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor": [1, 2, 4, 8]}),
-        ({"precision": "fp32"}, {}, "precision", {"precision": "auto"}),
+        ({"precision": "fp32"}, {"other_dtypes": True}, "precision", {"precision": "auto"}),
         (
             {"efficiency": {"fused_optimizer": False}},
             {},
@@ -128,6 +129,7 @@ def test_small_batches_come_last_and_are_left_to_the_user():
         ({}, {"foretold_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
         ({}, {"foretold_s": lambda changes: 0.05, "input_share": 0.2}),
         (data(workers=0), {"input_share": 0.02}),
+        ({"precision": "fp32"}, {}),  # what its classes compute in by themselves
         ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
         ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),

@@ -16,6 +16,7 @@ from gpumix.doctor.machine import Watched, remarks_on, still_starved, watched
 from gpumix.doctor.report import Suspect
 from gpumix.doctor.suspects import Evidence, suspects
 from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
@@ -124,6 +125,8 @@ class JobPatient:
             evaluation=trial.evaluation,
             padding_share=trial.padding_share,
             compilers=any(c.accelerator == "cuda" for c in classes),
+            other_dtypes=compute_dtypes(self.job.precision, self.pipeline.cluster)
+            != compute_dtypes("auto", self.pipeline.cluster),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),
             planned_s=plan.prediction.step_s if plan.prediction else 0.0,
             foretold_s=lambda changes: _foretold_s(self.with_changes(changes)),

@@ -34,6 +34,7 @@ class Evidence:
         step_s: of a step without these.
         padding_share: of the tokens of a batch; None: not known.
         compilers: whether there are devices that compiled code is made for.
+        other_dtypes: whether some class would compute in another dtype if the job left it to it.
         tf32: names of the classes that can compute fp32 products in TF32.
         planned_s: seconds of the step of the job's own plan.
         foretold_s: plans the job anew, with changes: the seconds of its step, or of as many
@@ -48,6 +49,7 @@ class Evidence:
     evaluation: Interlude
     padding_share: float | None
     compilers: bool
+    other_dtypes: bool
     tf32: tuple[str, ...]
     planned_s: float
     foretold_s: Callable[[Changes], float | None]
@@ -137,7 +139,7 @@ def _foretold(seen: Evidence, name: str, what: str, changes: Changes) -> Iterato
 def _ways(seen: Evidence) -> Iterator[Suspect]:
     """How devices compute, where a job does not leave that to them."""
     job = seen.job
-    if job.precision != "auto":
+    if seen.other_dtypes:
         why = "each class has a dtype that it is fastest in"
         yield Suspect("precision", f"`precision: {job.precision}`", why, {"precision": "auto"})
     for key, value in job.efficiency.model_dump(mode="json").items():
