@@ -33,6 +33,11 @@ def test_a_job_that_does_not_run_says_why(tmp_path):
     assert done.code == 2 and "nowhere" in done.err and "Traceback" not in done.err
 
 
+def test_of_a_script_a_function_is_wanted(tmp_path):
+    done = gpumix("doctor", "train.py", folder=tmp_path)
+    assert done.code == 2 and "gpumix doctor train:main" in done.err
+
+
 @pytest.mark.parametrize("target", ["job.yaml", "toys:model"])
 def test_an_unknown_suspect_is_an_error_that_lists_them(tmp_path, target):
     write_job(tmp_path)

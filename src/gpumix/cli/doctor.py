@@ -59,6 +59,7 @@ def doctor(
     from gpumix.doctor.examine import examine
     from gpumix.train.tables import stderr
 
+    _refuse_a_script(target)
     is_function = _is_function(target)
     if is_function:
         _refuse(target, apply=apply, overrides=overrides)
@@ -82,6 +83,15 @@ def _is_function(target: str) -> bool:
     from gpumix.spec.job import FACTORY
 
     return re.match(FACTORY, target) is not None and not Path(target).exists()
+
+
+def _refuse_a_script(target: str) -> None:
+    if target.endswith(".py"):
+        name = Path(target).stem
+        raise InputError(
+            f"'{target}' is a script, and what is examined is a function",
+            fix=f"in the folder of {name}.py name the one that trains: gpumix doctor {name}:main",
+        )
 
 
 def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:

@@ -17,6 +17,7 @@ from gpumix.doctor.change import Changes
 from gpumix.doctor.report import Finding, Report, Suspect
 from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
 from gpumix.spec.errors import GpumixError
+from gpumix.spec.units import show_seconds
 
 STEPS = 12  # of a window, beside its warm-up
 DISTURBED = 0.3  # of a step, that windows of one setting may differ by
@@ -109,7 +110,7 @@ def examine(
     """
     begun_s, tally, found = time.perf_counter(), _Tally(), _Found()
     first_s = tally.step_s(patient)
-    say(f"a step takes {first_s * 1e3:.3g} ms")
+    say(f"a step takes {show_seconds(first_s)}")
     tried: set[str] = set()
     while (suspect := _next(patient, tried, only)) is not None:
         tried.add(suspect.name)

@@ -66,7 +66,9 @@ def export(
     _check_replaceable(to)
     (path, manifest, index), passed = first_whole(choices(source), _checked)
     for error in passed:
-        tell(str(error))
+        tell(f"{error.where} is damaged: {error.why}")
+    if passed:
+        tell(f"the newest that is whole is written, {path}")
     config = model_config if model_config is not None else _stored_config(path, manifest)
     part = to.with_name(f".{to.name}.gpumix.part")
     try:
