@@ -15,6 +15,7 @@ from gpumix.planner.held_back import held_back
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import HostInput, Profile
 from gpumix.spec.space import Space
+from gpumix.train.tables import why
 
 BATCH = 128
 ONE_STAGE = Space(most_stages=1, tensor=1, leave_out=False)
@@ -85,6 +86,12 @@ def test_what_is_predicted_says_what_the_data_takes():
     expected = max(w.samples * read_s[w.host] for w in plan.workers)
     assert input_seconds(found, plan) == predict(found, plan).input_s == pytest.approx(expected)
     assert predict(found, plan).step_s >= expected
+
+
+@pytest.mark.parametrize(("cpu_s", "told"), [(1e-5, "compute"), (1.0, "reading samples")])
+def test_what_binds_is_told_where_it_is_the_data_too(cpu_s, told):
+    lines = why(make_plan(hosts(cpu_s), BATCH, space=ONE_STAGE))
+    assert any(line.startswith(f"what binds: {told}") for line in lines)
 
 
 @pytest.mark.parametrize(

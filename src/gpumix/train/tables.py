@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpumix.cost.input import STARVED_SHARE
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.efficiency import Choice
 from gpumix.spec.plan import PLAIN, Plan, Prediction, Stage, Worker
@@ -170,7 +171,10 @@ def why(plan: Plan) -> list[str]:
         named = _few("devices", reasons.in_no_team)
         lines.append(f"{named} left out: too few of a class on a host for a team")
     lines.append(predicted)
-    lines.append(f"what binds: {binds(reasons.binds)}")
+    if expected.input_s >= expected.step_s * (1.0 - STARVED_SHARE):
+        lines.append(f"what binds: reading samples, {show_seconds(expected.input_s)} on the host")
+    else:
+        lines.append(f"what binds: {binds(reasons.binds)}")
     lines.append(_how(plan))
     for of_class in reasons.dtypes:
         named = f"{of_class.device_class} computes in {of_class.compute_dtype}"
