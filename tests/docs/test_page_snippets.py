@@ -14,7 +14,7 @@ from pages import PAGES, ROOT, blocks
 
 import gpumix
 from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import MachineError
 from gpumix.spec.read import read_cluster, read_job
 
 ALL = [block for page in PAGES for block in blocks(page)]
@@ -110,7 +110,7 @@ def calls_of_imported(text: str) -> list[str]:
 def imported(module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name)
-    except InputError as error:
+    except MachineError as error:
         if "is not installed" not in error.what:
             raise
         pytest.skip(error.what)

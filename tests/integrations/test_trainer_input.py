@@ -262,13 +262,13 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(module, p
     code = (
         "import importlib.util as u; find = u.find_spec\n"
         f"u.find_spec = lambda n, *a: None if n == {package!r} else find(n, *a)\n"
-        "from gpumix.spec.errors import GpumixError, InputError\n"
+        "from gpumix.spec.errors import MachineError\n"
         "try:\n"
         f"    import gpumix.integrations.{module}\n"
-        "except InputError as error: print(error)\n"
+        "except MachineError as error: print(error)\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert f"'{package}'" in told.stdout
+    assert f"gpumix.integrations.{module} needs the package '{package}'" in told.stdout
     assert f'pip install "gpumix[{extra}]"' in told.stdout
 
 

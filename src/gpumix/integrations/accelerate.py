@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from gpumix.integrations.missing import need
 
-need("accelerate", extra="trainer")
+need(__name__, "accelerate", extra="trainer")
 
 from gpumix.integrations.accelerated import Accelerator  # noqa: E402 - what is missing comes first
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpumix.integrations.missing import need
 
-need("lightning", extra="lightning")
+need(__name__, "lightning", extra="lightning")
 
 import torch  # noqa: E402 - what is missing is told first
 from lightning.fabric.utilities.rank_zero import (  # noqa: E402

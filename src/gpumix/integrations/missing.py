@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, MachineError
 
 
-def need(*packages: str, extra: str) -> None:
+def need(module: str, *packages: str, extra: str) -> None:
     """
+    Args:
+        module: of gpumix, which needs `packages`.
+
     Raises:
-        InputError: one of `packages` is not installed; the extra `extra` brings them all.
+        MachineError: one of `packages` is not installed; the extra `extra` brings them all.
     """
     for package in packages:
         if find_spec(package) is None:
-            raise InputError(
-                f"gpumix.integrations.{extra} needs the package '{package}', which is not "
-                "installed",
+            raise MachineError(
+                f"{module} needs the package '{package}', which is not installed",
                 fix=f'pip install "gpumix[{extra}]"',
             )
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from gpumix.integrations.missing import need
 
-need("ray", extra="ray")
+need(__name__, "ray", extra="ray")
 
 import ray  # noqa: E402 - what is missing is told first
 from ray.exceptions import RayActorError, RayTaskError  # noqa: E402

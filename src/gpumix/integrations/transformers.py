@@ -12,7 +12,7 @@ from typing import Any
 
 from gpumix.integrations.missing import need, need_names
 
-need("transformers", "accelerate", extra="trainer")
+need(__name__, "transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - what is missing is told first
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from gpumix.integrations.missing import need
 
-need("trl", "transformers", "accelerate", extra="trl")
+need(__name__, "trl", "transformers", "accelerate", extra="trl")
 
 import trl  # noqa: E402 - what is missing is told first
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 from gpumix.hardware.environment import tracker_environment
-from gpumix.spec.errors import InputError, Interrupted, MachineError, error_from
+from gpumix.spec.errors import Interrupted, MachineError, error_from
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import Trackers
 from gpumix.train import run_files
@@ -32,11 +32,11 @@ END_S = 60.0  # to send the rest
 def check_installed(trackers: Trackers) -> None:
     """
     Raises:
-        InputError: a tracker's library is not installed; the message has the line for all.
+        MachineError: a tracker's library is not installed; the message has the line for all.
     """
     missing = [name for name in trackers.named() if find_spec(PACKAGES.get(name, name)) is None]
     if missing:
-        raise InputError(
+        raise MachineError(
             f"the job names trackers that are not installed: {', '.join(missing)}",
             where="trackers",
             fix=f'pip install "gpumix[{",".join(missing)}]"',
