@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.spec.errors import InputError
 from harness import run_ranks
@@ -202,6 +203,52 @@ def _resumed(folder: Path, saved: int, world: int) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_goes_on_after_batches_that_are_skipped(stream, tmp_path):
+    for rank in run_ranks(_skipped, 2, tmp_path, stream, timeout_s=120):
+        assert rank["batches"] == rank["all"][2:]
+        assert len(rank["all"]) == 5
+        assert rank["length"] == (None if stream else 3)
+        assert rank["losses"] == 3
+        assert rank["again"] == rank["all"]  # the loader itself skips nothing
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        texts = Texts()
+        return (texts[place] for place in range(len(texts)))
+
+
+def _skipped(folder: Path, stream: bool) -> dict[str, Any]:
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=PLANS[2]())
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loader = DataLoader(Stream() if stream else Texts(), batch_size=GLOBAL_BATCH // 2)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+
+    def tokens(batches: Any) -> list[Any]:
+        return [batch["input_ids"].tolist() for batch in batches]
+
+    whole = tokens(loader)
+    skipping = accelerator.skip_first_batches(loader, 2)
+    batches, losses = tokens(skipping), 0
+    for batch in skipping:
+        accelerator.backward(network(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += 1
+    return {
+        "all": whole,
+        "batches": batches,
+        "length": None if stream else len(skipping),
+        "losses": losses,
+        "again": tokens(loader),
+    }
+
+
 WRONG = {
     "no loader": "the model is prepared without the loader",
     "no backward": "the optimizer steps before the backward",
@@ -209,6 +256,7 @@ WRONG = {
     "twice": "the model is called again before the backward",
     "logits": "'logits' is not kept while training",
     "plugin": "fsdp_plugin has no meaning",
+    "precision": "there is no mixed_precision 'fp61'",
 }
 
 
@@ -225,6 +273,8 @@ def _wrong(folder: Path, what: str) -> None:
     as_launched(folder)
     if what == "plugin":
         Accelerator(fsdp_plugin=object())
+    if what == "precision":
+        Accelerator(mixed_precision="fp61")
     accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
     network = model()
     optimizer = torch.optim.AdamW(network.parameters())

@@ -6,29 +6,32 @@ The plan has one stage: every rank calls the model, and looks at what it returns
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import DataLoaderStateMixin, SkipBatchSampler
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.gathering import all_rows
-from gpumix.integrations.hosted import Training, host, rank, world
+from gpumix.integrations.hosted import Training, host, plan_of, rank, world
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader, OwnPart
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
+from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
@@ -38,22 +41,32 @@ __all__ = ["Accelerator"]
 
 ONE_STAGE = EVERYTHING.model_copy(update={"most_stages": 1, "tensor": (1,)})
 NOT_HERE = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
+PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 PLACES_OF_A_RANK = 2**40
 
 
 class Loader(OwnLoader, DataLoaderStateMixin):
-    """Tells Accelerate where the loop is."""
+    """Tells Accelerate where the loop is.
+
+    Attributes:
+        skipped: batches at the beginning of each epoch that are passed over.
+        given: the batch that the loop is at.
+    """
 
     device: torch.device
     iteration = 0
-    given: Given | None = None  # the batch that the loop is at
+    skipped = 0
+    given: Given | None = None
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skipped)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.gradient_state = GradientState()
         self.reset()
         self.gradient_state._add_dataloader(self)
         self.set_epoch(self.iteration)
-        batches = super().__iter__()
+        batches = self._after_skipped()
         try:
             following = next(batches, None)
             while following is not None:
@@ -64,6 +77,13 @@ class Loader(OwnLoader, DataLoaderStateMixin):
             self.given = None
             self.iteration += 1
             self.gradient_state._remove_dataloader(self)
+
+    def _after_skipped(self) -> Iterator[Any]:
+        part = self.batch_sampler
+        if isinstance(part, OwnPart):
+            part.skipped = self.skipped
+            return super().__iter__()
+        return islice(super().__iter__(), self.skipped, None)
 
 
 class Optimizer(AcceleratedOptimizer):
@@ -84,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
             made, when the model is prepared.
     """
 
-    def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
         for name in NOT_HERE:
             if kwargs.get(name) is not None:
                 raise InputError(
@@ -92,9 +112,16 @@ class Accelerator(accelerate.Accelerator):
                     where="Accelerator",
                     fix="leave it out: the plan decides who computes and who stores what",
                 )
-        self._precision = kwargs.pop("mixed_precision", None) or "no"
+        said = str(kwargs.pop("mixed_precision", None) or "no")
+        if said not in PRECISIONS:
+            raise InputError(
+                f"there is no mixed_precision '{said}' with gpumix",
+                where="Accelerator",
+                fix=f"take one of {', '.join(PRECISIONS)}",
+            )
+        self._precision = PRECISIONS[said]
         super().__init__(*args, **kwargs)
-        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
+        self._given = plan_of(plan)
         self._engine: Engine | None = None
         self._looped: Looped | None = None
         self._own_loaders: list[Loader] = []
@@ -140,7 +167,7 @@ class Accelerator(accelerate.Accelerator):
             global_batch=batch_size * world(),
             loss=objective if inside else _stand_in_loss,
             optimizer=optimizer_like(optimizers[0]) if optimizers else None,
-            precision={"no": "fp32"}.get(self._precision, self._precision),  # type: ignore[arg-type]
+            precision=self._precision,
             space=ONE_STAGE,
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
@@ -185,17 +212,11 @@ class Accelerator(accelerate.Accelerator):
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        if not isinstance(dataloader, Loader) or isinstance(dataloader.dataset, IterableDataset):
+        if not isinstance(dataloader, Loader):
             return super().skip_first_batches(dataloader, num_batches)
-        part = dataloader.batch_sampler
-        assert isinstance(part, OwnPart)
-        skipping = Loader(
-            dataloader.dataset,
-            batch_sampler=SkipBatchSampler(part, skip_batches=num_batches),
-            collate_fn=dataloader.collate_fn,
-            num_workers=dataloader.num_workers,
-        )
-        skipping.device, skipping.iteration = dataloader.device, dataloader.iteration
+        skipping = copy(dataloader)
+        skipping.skipped = dataloader.skipped + num_batches
+        skipping._iterator = None  # of workers that stay, which are the other's
         return skipping
 
     def _rows(self, samples: int) -> Sequence[range]:

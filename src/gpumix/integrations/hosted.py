@@ -185,6 +185,15 @@ def precision_of_weights(model: nn.Module) -> Precision:
     return "bf16" if dtypes == {"bfloat16"} else "fp16" if dtypes == {"float16"} else "fp32"
 
 
+def plan_of(given: Plan | Path | str | None) -> Plan | None:
+    """A plan, or that of a file.
+
+    Raises:
+        InputError: the file cannot be read, or is no plan.
+    """
+    return Plan.load(Path(given)) if isinstance(given, Path | str) else given
+
+
 def rank() -> int:
     """This process's; 0 where it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
