@@ -241,17 +241,20 @@ def _flattened(folder: Path) -> None:
     Trainer(model=model(), args=args, train_dataset=Texts(), data_collator=collate).train()
 
 
-def test_a_plan_for_another_batch_is_told(tmp_path):
+@pytest.mark.parametrize("given", [None, str, Path])
+def test_a_plan_for_another_batch_is_told(given, tmp_path):
     with pytest.raises(InputError, match="the plan is for steps of 12 samples, the program trains"):
-        run_ranks(_other_batch, 3, tmp_path)
+        run_ranks(_other_batch, 3, tmp_path, given)
 
 
-def _other_batch(folder: Path) -> None:
+def _other_batch(folder: Path, given: Any) -> None:
     from gpumix.integrations.transformers import Trainer
 
     as_launched(folder)
-    args = arguments(folder, 2, **SHORT)
-    Trainer(model=model(), args=args, train_dataset=Texts(), plan=unlike_ranks()).train()
+    args, plan, file = arguments(folder, 2, **SHORT), unlike_ranks(), folder / "plan.json"
+    plan.save(file)
+    wanted = plan if given is None else given(file)
+    Trainer(model=model(), args=args, train_dataset=Texts(), plan=wanted).train()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,13 @@ from gpumix.hardware.environment import ranks_here  # noqa: E402
 from gpumix.hardware.memory import host_memory  # noqa: E402
 from gpumix.integrations.batching import Batching  # noqa: E402
 from gpumix.integrations.gathering import all_rows  # noqa: E402
-from gpumix.integrations.hosted import Training, host, precision_of_weights, world  # noqa: E402
+from gpumix.integrations.hosted import (  # noqa: E402
+    Training,
+    host,
+    plan_of,
+    precision_of_weights,
+    world,
+)
 from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
 from gpumix.integrations.own_batches import collated_tree  # noqa: E402
 from gpumix.integrations.saving import STATE, Saver, dtypes_of  # noqa: E402
@@ -85,7 +91,7 @@ class GpumixStrategy(Together, Checkpoints):
     def __init__(
         self,
         *,
-        plan: Plan | Path | None = None,
+        plan: Plan | Path | str | None = None,
         count: Callable[[Any], Tensor | int] | None = None,
         space: Space = EVERYTHING,
         compile: bool = False,
@@ -93,7 +99,7 @@ class GpumixStrategy(Together, Checkpoints):
     ) -> None:
         self._planned_precision = PlannedPrecision()
         super().__init__(cluster_environment=Launched())
-        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
+        self._given = plan_of(plan)
         self._steps = Steps(count)
         self._space = space
         self._compile = compile

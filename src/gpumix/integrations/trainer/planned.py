@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.hosted import Training, host, world
+from gpumix.integrations.hosted import Training, host, plan_of, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
@@ -105,8 +105,8 @@ class Planned:
     accelerator: Any
     is_in_train: bool
 
-    def __init__(self, *args: Any, plan: Plan | Path | None = None, **kwargs: Any) -> None:
-        self._given = Plan.load(plan) if isinstance(plan, Path) else plan
+    def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
+        self._given = plan_of(plan)
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
