@@ -172,6 +172,26 @@ def test_a_wrong_document(tmp_path, change, place, said):
     assert caught.value.fix.endswith("make one with `gpumix plan JOB.yaml --output plan.json`")
 
 
+def test_a_document_of_a_newer_version_says_so(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(make_plan().model_dump(mode="json") | {"schema_version": 2}))
+    with pytest.raises(InputError) as caught:
+        Plan.load(path)
+    assert caught.value.why == "a newer gpumix wrote it"
+    assert caught.value.fix.startswith("install that version; or make one")
+
+
+def test_a_folder_that_holds_a_plan_is_told_which_file_to_give(tmp_path):
+    with pytest.raises(InputError, match="cannot read the plan") as caught:
+        Plan.load(tmp_path)
+    assert caught.value.why == "Is a directory"
+    assert caught.value.fix.startswith("make one")
+    make_plan().save(tmp_path / "plan.json")
+    with pytest.raises(InputError) as caught:
+        Plan.load(tmp_path)
+    assert caught.value.fix == f"give {tmp_path / 'plan.json'}"
+
+
 @pytest.mark.parametrize("content", ["model: {}", '{"kind": "profile"}', "[1]", None])
 def test_what_is_no_plan_is_not_overwritten(tmp_path, content):
     path = tmp_path / "job.yaml"

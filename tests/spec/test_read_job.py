@@ -302,3 +302,11 @@ def test_no_file_and_a_folder(tmp_path):
     (tmp_path / "folder").mkdir()
     assert error_of(tmp_path / "folder") == "folder: this is a folder, not a job file"
     assert "cannot read the job file" in error_of(tmp_path / "a\0b")
+
+
+def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("- {class: cpu, accelerator: cpu, memory: 1 GiB}\n")
+    with pytest.raises(InputError, match="a job must be a mapping of keys") as caught:
+        read_job(file)
+    assert f"--cluster {file}" in caught.value.fix

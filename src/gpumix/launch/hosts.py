@@ -153,6 +153,7 @@ def placed(
         raise InputError(
             f"the cluster has {len(cluster.devices)} devices, the hosts run {first} processes",
             why=", ".join(f"{place.host.name}: {place.processes}" for place in places),
-            fix="say how many each host runs: --hosts a:4,b:8",
+            fix="say how many each host runs, as many as the cluster has devices together; or give "
+            "its devices a `host`",
         )
     return tuple(places)

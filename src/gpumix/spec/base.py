@@ -53,14 +53,19 @@ class Document(Value):
             InputError: the file is missing, unreadable, no JSON, says one thing twice, or is of
                 another kind or schema.
         """
+        made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
+        fix = f"make one with `{made_by}`"
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            inside = path / f"{cls.KIND}.json"
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise InputError(
-                f"cannot read the {cls.KIND}", where=str(path), why=str(error)
+                f"cannot read the {cls.KIND}",
+                where=str(path),
+                why=why,
+                fix=f"give {inside}" if inside.exists() else fix,
             ) from error
-        made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
-        fix = f"make one with `{made_by}`"
         _check_kind(cls, text, path, fix)
         try:
             return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are no 4
@@ -123,10 +128,12 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
     kind, schema = fields.get("kind"), fields.get("schema_version", 1)
     if (kind, schema) != (cls.KIND, cls.SCHEMA):
         found = f"a {kind} of schema {schema}" if kind else "something else"
+        newer = kind == cls.KIND and isinstance(schema, int) and schema > cls.SCHEMA
         raise InputError(
             f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
             where=str(path),
-            fix=fix,
+            why="a newer gpumix wrote it" if newer else "",
+            fix=f"install that version; or {fix}" if newer else fix,
         )
     if twice:
         raise InputError(

@@ -16,7 +16,7 @@ def placed(place: str | Path) -> Iterator[None]:
     try:
         yield
     except (InputError, NoFeasiblePlanError) as error:
-        if _names_one(error.where) or not str(place):
+        if _names_one(error.where) or error.where.partition(":")[0] == str(place) or not str(place):
             raise
         where = f"{place}: {error.where}" if error.where else str(place)
         kind = type(error)

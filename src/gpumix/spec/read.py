@@ -38,7 +38,9 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     tree = load_yaml(path, "job")
     if not isinstance(tree.value, dict):
         what = f"a job must be a mapping of keys to values, it is {show_value(tree.value)}"
-        raise InputError(what, where=str(tree.place(())))
+        rows = isinstance(tree.value, list) and all(isinstance(row, dict) for row in tree.value)
+        fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
+        raise InputError(what, where=str(tree.place(())), fix=fix if rows else "")
     for override in overrides:
         tree = overridden(tree, override)
     checked, written = _checked(tree)
