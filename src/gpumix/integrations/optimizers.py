@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.check import check_kind
 from gpumix.profiler.measure import OptimizerOf
 from gpumix.spec.errors import InputError
 
@@ -26,19 +27,29 @@ class Pieces:
 
 
 def like(trainer: Any) -> OptimizerOf:
-    """What makes optimizers as the trainer's will be, to be measured."""
+    """What makes optimizers as the trainer's will be, to be measured.
+
+    Raises:
+        InputError: pieces of a model cannot be updated by such ones.
+    """
     if trainer.optimizer is not None:
         return optimizer_like(trainer.optimizer)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
     else:
         kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    check_kind(kind, 'optim="adamw_torch", or another that treats elements one by one')
     return partial(_made, kind, settings)
 
 
 def optimizer_like(optimizer: Optimizer) -> OptimizerOf:
-    """What makes optimizers like this one, to be measured."""
+    """What makes optimizers like this one, to be measured.
+
+    Raises:
+        InputError: pieces of a model cannot be updated by such a one.
+    """
     kind = type(optimizer)
+    check_kind(kind, "torch.optim.AdamW, or another that treats elements one by one")
     known = inspect.signature(kind).parameters
     return partial(_made, kind, {k: v for k, v in optimizer.defaults.items() if k in known})
 

@@ -36,9 +36,14 @@ REFUSED: dict[str, tuple[str, str]] = {
         (_MATRICES, _OWN.format("Muon")),
     ),
     **dict.fromkeys(
+        ("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW"),
+        (_MATRICES, _OWN.format("Muon")),
+    ),
+    **dict.fromkeys(
         ("Lamb", "LAMB", "FusedLAMB", "LARS", "Lars", "FusedLars", "NovoGrad", "FusedNovoGrad"),
         (_NORMS, _ELEMENTWISE),
     ),
+    **dict.fromkeys(("StableAdamW", "AdaLomo"), (_NORMS, _ELEMENTWISE)),
     **dict.fromkeys(
         ("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"), (_ALL, _ELEMENTWISE)
     ),
@@ -67,11 +72,27 @@ def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
                 fix=_OWN.format(name),
             )
         return
-    found = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in REFUSED), None)
+    check_kind(type(optimizer))
+
+
+def check_kind(kind: type, fix: str = "") -> None:
+    """Refuse a class of optimizers that would update something else on pieces.
+
+    Args:
+        fix: instead of what a program with an engine in its hands can do.
+
+    Raises:
+        InputError: it is such a one.
+    """
+    if issubclass(kind, WholeOptimizer):
+        return
+    found = next((c.__name__ for c in kind.__mro__ if c.__name__ in REFUSED), None)
     if found is not None:
-        why, fix = REFUSED[found]
+        why, instead = REFUSED[found]
         raise InputError(
-            f"{type(optimizer).__module__}.{name} cannot update a sharded model", why=why, fix=fix
+            f"{kind.__module__}.{kind.__name__} cannot update a sharded model",
+            why=why,
+            fix=fix or instead,
         )
 
 

@@ -18,9 +18,10 @@ from gpumix.spec.space import EVERYTHING, Space
 
 PLANNED = "leave it out: the plan decides that for each device by itself"
 OURS = "leave it out: gpumix sends what has to be sent itself"
+DIVIDED = "leave it out: the plan divides parameters, gradients and optimizer state"
 NO_MEANING = {
-    "fsdp": OURS,
-    "deepspeed": OURS,
+    "fsdp": DIVIDED,
+    "deepspeed": DIVIDED,
     "parallelism_config": PLANNED,
     "auto_find_batch_size": "leave it out: no plan is taken that does not fit",
     "average_tokens_across_devices": "leave it out: losses are summed over all devices and divided "
