@@ -149,12 +149,24 @@ def _planned(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         found.save(folder / run_files.PROFILE)
-    for worker in plan.workers:
-        say(
-            f"{worker.device}: {worker.samples} samples a step, {worker.state_share:.0%} of the "
-            "state"
-        )
+    for line in lines_of(plan):
+        say(line)
     return plan
+
+
+def lines_of(plan: Plan) -> Iterator[str]:
+    """What each device does, in few words."""
+    several = len(plan.stages) > 1
+    for number, stage in enumerate(plan.stages, 1):
+        blocks = "1 block" if len(stage.units) == 1 else f"{len(stage.units)} blocks"
+        what = f"stage {number} of {len(plan.stages)}, {blocks}: "
+        of = "the stage's state" if several else "the state"
+        for worker in stage.workers:
+            share = f"{worker.state_share:.0%}" if plan.zero_stage else "all"
+            yield (
+                f"{worker.device}: {what if several else ''}{worker.samples} samples a step, "
+                f"{share} of {of}"
+            )
 
 
 @contextmanager
