@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,6 +212,30 @@ def test_an_epoch_goes_on_after_batches_that_are_skipped(stream, tmp_path):
         assert rank["length"] == (None if stream else 3)
         assert rank["losses"] == 3
         assert rank["again"] == rank["all"]  # the loader itself skips nothing
+
+
+def test_a_state_brings_the_settings_of_the_optimizer(tmp_path):
+    """As torch's do: also a rate that no prepared scheduler keeps."""
+    assert run_ranks(_settings, 1, tmp_path)[0] == [(0.5, (0.8, 0.9)), (0.25, (0.8, 0.9))]
+
+
+def _settings(folder: Path) -> list[tuple[float, Any]]:
+    from gpumix import Accelerator
+    from reference import Share, plan_for
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    network = model()
+    first, *others = network.parameters()
+    groups = [{"params": [first], "lr": np.float64(0.5)}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25, betas=(0.8, 0.9))
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    accelerator.save_state(str(folder / "state"))
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"] = 0.125, (0.1, 0.2)
+    accelerator.load_state(str(folder / "state"))
+    return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
 
 
 class Stream(IterableDataset):

@@ -6,7 +6,9 @@ its folder `gpumix` lies what any plan on any devices can go on from.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint import Checkpointer
 
 STATE = "gpumix"  # the folder in a checkpoint
+GROUPS = "groups"  # the settings of the optimizer's, in what a checkpoint says beside the state
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,7 +60,8 @@ class Saver:
 
     def save(self, folder: Path, step: int, optimizer: Optimizer) -> None:
         """Write the state into a checkpoint. Collective."""
-        self._in(folder).save(step, self._engine, optimizer, cursor={})
+        cursor = {GROUPS: [_settings(group) for group in optimizer.param_groups]}
+        self._in(folder).save(step, self._engine, optimizer, cursor=cursor)
 
     def load(self, folder: Path, optimizer: Optimizer | None) -> None:
         """Go on from a checkpoint, or with its weights alone. Collective.
@@ -66,7 +70,11 @@ class Saver:
             InputError: it is of another model, or holds no weights of the whole model.
         """
         if (folder / self._name).is_dir():
-            self._in(folder).load(self._engine, optimizer)
+            saved = self._in(folder).load(self._engine, optimizer).cursor.get(GROUPS, [])
+            groups = [] if optimizer is None else optimizer.param_groups
+            if len(saved) == len(groups):
+                for group, settings in zip(groups, saved):
+                    group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings})
             return
         if optimizer is not None:
             _LOG.warning(
@@ -92,6 +100,20 @@ class Saver:
         return Checkpointer(
             folder / self._name, keep=1, group=self._group, ranks_here=self._ranks_here
         )
+
+
+def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
+    """Of a group of parameters: rates and the like, which may have changed since it was made."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, tuple | list):
+            return all(plain(one) for one in value)
+        if isinstance(value, float):
+            return math.isfinite(value)  # JSON knows no other
+        return value is None or isinstance(value, int | str)
+
+    found = [[k, v] for k, v in group.items() if k != "params" and plain(v)]
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]  # numpy's numbers, tuples
 
 
 def dtypes_of(model: nn.Module) -> dict[str, Any]:
