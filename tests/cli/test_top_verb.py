@@ -12,6 +12,7 @@ from verbs import gpumix
 
 from gpumix.cli import top
 from gpumix.report.run import read_run
+from staging import rows, staged_plan
 
 
 def tell(folder, state: str, **changes) -> None:
@@ -56,6 +57,19 @@ def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):
     ):  # fmt: skip
         assert any(said in line for line in lines), said
     assert any("30.0%" in line for line in lines) == (width == 120)
+
+
+def test_samples_of_stages_are_not_added_up(run):
+    """Each stage computes a part of the units, of all samples."""
+    plan = staged_plan("llama", rows([12], [8, 4]))
+    plan.save(run / "plan.json")
+    tell(run, "training")
+    (name,) = {worker.device_class for worker in plan.workers}
+    told = {"device_class": name, "devices": 3, "busy_share": 0.5}
+    happens(run, "classes", 5, classes=[told])
+    lines = gpumix("top", run).stdout.splitlines()
+    (row,) = (line for line in lines if line.startswith(f"{name} "))
+    assert row.split()[:3] == [name, "3", "12"]
 
 
 @pytest.mark.parametrize("state", [None, "finished", "failed", "interrupted", "restarting"])

@@ -216,7 +216,7 @@ def test_whether_mixing_pays_is_said_first():
 def test_that_mixing_does_not_pay_comes_with_what_to_do():
     wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
     lines = why(plan(two_classes(network=wire), 8))
-    assert lines[0].startswith("mixing does not pay: only fast takes")
+    assert lines[0].startswith("mixing does not pay: with only fast a step takes")
     assert "give the job a cluster of that class" in lines[0]
     assert "; links inside hosts, as measured (" in lines[2]
 

@@ -111,10 +111,10 @@ def _classes(facts: Facts, *, wide: bool) -> Table:
 
 
 def _class(facts: Facts, one: ClassFacts, *, wide: bool) -> Iterator[str]:
-    samples = sum(g.samples for g in facts.groups if g.device_class == one.device_class)
+    samples = [str(g.samples) for g in facts.groups if g.device_class == one.device_class]
     yield one.device_class
     yield str(one.devices)
-    yield str(samples)
+    yield ", ".join(dict.fromkeys(samples))  # of each stage
     yield words.part(one.busy_share)
     yield words.part(one.mfu)
     yield words.count(one.tokens_per_s)
