@@ -47,6 +47,24 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks; ranks inherit it
 
 
+def pytest_collection_modifyitems(items):
+    """Files with long tests first, as many for each worker: what is left at the end is short, and
+    whoever is done takes it from the others."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    files: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    long = [file for file in files.values() if any(one.get_closest_marker("slow") for one in file)]
+    short = [file for file in files.values() if file not in long]
+    ordered: list[pytest.Item] = []
+    for number in range(workers):
+        for file in long[number::workers]:
+            ordered += file
+        while short and len(ordered) * workers < len(items) * (number + 1):
+            ordered += short.pop(0)
+    items[:] = ordered + [one for file in short for one in file]
+
+
 def pytest_addoption(parser):
     parser.addoption("--refresh-golden", action="store_true", help="write the golden files anew")
 

@@ -21,7 +21,13 @@ from gpumix.integrations.on_ray.places import (
     wanted,
 )
 from gpumix.integrations.on_ray.ranks import JobRank, numbers_of
-from gpumix.spec.errors import InputError, NoFeasiblePlanError, RankLost, TrainingError
+from gpumix.spec.errors import (
+    InputError,
+    MachineError,
+    NoFeasiblePlanError,
+    RankLost,
+    TrainingError,
+)
 
 
 def on(node: str, *gpus: str) -> Arrived:
@@ -139,6 +145,6 @@ def test_without_ray_the_line_that_installs_it_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "gpumix.integrations.ray", raising=False)
     monkeypatch.setattr("gpumix.integrations.missing.find_spec", lambda name: None)
-    with pytest.raises(InputError) as found:
+    with pytest.raises(MachineError) as found:
         import gpumix.integrations.ray  # noqa: F401
     assert found.value.fix == 'pip install "gpumix[ray]"'

@@ -55,9 +55,8 @@ def variations() -> dict[str, dict[str, Any]]:
         "an optimizer": {"optimizers": True},
         "a loss of a subclass": {"subclass": "loss"},
         "a loader of a subclass": {"subclass": "loader"},
-        "a prepared loader of a subclass": {"subclass": "prepared loader"},
         "an optimizer of a subclass": {"subclass": "optimizer"},
-        "a step of a subclass": {"subclass": "step"},
+        "a prepared loader and a step of a subclass": {"subclass": "step"},
         "workers": {"dataloader_num_workers": 2},
         "columns": {"train_dataset": with_columns()},
         "a function that makes models": {"model_init": True},
@@ -83,10 +82,6 @@ def subclasses(base: type) -> dict[str, type]:
                 collate_fn=self.data_collator,
             )
 
-    class PreparedLoader(Loader):
-        def get_train_dataloader(self):
-            return self.accelerator.prepare(super().get_train_dataloader())
-
     class Optimizer(base):
         def create_optimizer(self, model=None):
             rates = [0.1 if "embed" in name else 0.01 for name, _ in self.model.named_parameters()]
@@ -94,14 +89,16 @@ def subclasses(base: type) -> dict[str, type]:
             self.optimizer = torch.optim.SGD(groups, momentum=0.9)
             return self.optimizer
 
-    class Step(base):
+    class Step(Loader):
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(super().get_train_dataloader())
+
         def training_step(self, *args):
             return super().training_step(*args) * 2
 
     return {
         "loss": Loss,
         "loader": Loader,
-        "prepared loader": PreparedLoader,
         "optimizer": Optimizer,
         "step": Step,
     }

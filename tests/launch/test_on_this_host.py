@@ -174,6 +174,8 @@ def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
             "the cluster has 3 devices, and --processes says 2",
         ),
         (["--address", "here", "script.py"], "--address has an effect on several hosts only"),
+        (["--timeout", "5", "script.py"], "--timeout has an effect on several hosts only"),
+        (["--ssh", "ssh -v", "script.py"], "--ssh has an effect on several hosts only"),
         (["--env", "NOT_SET_HERE", "script.py"], "NOT_SET_HERE is not set here"),
         (["--hosts", "a,a", "script.py"], "host 'a' is named twice"),
         (["--hosts", "-oProxyCommand=x", "script.py"], "'-oProxyCommand=x' names no host"),

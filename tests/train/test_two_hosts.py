@@ -143,5 +143,5 @@ def test_a_slow_link_slows_it_down(run, joined, expected):
 
 def test_a_late_link_slows_it_down(run, joined, expected):
     run.wait_for_steps(3)
-    joined.delay(0.05)
+    joined.delay(0.02)
     check_finished(run, expected)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from gpumix.spec.cluster import Cluster
 
 
+TIMEOUT_S = 20.0
+
+
 class Template(StrEnum):
     slurm = "slurm"
     k8s = "k8s"
@@ -100,15 +103,21 @@ def launch(
         typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, help="Seconds that a host may take to answer.")
-    ] = 20.0,
+        float | None,
+        typer.Option(
+            "--timeout",
+            min=1.0,
+            help=f"Seconds that a host may take to answer; default: {TIMEOUT_S:.0f}.",
+        ),
+    ] = None,
     grace: Annotated[
         float,
         typer.Option("--grace", min=0.0, help="Seconds to save in, when it is stopped."),
     ] = 60.0,
     ssh: Annotated[
-        str, typer.Option("--ssh", help="The ssh to use, with options if need be.")
-    ] = "ssh",
+        str | None,
+        typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
+    ] = None,
     print_commands: Annotated[
         bool,
         typer.Option(
@@ -127,12 +136,13 @@ def launch(
     from gpumix.launch.options import pythons_of, settings_of
     from gpumix.launch.program import program_of
 
+    asking = {"--timeout": timeout, "--ssh": ssh}
     printed = {"--processes": processes, "--logs": logs, "--print-commands": print_commands}
     if template is not None:
-        _refuse(printed, "has no effect on a template", fix="leave it out")
+        _refuse(printed | asking, "has no effect on a template", fix="leave it out")
     there = {"--address": address, "--logs": logs, "--python": python, "--folder": folder}
     if hosts is None and template is None:
-        _refuse(there, "has an effect on several hosts only", fix="name them: --hosts a,b")
+        _refuse(there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b")
     if hosts is not None:
         _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
     named = program_of(program, module=module)
@@ -158,7 +168,7 @@ def launch(
             cluster=devices,
             cluster_file=file,
             processes=processes,
-            ssh=Ssh(tuple(shlex.split(ssh)), timeout),
+            ssh=Ssh(tuple(shlex.split(ssh or "ssh")), timeout or TIMEOUT_S),
             address=address,
             port=port,
             logs=logs,
@@ -177,7 +187,7 @@ def launch(
 def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:
     for name, value in options.items():
         if value:
-            raise InputError(f"{name} {what}", where=name, fix=fix)
+            raise InputError(f"{name} {what}", fix=fix)
 
 
 def _devices(

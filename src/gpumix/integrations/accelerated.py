@@ -5,6 +5,7 @@ The plan has one stage: every rank calls the model, and looks at what it returns
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import islice
@@ -112,7 +113,9 @@ class Accelerator(accelerate.Accelerator):
                     where="Accelerator",
                     fix="leave it out: the plan decides who computes and who stores what",
                 )
-        said = str(kwargs.pop("mixed_precision", None) or "no")
+        # The variable is set by `accelerate launch`.
+        told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        said = str(kwargs.pop("mixed_precision", None) or told)
         if said not in PRECISIONS:
             raise InputError(
                 f"there is no mixed_precision '{said}' with gpumix",

@@ -211,12 +211,12 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
     assert found.speedup is not None
     if strategy != "optimal":
         return (
-            f"mixing does not pay as '{strategy}' does it: with only {found.best_class} a step takes "
-            f"{found.speedup:.0%} of the time; see `--strategy optimal`"
+            f"mixing does not pay as '{strategy}' does it: with only {found.best_class} a step "
+            f"takes {found.speedup:.0%} of the time; see `--strategy optimal`"
         )
     return (
-        f"mixing does not pay: with only {found.best_class} a step takes {found.speedup:.0%} of the "
-        "time; give the job a cluster of that class"
+        f"mixing does not pay: with only {found.best_class} a step takes {found.speedup:.0%} of "
+        "the time; give the job a cluster of that class"
     )
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import MachineError
 from gpumix.train import tracking
 
 STEPS, MORE = 8, 10
@@ -176,7 +176,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     job = write_job(tmp_path, trackers=["wandb", "prometheus"])
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(MachineError) as caught:
         train(job)
     assert "wandb, prometheus" in caught.value.what
     assert caught.value.fix == 'pip install "gpumix[wandb,prometheus]"'
