@@ -1,7 +1,8 @@
 """Do scripts of other libraries, with their import alone changed, train to the same losses, and
 what does their loop cost beside the bare engine?
 
-    python benchmarks/integrations.py [--json] [--rounds 7] [--only losses overhead]
+    python benchmarks/integrations.py [--json] [--rounds 7]
+                                      [--only losses trainer accelerator lightning]
 
 *Losses*: `examples/run_clm.py` (transformers' Trainer), `examples/sft_lora.py` (TRL's SFTTrainer,
 adapters) and `examples/clm_no_trainer.py` (Accelerate) as their libraries run them in one process,
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpumix
 from common import Figures, print_figures
+from gpumix.integrations.hosted import own_device
 
 LENGTH, WIDTH, BLOCKS, VOCABULARY = 128, 192, 4, 512
 BATCH, STEPS = 8, 12  # of each rank; of a round
@@ -50,15 +52,16 @@ def losses(folder: Path) -> Figures:
     return {"scripts": len(SCRIPTS), "worst_relative_error": worst}
 
 
-def overhead(folder: Path, rounds: int) -> Figures:
+def overhead(folder: Path, rounds: int, wanted: Sequence[str]) -> Figures:
     from harness import run_ranks
 
     figures: Figures = {}
-    for name, measure in MEASURED.items():
-        ratios = run_ranks(measure, 2, folder, rounds, timeout_s=900)[0]
+    for name in wanted:
+        ratios = run_ranks(MEASURED[name], 2, folder, rounds, timeout_s=900)[0]
         print(f"{name}: " + ", ".join(f"{ratio - 1:+.1%}" for ratio in ratios))
         figures[f"{name}_overhead"] = median(ratios) - 1
-    figures["worst_overhead"] = max(float(value) for value in figures.values())
+    if wanted:
+        figures["worst_overhead"] = max(float(value) for value in figures.values())
     return figures
 
 
@@ -93,7 +96,8 @@ class Plain:
         self._optimizer = torch.optim.AdamW(self._engine.parameters())
 
     def step_s(self) -> float:
-        """A step's time."""
+        """A step's time, on the device as the integrations open it."""
+        own_device().use()
         engine, dataset, times = self._engine, Tokens(), []
         for step in range(STEPS):
             begun = time.perf_counter()
@@ -245,15 +249,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", choices=("losses", "overhead"))
+    parser.add_argument("--only", nargs="+", choices=("losses", *MEASURED))
     args = parser.parse_args()
-    wanted = args.only or ("losses", "overhead")
+    wanted = args.only or ("losses", *MEASURED)
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as name:
         if "losses" in wanted:
             figures |= losses(Path(name))
-        if "overhead" in wanted:
-            figures |= overhead(Path(name), args.rounds)
+        figures |= overhead(Path(name), args.rounds, [one for one in MEASURED if one in wanted])
     print_figures(figures, as_json=args.json)
 
 

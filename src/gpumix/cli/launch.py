@@ -136,11 +136,20 @@ def launch(
     from gpumix.launch.options import pythons_of, settings_of
     from gpumix.launch.program import program_of
 
-    asking = {"--timeout": timeout, "--ssh": ssh}
-    printed = {"--processes": processes, "--logs": logs, "--print-commands": print_commands}
+    asking: dict[str, object] = {"--timeout": timeout, "--ssh": ssh}
+    printed: dict[str, object] = {
+        "--processes": processes,
+        "--logs": logs,
+        "--print-commands": print_commands,
+    }
     if template is not None:
         _refuse(printed | asking, "has no effect on a template", fix="leave it out")
-    there = {"--address": address, "--logs": logs, "--python": python, "--folder": folder}
+    there: dict[str, object] = {
+        "--address": address,
+        "--logs": logs,
+        "--python": python,
+        "--folder": folder,
+    }
     if hosts is None and template is None:
         _refuse(there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b")
     if hosts is not None:
