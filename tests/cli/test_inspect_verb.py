@@ -42,7 +42,9 @@ def test_of_a_run_all_are_told_the_newest_first(folder):
 def test_damage_is_told(folder):
     file = folder / "run/checkpoints/step-00000004/__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    found = here("inspect", "run", "--json", folder=folder).json()
+    done = here("inspect", "run", "--json", folder=folder)
+    assert done.code == 2
+    found = done.json()
     assert [one["damage"] is None for one in found] == [True, False, True]
     assert "__1_0.distcp" in found[1]["damage"]
     assert "damaged: " in here("inspect", "run", folder=folder).err

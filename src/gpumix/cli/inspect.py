@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         help="Say what a checkpoint holds, who saved it, and whether it is whole.\n\n"
         "Reads every byte and runs nothing. Of a run all checkpoints are told, the newest first; "
-        "--resume takes the first that is whole.\n\n"
+        "--resume takes the first that is whole. Ends with code 2 if one is damaged.\n\n"
         "Example: gpumix inspect runs/first"
     )(inspect)
 
@@ -39,6 +40,8 @@ def inspect(
 
     found = contents_of(checkpoint)
     answer(lambda: [_as_dict(one) for one in found], lambda: Group(*_shown(found)), as_json)
+    if any(one.damage is not None for one in found):
+        raise typer.Exit(InputError.exit_code)
 
 
 def _as_dict(one: Contents) -> dict[str, Any]:
