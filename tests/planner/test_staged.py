@@ -17,10 +17,11 @@ from gpumix.planner.by_memory import by_memory
 from gpumix.planner.counted import spread
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.staged import staged
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
@@ -147,6 +148,37 @@ def test_no_plan_of_stages_is_faster(speeds, batch, calls, start, link):
     assert fits(plan)
     assert predicted(plan).step_s == pytest.approx(best_of_all(found, batch), rel=1e-6)
     assert predicted(plan).bound_s <= predicted(plan).step_s
+
+
+def with_split_backward(found: Profile) -> Profile:
+    """Its units were measured with kept graphs, and with a backward in two parts."""
+    held = ("saved", "saved_forward", "saved_backward", "split", "split_backward")
+    kinds = tuple(k.model_copy(update=dict.fromkeys(held, line(1e4))) for k in found.model.kinds)
+    classes = []
+    for one in found.classes:
+        unit = one.units["block"]
+        twice = Curve(sizes=unit.forward.sizes, values=tuple(2 * v for v in unit.forward.values))
+        halves = {"gradient": twice, "inputs": unit.forward, "weights": unit.forward}
+        units = dict(one.units) | {"block": unit.model_copy(update=halves)}
+        classes.append(one.model_copy(update={"units": units}))
+    model = found.model.model_copy(update={"kinds": kinds})
+    return found.model_copy(update={"classes": tuple(classes), "model": model})
+
+
+@pytest.mark.parametrize("link", [1e8, 1e7])
+@pytest.mark.parametrize(
+    "cards", [[(1e-3, 2), (2.2e-3, 2)], [(1e-3, 1), (1.5e-3, 1), (3e-3, 2)], [(1e-3, 2), (2e-3, 3)]]
+)
+def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
+    """Where there are too many plans to look at all of them."""
+    found = with_split_backward(cluster(cards, calls=9, link=link, message=1e4))
+
+    def step_s(*schedules: Schedule) -> float:
+        space = Space(zero_stages=(0, 1), schedules=schedules, heads="whole")
+        return predicted(staged(found, PlanRequest(global_batch=8, space=space))).step_s
+
+    several: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble")
+    assert step_s(*several) <= 1.005 * min(map(step_s, several))
 
 
 def test_layers_go_where_they_are_computed_fast():

@@ -120,10 +120,7 @@ class _Search:
         """The fastest plan that was found, and what was proven of all; see `staged_below`."""
         bound_s = self._least_s
         if bound_s < self._best_s * (1 - ENOUGH):
-            for schedule in self._schedules:  # the others are alike, where there is room for one
-                self._count_what_promises(schedule)
-                if self._best is not None or self._counting.work > PROMISING:
-                    break
+            self._count_what_promises()
             self._count_what_is_alike()
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
@@ -256,24 +253,22 @@ class _Search:
 
     # -- what promises most --------------------------------------------------------------------
 
-    def _count_what_promises(self, first: Schedule) -> None:
-        """With this schedule, or with more micro-batches under way where they are too few."""
+    def _count_what_promises(self) -> None:
+        """By any schedule; more micro-batches under way where they are too few."""
         found: list[tuple[bool, float, int, RowPromises, ZeroStage, Schedule, int]] = []
-        for promises in self._promised:
+        for promises, schedule in product(self._promised, self._schedules):
             row = promises.row
-            for zero_stage in self._zero_stages(row, first):
-                for schedule in dict.fromkeys((first, "eager-1f1b")):
-                    if schedule not in self._schedules:
-                        continue
-                    of_row = promises.divided(zero_stage, schedule)
-                    for at in np.flatnonzero(of_row.seconds * PESSIMISM < self._best_s):
-                        seconds = float(of_row.seconds[at])
-                        late = -(-self._batch // self._sizes[at]) * len(row) > PROMISING
-                        found.append(
-                            (late, seconds, len(found), promises, zero_stage, schedule, int(at))
-                        )
-                    if not of_row.waits.any():
-                        break
+            for zero_stage in self._zero_stages(row, schedule):
+                eager = schedule == "eager-1f1b" and "1f1b" in self._schedules
+                if eager and not promises.divided(zero_stage, "1f1b").waits.any():
+                    continue  # as 1f1b
+                of_row = promises.divided(zero_stage, schedule)
+                for at in np.flatnonzero(of_row.seconds * PESSIMISM < self._best_s):
+                    seconds = float(of_row.seconds[at])
+                    late = -(-self._batch // self._sizes[at]) * len(row) > PROMISING
+                    found.append(
+                        (late, seconds, len(found), promises, zero_stage, schedule, int(at))
+                    )
         for _, seconds, _, promises, zero_stage, schedule, number in sorted(found):
             if self._counting.work > PROMISING:
                 return
