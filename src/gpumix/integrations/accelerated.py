@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from gpumix.integrations.gathering import all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, rank, world
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
-from gpumix.integrations.own_batches import Collated, Given, OwnLoader, OwnPart
+from gpumix.integrations.own_batches import Collated, Given, OwnLoader
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.spec.dtypes import Precision
@@ -67,7 +66,7 @@ class Loader(OwnLoader, DataLoaderStateMixin):
         self.reset()
         self.gradient_state._add_dataloader(self)
         self.set_epoch(self.iteration)
-        batches = self._after_skipped()
+        batches = self.after(self.skipped)
         try:
             following = next(batches, None)
             while following is not None:
@@ -78,13 +77,6 @@ class Loader(OwnLoader, DataLoaderStateMixin):
             self.given = None
             self.iteration += 1
             self.gradient_state._remove_dataloader(self)
-
-    def _after_skipped(self) -> Iterator[Any]:
-        part = self.batch_sampler
-        if isinstance(part, OwnPart):
-            part.skipped = self.skipped
-            return super().__iter__()
-        return islice(super().__iter__(), self.skipped, None)
 
 
 class Optimizer(AcceleratedOptimizer):

@@ -205,6 +205,14 @@ class OwnLoader(DataLoader[Any]):
         told = self.dataset if isinstance(self.dataset, OwnOfStream) else self.batch_sampler
         told.set_epoch(epoch)  # type: ignore[union-attr]
 
+    def after(self, skipped: int) -> Iterator[Any]:
+        """Batches, but for some at the beginning, which are not read if they need not be."""
+        part = self.batch_sampler
+        if isinstance(part, OwnPart):
+            part.skipped = skipped
+            return super().__iter__()
+        return islice(super().__iter__(), skipped, None)
+
 
 L = TypeVar("L", bound=OwnLoader)
 

@@ -7,7 +7,6 @@ the order of samples that the epoch began with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -49,16 +48,9 @@ class PlannedLoader:
             skipped, self._goes_on = self._goes_on[BATCHES], None
         self._begun_with = torch.get_rng_state()
         self._batches = skipped
-        for batch in self._after(skipped):
+        for batch in self._loader.after(skipped):
             self._batches += 1
             yield batch
-
-    def _after(self, skipped: int) -> Iterator[Any]:
-        part = self._loader.batch_sampler
-        if isinstance(part, OwnPart):
-            part.skipped = skipped
-            return iter(self._loader)
-        return islice(iter(self._loader), skipped, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: in an epoch the random numbers are those that it began with."""
