@@ -132,7 +132,7 @@ def test_a_batch_that_can_be_cut_in_too_many_ways_is_refused(folder):
     [
         (lambda p: p["stages"][0].update(joined="1"), "stages.0.joined", "a whole number"),
         (lambda p: p["stages"][0].update(sequence=0), "stages.0.sequence", "true or false"),
-        (lambda p: p["stages"][1]["root"].append(p["stages"][1]["root"][0]), "stages.1", "twice"),
+        (lambda p: p["stages"][0]["root"].append(p["stages"][0]["root"][0]), "stages.0", "twice"),
         (lambda p: p["prediction"]["workers"].append(p["prediction"]["workers"][0]), "", "is pred"),
         (lambda p: p["prediction"]["workers"][0].update(device="nobody"), "", "is in no stage"),
         (lambda p: p["prediction"].update(step_s=-1), "prediction.step_s", "0 or more"),
