@@ -87,7 +87,10 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
     error = failure(harmed(tmp_path, "stop", timeout=5))
     assert error.exit_code == 5
     assert re.fullmatch(r"rank 1 \(device 'small-0', pid \d+\) stopped answering", error.what)
-    assert error.why == "its process was stopped (SIGSTOP)"
+    stopped, others = error.why.split("; ", 1)
+    assert stopped == "its process was stopped (SIGSTOP)"
+    in_what = r"(in|after) the (reduction of|all-gather of|exchange) .+"
+    assert re.fullmatch(rf"rank 0, rank 2 stood at \w+\.py:\d+ in .+ \({in_what}\)", others)
 
 
 @pytest.mark.slow  # it is waited for until the timeout

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
+from gpumix.engine.stands import doing
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import first_line
@@ -107,7 +108,8 @@ class WaitClock:
 def reported(label: str) -> Iterator[None]:
     """What fails inside is the collective `label`; memory that runs out stays what it is."""
     try:
-        yield
+        with doing(f"in the {label}"):
+            yield
     except RuntimeError as error:
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             raise  # an error of this device's own work, which only shows here

@@ -11,6 +11,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
 from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse
-from gpumix.engine.stands import where_main_stands
+from gpumix.engine.stands import doing, where_main_stands
 from gpumix.engine.state import some_of
 from gpumix.spec.errors import (
     GpumixError,
@@ -224,7 +225,8 @@ class Ranks:
         silent, else who is late; or why the store did (`STORE_ERRORS`)."""
         try:
             if isinstance(error, CommunicationError):
-                return self._explained(error)
+                with doing(f"after {error.what}"):
+                    return self._explained(error)
             return self._account_of_failure() or self._alone(first_line(error))
         except STORE_ERRORS as gone:
             others = some_of([name for name in self.names if name != self.names[self.rank]])
@@ -248,7 +250,8 @@ class Ranks:
             silent = sorted(pulse.silent())
         if not silent and not late:
             return error
-        stands = "" if silent else self._told_of_stands(late)
+        places = stands_of(self._store, [] if silent else late)
+        stands = "".join(f"; {self.names[r]} stands at {place}" for r, place in places.items())
         return TrainingError(
             f"{' and '.join(self.names[r] for r in silent or late)} "
             + ("stopped answering" if silent else "did not take part"),
@@ -257,16 +260,6 @@ class Ranks:
             fix="look at that process: it was killed, stopped, is slow, or its host is gone; then "
             "run the same command with --resume",
         )
-
-    def _told_of_stands(self, late: list[int]) -> str:
-        """Where those stand that others wait for, as far as they say so."""
-        assert self._store is not None
-        told = []
-        for rank in late:
-            if self._store.check([f"stands/{rank}"]):
-                text = self._store.get(f"stands/{rank}").decode()
-                told.append(f"; {self.names[rank]} stands at {text}")
-        return "".join(told)
 
     def _account_of_failure(self) -> GpumixError | None:
         assert self._store is not None
@@ -330,6 +323,22 @@ def beat_of(store: dist.Store, rank: int) -> str:
     """A rank's last heartbeat; empty before the first, `ENDED` once it has left."""
     key = f"beat/{rank}"
     return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def ask_stands(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
+    """Where `ranks` stand, of those that say so within two heartbeats."""
+    store.set(ASKED, "")
+    deadline = time.monotonic() + 2 * BEAT_S
+    while len(told := stands_of(store, ranks)) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(BEAT_S / 10)
+    return told
+
+
+def stands_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
+    """Where those of `ranks` stand that have said so; they do once somebody has `ASKED`."""
+    return {
+        rank: store.get(key).decode() for rank in ranks if store.check([key := f"stands/{rank}"])
+    }
 
 
 def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:

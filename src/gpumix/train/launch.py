@@ -218,17 +218,20 @@ class _Child:
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGTERM)
 
-    def end_silent(self, silence_s: float) -> None:
-        """It says nothing any more: end it, whatever it does."""
+    def end_silent(self, silence_s: float, others: str) -> None:
+        """It says nothing any more: end it, whatever it does.
+
+        Args:
+            others: where the others stand.
+        """
         stopped = is_stopped(self.process.pid)
         self.process.kill()
         self.process.join()
         self.ended = True
+        why = f"nothing was heard of it for {silence_s:.0f} s"
         self.error = self._lost(
             "stopped answering",
-            why="its process was stopped (SIGSTOP)"
-            if stopped
-            else f"nothing was heard of it for {silence_s:.0f} s",
+            why=f"{'its process was stopped (SIGSTOP)' if stopped else why}{others}",
             first="look at its device and its file systems, then ",
         )
 
@@ -285,12 +288,13 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
         ready = wait([c.pipe for c in waiting], max(0.0, min(LOOK_S, deadline - time.monotonic())))
-        silent = pulse.silent() if silence_s < math.inf else ()
+        silent = pulse.silent() if silence_s < math.inf else set()
+        others = _told_of_stands(run_store, waiting, silent) if silent else ""
         for child in waiting:
             if child.pipe in ready:
                 child.collect()
             elif child.seat.rank in silent:
-                child.end_silent(silence_s)
+                child.end_silent(silence_s, others)
             if child.ended and child.error is not None:
                 report_failure(run_store, child.seat.rank, child.error)
                 grace_s = SHORT_GRACE_S if isinstance(child.error, RankLost) else GRACE_S
@@ -299,6 +303,18 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
             break
     _raise_cause(children)
     return [child.result for child in children]
+
+
+def _told_of_stands(store: Any, children: list[_Child], silent: set[int]) -> str:
+    """Where those stand that are not silent, ranks at the same place together."""
+    from gpumix.engine.ranks import ask_stands
+    from gpumix.engine.state import some_of
+
+    places = ask_stands(store, [c.seat.rank for c in children if c.seat.rank not in silent])
+    at: dict[str, list[str]] = {}
+    for rank, place in places.items():
+        at.setdefault(place, []).append(f"rank {rank}")
+    return "".join(f"; {some_of(ranks)} stood at {place}" for place, ranks in at.items())
 
 
 def _raise_cause(children: list[_Child]) -> None:
