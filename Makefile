@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
 WORKERS := 4
 STAMP := $(VENV)/.installed
+# Tests start hundreds of processes, each of which would compile gpumix anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test lint format docs site golden bench clean
 

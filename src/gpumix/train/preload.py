@@ -3,10 +3,7 @@
 import torch
 import torch.distributed.checkpoint
 
-import gpumix.data.loader
-import gpumix.engine.prepare
-import gpumix.hardware.runtime
-import gpumix.profiler.measure  # noqa: F401
+import gpumix.train.work  # noqa: F401
 
 # Forked processes must not inherit the threads of a pool.
 torch.set_num_threads(1)
