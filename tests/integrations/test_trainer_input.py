@@ -158,6 +158,7 @@ REFUSED = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     "ddp": ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters=True has no meaning"),
     "split batches": ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+    "no samples": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: a batch"),
     "sampling": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
 }
 

@@ -58,14 +58,16 @@ def test_who_looks_again_and_again_reads_the_end_of_the_metrics(tmp_path):
     assert (found.history.steps[-1].step, found.history.unread) == (100, 0)
 
 
-@pytest.mark.parametrize("name", ["nothing", "file", "empty", "measuring"])
+@pytest.mark.parametrize("name", ["nothing", "file", "empty", "measuring", "robbed"])
 def test_what_is_no_run_is_said(tmp_path, name):
     if name == "file":
         (tmp_path / name).write_text("x")
     elif name != "nothing":
         (tmp_path / name).mkdir()
-    if name == "measuring":
+    if name in ("measuring", "robbed"):
         (tmp_path / name / ".lock").touch()
+    if name == "robbed":  # it has trained: its plan is gone
+        (tmp_path / name / "metrics.jsonl").touch()
     error = refused(tmp_path / name)
     assert error.what == "this is no run"
     assert name in error.where

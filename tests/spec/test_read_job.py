@@ -298,9 +298,12 @@ def test_what_is_no_job_file(tmp_path, content, said):
 
 
 def test_no_file_and_a_folder(tmp_path):
-    assert error_of(tmp_path / "none.yaml") == "none.yaml: there is no such job file"
+    assert error_of(tmp_path / "none.yaml").startswith("none.yaml: there is no such job file\n")
     (tmp_path / "folder").mkdir()
-    assert error_of(tmp_path / "folder") == "folder: this is a folder, not a job file"
+    refused = "folder: this is a folder, not a job file\n  fix: give "
+    assert error_of(tmp_path / "folder") == refused + "a file"
+    (tmp_path / "folder" / "job.yaml").touch()
+    assert error_of(tmp_path / "folder") == refused + "folder/job.yaml"
     assert "cannot read the job file" in error_of(tmp_path / "a\0b")
 
 

@@ -66,7 +66,11 @@ def program_of(words: Sequence[str], *, module: bool) -> Program:
     if kind == "script" and not name.endswith(".py"):
         raise InputError("this is neither a job (.yaml) nor a script (.py)", where=name, fix=FIX)
     if not Path(name).is_file():
-        raise InputError(f"there is no such {kind} file", where=name)
+        raise InputError(
+            f"there is no such {kind} file",
+            where=name,
+            fix="look at the name, and at the folder that it starts from",
+        )
     return Program(kind, name, tuple(arguments))
 
 

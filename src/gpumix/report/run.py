@@ -93,12 +93,12 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
 def _check_folder(folder: Path) -> None:
     if (folder / run_files.PLAN).exists():
         return
-    why = "there is no plan.json in it"
+    why = f"there is no {run_files.PLAN} in it"
     if not folder.exists():
         why = "there is nothing of this name"
     elif not folder.is_dir():
         why = "it is a file"
-    elif (folder / run_files.LOCK).exists():
+    elif (folder / run_files.LOCK).exists() and not (folder / run_files.METRICS).exists():
         why = "it has no plan yet: devices are still measured, or that failed"
     raise InputError(
         "this is no run",

@@ -87,9 +87,18 @@ def load_yaml(path: Path, what: str) -> Tree:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError as error:
-        raise InputError(f"there is no such {what} file", where=str(path)) from error
+        raise InputError(
+            f"there is no such {what} file",
+            where=str(path),
+            fix="look at the name, and at the folder that it starts from",
+        ) from error
     except IsADirectoryError as error:
-        raise InputError(f"this is a folder, not a {what} file", where=str(path)) from error
+        inside = path / f"{what}.yaml"
+        raise InputError(
+            f"this is a folder, not a {what} file",
+            where=str(path),
+            fix=f"give {inside}" if inside.exists() else "give a file",
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"the {what} file is not UTF-8 text", where=str(path), why=str(error)

@@ -39,6 +39,7 @@ NO_MEANING = {
     "ddp_static_graph": OURS,
     "eval_use_gather_object": "leave it out: predictions of any shape are gathered as tensors",
 }
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SAMPLERS = ("random", "sequential", "group_by_length")
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
@@ -46,8 +47,15 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 def refuse_without_meaning(args: Any) -> None:
     """
     Raises:
-        InputError: an argument is set that has no meaning here.
+        InputError: an argument is set that has no meaning here, or a batch has no samples.
     """
+    for name in COUNTS:
+        if getattr(args, name) < 1:
+            raise InputError(
+                f"{name}={getattr(args, name)}: a batch without samples trains nothing",
+                where="TrainingArguments",
+                fix="give 1 or more",
+            )
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     for name, fix in NO_MEANING.items():
         given = getattr(args, name, None)
