@@ -298,7 +298,10 @@ def test_what_is_no_job_file(tmp_path, content, said):
 
 
 def test_no_file_and_a_folder(tmp_path):
-    assert error_of(tmp_path / "none.yaml").startswith("none.yaml: there is no such job file\n")
+    assert error_of(tmp_path / "none.yaml") == (
+        "none.yaml: there is no such job file\n"
+        "  fix: look at the name, and at the folder that it starts from"
+    )
     (tmp_path / "folder").mkdir()
     refused = "folder: this is a folder, not a job file\n  fix: give "
     assert error_of(tmp_path / "folder") == refused + "a file"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, no_such_file
 
 JOBS = (".yaml", ".yml")
 FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix launch -m MODULE"
@@ -66,11 +66,7 @@ def program_of(words: Sequence[str], *, module: bool) -> Program:
     if kind == "script" and not name.endswith(".py"):
         raise InputError("this is neither a job (.yaml) nor a script (.py)", where=name, fix=FIX)
     if not Path(name).is_file():
-        raise InputError(
-            f"there is no such {kind} file",
-            where=name,
-            fix="look at the name, and at the folder that it starts from",
-        )
+        raise no_such_file(kind, name)
     return Program(kind, name, tuple(arguments))
 
 

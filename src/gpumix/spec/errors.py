@@ -7,6 +7,7 @@ as a command or an edit. The command line prints it without a traceback and leav
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -171,6 +172,15 @@ class Interrupted(GpumixError):
 
 class RankInterrupted(Interrupted):
     """Somebody asked a rank to end who did not ask the run; a checkpoint was saved."""
+
+
+def no_such_file(kind: str, path: str | Path) -> InputError:
+    """Where the user named a file of this kind that is not there."""
+    return InputError(
+        f"there is no such {kind} file",
+        where=str(path),
+        fix="look at the name, and at the folder that it starts from",
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, no_such_file
 
 Keys = tuple[str | int, ...]
 """The way from the top of a file to a value: keys of mappings and positions in lists."""
@@ -87,11 +87,7 @@ def load_yaml(path: Path, what: str) -> Tree:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError as error:
-        raise InputError(
-            f"there is no such {what} file",
-            where=str(path),
-            fix="look at the name, and at the folder that it starts from",
-        ) from error
+        raise no_such_file(what, path) from error
     except IsADirectoryError as error:
         inside = path / f"{what}.yaml"
         raise InputError(

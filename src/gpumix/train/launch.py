@@ -224,14 +224,15 @@ class _Child:
         Args:
             others: where the others stand.
         """
-        stopped = is_stopped(self.process.pid)
+        why = f"nothing was heard of it for {silence_s:.0f} s"
+        if is_stopped(self.process.pid):
+            why = "its process was stopped (SIGSTOP)"
         self.process.kill()
         self.process.join()
         self.ended = True
-        why = f"nothing was heard of it for {silence_s:.0f} s"
         self.error = self._lost(
             "stopped answering",
-            why=f"{'its process was stopped (SIGSTOP)' if stopped else why}{others}",
+            why=why + others,
             first="look at its device and its file systems, then ",
         )
 
