@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -228,7 +229,7 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
             unique=True,
         )
     )
-    size, count = draw(st.integers(1, 2)), draw(st.integers(1, 6))
+    size, count = draw(st.integers(1, 2)), draw(st.integers(1, 8))
     zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
     schedules = ["1f1b", "eager-1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
     schedule = "interleaved" if goes_round else draw(st.sampled_from(schedules))
@@ -257,4 +258,11 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
         sequence = tensor > 1 and draw(st.booleans())
         found.append(Row(members, tuple(range(device, device + ranks)), tensor, sequence))
         device += ranks
+    if zero_stage >= 2 and len(found) > 1:
+        settings["waves"] = draw(st.sampled_from(range(min(map(_micro_batches, found)), 0, -1)))
     return found, sorted(cuts), settings
+
+
+def _micro_batches(row: Row) -> int:
+    """The most that a worker of a stage has: a wave needs one."""
+    return max(ceil(share.samples / share.micro_batch) for share in row.shares if share.samples)

@@ -59,7 +59,7 @@ def test_layouts(layout, schedule, stage):
         (rows([6, 4], [6, 4]), 2),
     ],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_waves(layout, waves, schedule, stage):
     assert_parity("gpt2", layout, schedule=schedule, zero_stage=stage, waves=waves)
@@ -77,12 +77,13 @@ def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before(
     assert_parity("t5", layout, schedule="zero-bubble", zero_stage=1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_stages_go_round(stage):
-    """Four units on two ranks, of which each has two stages."""
-    one, other = rows([8], [8])
+@pytest.mark.parametrize(("stage", "waves"), [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize("samples", [([8], [8]), ([4, 4], [4, 4])], ids=["1 + 1", "2 + 2"])
+def test_stages_go_round(samples, stage, waves):
+    """Four units on two ranks or pairs of ranks, of which each has two stages."""
+    one, other = rows(*samples, micro_batch=1)
     layout = [one, other, one, other]
-    assert_parity("bert", layout, schedule="interleaved", zero_stage=stage)
+    assert_parity("bert", layout, schedule="interleaved", zero_stage=stage, waves=waves)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -75,10 +75,17 @@ def test_schedules(schedule, tensor):
     assert_parity("qwen3", layout, schedule=schedule, zero_stage=1)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_teams_go_round(stage):
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("layout", ["a team, then two", "a team each"])
+def test_waves(layout, schedule):
+    assert_parity("qwen3", LAYOUTS[layout], schedule=schedule, zero_stage=3, waves=2)
+
+
+@pytest.mark.parametrize(("stage", "waves"), [(0, 1), (2, 3), (3, 1), (3, 2)])
+def test_teams_go_round(stage, waves):
     one, other = rows([8], [8], tensor=[2, 2])
-    assert_parity("bert", [one, other, one, other], schedule="interleaved", zero_stage=stage)
+    layout = [one, other, one, other]
+    assert_parity("bert", layout, schedule="interleaved", zero_stage=stage, waves=waves)
 
 
 @pytest.mark.parametrize(
