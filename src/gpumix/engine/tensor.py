@@ -258,7 +258,7 @@ def divide(
             number of ranks, or nothing of the units is divided.
     """
     model = anatomy.root.module
-    check_heads(model, team.world)
+    check_heads(getattr(model, "config", None), team.world)
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
     own = _own_modules(anatomy, part, inside, whole)
@@ -402,9 +402,9 @@ def _own_modules(
     ]
 
 
-def check_heads(model: nn.Module, degree: int) -> None:
-    """Raise an InputError where a model's heads cannot be divided by so many ranks."""
-    config = getattr(model, "config", None)
+def check_heads(config: Any, degree: int) -> None:
+    """Raise an InputError where the heads of a model, by its configuration if it has one, cannot be
+    divided by so many ranks."""
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
     for what, said in (("num_attention_heads", "heads"), ("num_key_value_heads", "key heads")):

@@ -98,6 +98,7 @@ class Pipeline:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
                 return cached
+        self._refuse_teams()
         self._runs.warm_up()
         from gpumix.train import work
 
@@ -138,6 +139,8 @@ class Pipeline:
                 plan, profile = self._checked(plan, made_from)
             for line in overruled(plan, self.job):
                 self.show(line)
+        else:
+            self._refuse_teams()
         with ExitStack() as stack:
             stack.enter_context(self._output_for_one())
             self._runs.warm_up()
@@ -341,7 +344,18 @@ class Pipeline:
             if profile is not None:
                 plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
+        if plan.in_teams:
+            from gpumix.train import heads
+
+            heads.check_plan(plan, self.job)
         return plan, profile
+
+    def _refuse_teams(self) -> None:
+        """Tell of teams that the job wants and that there cannot be."""
+        if 1 not in self.job.techniques.tensor:
+            from gpumix.train import heads
+
+            heads.check_job(self.job, self.cluster)
 
 
 def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:

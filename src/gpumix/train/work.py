@@ -7,19 +7,17 @@ from functools import partial
 from torch import nn
 
 from gpumix.engine.optimizers.groups import matches
-from gpumix.engine.tensor import check_heads
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
-from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import InputMeasurement, Profile
-from gpumix.spec.teams import degrees_of
 from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
+from gpumix.train.heads import check_techniques
 from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
 from gpumix.train.little_data import warnings_of
@@ -101,22 +99,8 @@ def _model_to_measure(task: Task) -> nn.Module:
     if spec.tensor_plan is not None or must_divide:
         tensor_plan(model, spec.tensor_plan)
     if must_divide:
-        _refuse_undivided(model, task)
+        check_techniques(getattr(model, "config", None), task.cluster, task.job.techniques)
     return model
-
-
-def _refuse_undivided(model: nn.Module, task: Task) -> None:
-    """Raise an InputError for a model whose heads no team can divide."""
-    every = degrees_of(task.cluster, task.job.techniques).values()
-    failures: list[InputError] = []
-    for degree in sorted({degree for degrees in every for degree in degrees}):
-        try:
-            check_heads(model, degree)
-        except InputError as error:
-            failures.append(error)
-        else:
-            return
-    raise failures[0]
 
 
 def train(

@@ -1,0 +1,62 @@
+"""Whether teams can divide the heads of a job's model.
+
+Told before ranks start where the job has the model's configuration. What a factory makes only ranks
+know: they look before they measure or train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumix.engine.tensor import check_heads
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+from gpumix.spec.placed import placed
+from gpumix.spec.plan import Plan
+from gpumix.spec.space import Space
+from gpumix.spec.teams import degrees_of, refuse_too_large
+from gpumix.train.models import config_of
+
+
+def check_plan(plan: Plan, job: Job) -> None:
+    """Refuse a plan one of whose teams cannot divide the heads.
+
+    Raises:
+        InputError: naming its stage.
+    """
+    if job.model.config is None:
+        return
+    config = config_of(job.model)
+    for number, stage in enumerate(plan.stages, 1):
+        with placed(f"stage {number}"):
+            check_heads(config, stage.tensor)
+
+
+def check_job(job: Job, cluster: Cluster) -> None:
+    """Refuse a job that wants teams, none of which can divide the heads.
+
+    Raises:
+        InputError: so it is, or no host has devices enough for a team.
+    """
+    refuse_too_large(cluster, job.techniques)
+    if job.model.config is not None:
+        check_techniques(config_of(job.model), cluster, job.techniques)
+
+
+def check_techniques(config: Any, cluster: Cluster, techniques: Space) -> None:
+    """Refuse a configuration of a model whose heads no team can divide.
+
+    Raises:
+        InputError: what is wrong with the smallest team.
+    """
+    every = degrees_of(cluster, techniques).values()
+    failures: list[InputError] = []
+    for degree in sorted({degree for degrees in every for degree in degrees}):
+        try:
+            check_heads(config, degree)
+        except InputError as error:
+            failures.append(error)
+        else:
+            return
+    raise failures[0]

@@ -1,0 +1,77 @@
+"""Heads that no team can divide evenly are told before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import BATCH, plan_for, write_job
+from verbs import here
+
+from gpumix.spec.plan import Plan, Stage
+from gpumix.train.runner import LocalRunner
+
+CASES = {
+    "heads": (3, 3, 2, "the model's 3 heads cannot be divided over 2 ranks"),
+    "one key head": (4, 1, 2, "the model's 1 key head cannot be divided over 2 ranks"),
+    "key heads": (8, 2, 4, "the model's 2 key heads cannot be divided over 4 ranks"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch):
+    def started(*arguments, **options):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(LocalRunner, "run", started)
+
+
+def job_with(folder: Path, heads: int, key_heads: int, degree: int, **changes) -> Path:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8 * heads,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": 32,
+        "max_position_embeddings": 16,
+    }
+    cluster = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": degree}]
+    return write_job(folder, model={"config": config}, cluster=cluster, **changes)
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+@pytest.mark.parametrize("case", CASES)
+def test_of_teams_that_the_job_wants(tmp_path, case, verb):
+    heads, key_heads, degree, told = CASES[case]
+    job_with(tmp_path, heads, key_heads, degree, techniques={"tensor": degree})
+    assert_refused(tmp_path, told, verb, "job.yaml")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_teams_of_a_given_plan(tmp_path, case):
+    heads, key_heads, degree, told = CASES[case]
+    job = job_with(tmp_path, heads, key_heads, degree)
+    alone = plan_for(job, [BATCH] + [0] * (degree - 1), [1.0] + [0.0] * (degree - 1))
+    in_a_team(alone).save(tmp_path / "plan.json")
+    err = assert_refused(tmp_path, told, "train", "job.yaml", "--plan", "plan.json")
+    assert "plan.json: stage 1" in err
+
+
+def in_a_team(plan: Plan) -> Plan:
+    """All of its workers, each with what the first one has."""
+    (stage,) = plan.stages
+    first = stage.workers[0]
+    workers = tuple(first.model_copy(update={"device": w.device}) for w in stage.workers)
+    team = Stage(units=stage.units, workers=workers, tensor=len(workers))
+    return Plan.model_validate(plan.model_dump() | {"stages": (team,)})
+
+
+def assert_refused(folder: Path, told: str, *arguments: str) -> str:
+    done = here(*arguments, folder=folder)
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    assert told in done.err
+    assert not (folder / "run").exists()
+    return done.err
