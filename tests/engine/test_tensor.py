@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,18 @@ LAYOUTS = {
     "a team each": rows([6], [6], tensor=[2, 2]),
     "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
 }
+NOBODY_SAYS = "nothing says how a {} is divided over the ranks of a team"
+UNDIVIDED = {
+    "phi3": "'rowwise_split_input' of module 'model.layers.0.self_attn.o_proj', which is no known",
+    "mixtral": "'moe_tp_experts' of module 'model.layers.0.mlp.experts', which is no known style",
+    "opt": NOBODY_SAYS.format("OPTForCausalLM"),
+    "bloom": NOBODY_SAYS.format("BloomForCausalLM"),
+    "vit": NOBODY_SAYS.format("ViTForImageClassification"),
+    "bart": NOBODY_SAYS.format("BartForConditionalGeneration"),
+    "whisper": NOBODY_SAYS.format("WhisperForConditionalGeneration"),
+    "plain-torch-blocks": NOBODY_SAYS.format("Regression"),
+    "plain-own-blocks": NOBODY_SAYS.format("Regression"),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,7 +62,7 @@ def test_layouts(layout, stage):
     assert_parity("llama", LAYOUTS[layout], zero_stage=stage)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "t5"])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in UNDIVIDED])
 @pytest.mark.parametrize("layout", ["two teams", "a team, then one"])
 def test_architectures(name, layout):
     assert_parity(name, LAYOUTS[layout], zero_stage=1)
@@ -189,6 +203,55 @@ def _held(plan_json: str) -> dict[str, int]:
 # -- plans of one's own ----------------------------------------------------------------------------
 
 
+class Padded(nn.Module):
+    """Looks up numbers in a table with padding, before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 16, padding_idx=5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.table(numbers)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(), torch.tensor(float(numbers.numel()))
+
+
+def test_the_row_of_padding_and_no_other_has_no_gradient():
+    """It is the second rank's, of number 1 there; both ranks have a row of that number."""
+    numbers = torch.arange(8).reshape(4, 2)
+    model = initialised(Padded)
+    loss, count = model(numbers)
+    (loss / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    for found in run_ranks(_padded, 2, numbers):
+        assert found == pytest.approx(norm, rel=1e-6)
+
+
+def _padded(numbers: torch.Tensor) -> float:
+    engine = _prepared(Padded, {**STYLES["names"], "table": "embedding_rowwise"})
+    engine.step(numbers)
+    return engine.gradient_norm().item()
+
+
+class Wide(nn.Linear):
+    """Does more than a linear layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class More(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks[0].up = Wide(16, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.blocks[1](self.blocks[0](x)).sum(), torch.tensor(1.0)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +297,11 @@ def _vectors() -> torch.Tensor:
 
 def _prepared(factory, styles=None, degree: int = 2):
     model = build(factory, SEED)
-    names = ["blocks.0", "blocks.1"] if factory is Own else ["model.layers.0", "model.layers.1"]
+    names = (
+        ["blocks.0", "blocks.1"]
+        if factory in (Own, Padded, More)
+        else ["model.layers.0", "model.layers.1"]
+    )
     (row,) = rows([4], tensor=[degree])
     plan = staged_plan("llama", [row])
     anatomy = dissect(model)
@@ -252,9 +319,12 @@ BAD = {
     r"pattern '\*\*\.heads' of the tensor plan fits no module": (Own, {"**.heads": "divided"}),
     "divides nothing of the units": (Own, {"blocks.*.training": "divided"}),
     "'blocks.0' cannot be divided over 2 ranks": (Own, {"blocks.*": "colwise"}),
+    "a Wide does more than a Linear": (More, STYLES["names"]),
     "3 heads cannot be divided over 2": (
         causal_model("LlamaConfig", num_hidden_layers=2, hidden_size=12, intermediate_size=16,
                      num_attention_heads=3, num_key_value_heads=3), None),
+    "1 key head cannot be divided over 2": (
+        causal_model("LlamaConfig", num_hidden_layers=2, num_key_value_heads=1), None),
 }  # fmt: skip
 
 
@@ -270,12 +340,21 @@ def test_bad_plans(message, refusals):
         assert re.search(message, of_rank[message])
 
 
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_architectures_that_cannot_be_divided(name, refusals):
+    for of_rank in refusals:
+        assert UNDIVIDED[name] in of_rank[name]
+
+
 def _refusals() -> dict[str, str]:
-    said = {}
-    for message, (factory, styles) in BAD.items():
-        try:
-            _prepared(factory, styles)
-            said[message] = "nothing"
-        except InputError as error:
-            said[message] = str(error)
-    return said
+    said = {message: _refusal(_prepared, *bad) for message, bad in BAD.items()}
+    plans = {name: staged_plan(name, TEAM) for name in UNDIVIDED}
+    return said | {name: _refusal(staged_engine, name, plan) for name, plan in plans.items()}
+
+
+def _refusal(make: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        make(*arguments)
+    except InputError as error:
+        return str(error)
+    return "nothing"

@@ -56,6 +56,10 @@ class Style:
         """What the module does, with what it has. It must not hold the module, which holds it."""
         return plain_forward(module)
 
+    def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
+        """What else is other with the part of this rank."""
+        return {}
+
     def summed(self, module: nn.Module) -> tuple[str, ...]:
         """Parameters that are not divided, of whose gradient each rank has a part."""
         return ()
@@ -109,7 +113,8 @@ class Rowwise(Style):
 
 
 class EmbeddingRowwise(Style):
-    """A table by its rows: each rank looks up what it has."""
+    """A table by its rows: each rank looks up what it has. What the module's class does with that
+    (Gemma's scales it) each does with its own."""
 
     def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
         _require(module, nn.Embedding)
@@ -117,23 +122,18 @@ class EmbeddingRowwise(Style):
             raise ValueError("a table with `max_norm` is changed by looking things up")
         return {"weight": _window(module, "weight", 0, team)}
 
+    def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
+        padding = getattr(module, "padding_idx", None)
+        first, rows = _rows(module, team)
+        own = padding is not None and first <= padding < first + rows
+        return {} if padding is None else {"padding_idx": padding - first if own else None}
+
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        assert isinstance(module, nn.Embedding)
-        parameters, by_count = module._parameters, module.scale_grad_by_freq
-        rows = module.num_embeddings // team.world
-        first, padding = team.rank * rows, module.padding_idx
-        own_padding = None if padding is None or padding // rows != team.rank else padding - first
+        inner, (first, rows) = plain_forward(module), _rows(module, team)
 
         def forward(numbers: torch.Tensor) -> torch.Tensor:
             there = (numbers >= first) & (numbers < first + rows)
-            table = parameters["weight"]
-            assert table is not None
-            found = functional.embedding(
-                torch.where(there, numbers - first, 0),
-                table,
-                own_padding,
-                scale_grad_by_freq=by_count,
-            )
+            found = inner(torch.where(there, numbers - first, 0))
             return leave(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
 
         return forward
@@ -293,6 +293,8 @@ def divide(
                 early=apart is not None and parent in apart.early,
             )
         changes.make(module, "forward", style.forward(module, entrances[parent], team))
+        for attribute, value in style.attributes(module, team).items():
+            changes.make(module, attribute, value)
     for parent, of_parent in entrances.items():
         if of_parent.shared:
             module = model.get_submodule(parent)
@@ -520,6 +522,13 @@ def _require(module: nn.Module, kind: type[nn.Module]) -> None:
         raise ValueError(f"it is a {type(module).__name__}, not a {kind.__name__}")
 
 
+def _require_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """One whose forward is replaced must do nothing else there."""
+    _require(module, kind)
+    if type(module).forward is not kind.forward:
+        raise ValueError(f"a {type(module).__name__} does more than a {kind.__name__}")
+
+
 def _transposed(module: nn.Module) -> bool:
     """Whether the weight is [inputs, outputs]: GPT-2's layers."""
     return type(module).__name__ == "Conv1D"
@@ -528,7 +537,7 @@ def _transposed(module: nn.Module) -> bool:
 def _outputs(module: nn.Module) -> int:
     """The dimension of the weight that is the layer's outputs."""
     if not _transposed(module):
-        _require(module, nn.Linear)
+        _require_plain(module, nn.Linear)
     return 1 if _transposed(module) else 0
 
 
@@ -540,6 +549,13 @@ def _product(
 ) -> torch.Tensor:
     assert weight is not None, "a linear layer has one"
     return functional.linear(value, weight.T if transposed else weight, bias)
+
+
+def _rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
+    """The first row that this rank has of a table, and how many."""
+    assert isinstance(table, nn.Embedding)
+    count = table.num_embeddings // team.world
+    return team.rank * count, count
 
 
 def _window(module: nn.Module, name: str, dim: int, team: Communicator, packed: int = 1) -> Window:
