@@ -60,13 +60,19 @@ def rows(
     micro_batch: int = 2,
     tensor: Sequence[int] = (),
     sequence: bool = False,
+    state: Sequence[Sequence[int]] = (),
     **share: Any,
 ) -> list[Row]:
     """Stages on devices of their own, by the samples of each worker, or team of so many, which
-    divide the sequence too or not."""
+    divide the sequence too or not; by default they share their stage's state equally."""
     found, device = [], 0
-    for of_stage, members in zip(samples, tensor or [1] * len(samples), strict=True):
-        each = [Share(n, min(n, micro_batch), 1, **share) for n in of_stage]
+    states = state or [[1] * len(of_stage) for of_stage in samples]
+    members_of = tensor or [1] * len(samples)
+    for of_stage, parts, members in zip(samples, states, members_of, strict=True):
+        each = [
+            Share(n, min(n, micro_batch), part, **share)
+            for n, part in zip(of_stage, parts, strict=True)
+        ]
         shares = tuple(share for share in each for _ in range(members))
         devices = tuple(range(device, device + len(shares)))
         found.append(Row(shares, devices, members, sequence and members > 1))

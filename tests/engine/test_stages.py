@@ -17,7 +17,16 @@ from gpumix.spec.shares import share_of
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import batches, initialised, train_alone, worst_error
-from staging import EVERY, Row, own_samples, rows, staged_engine, staged_plan, train_in_stages
+from staging import (
+    EVERY,
+    Row,
+    own_samples,
+    rows,
+    staged_engine,
+    staged_plan,
+    train_in_stages,
+    train_in_turn,
+)
 
 GPT2 = ARCHITECTURES["gpt2"]
 STEPS = 2
@@ -33,7 +42,13 @@ LAYOUTS = {
     "2 of which one stores only": rows([6, 0], [2, 4]),
 }
 
-
+RAGGED = {
+    "3 + 1, crossing": rows([4, 2], [2, 4], micro_batch=1, state=[[3, 1], [1, 4]]),
+    "one that stores nothing": rows([4, 2], [6], micro_batch=1, state=[[1, 0], [1]]),
+    "one that stores only": rows([6], [6, 0], micro_batch=1, state=[[1], [1, 2]]),
+    "two teams": rows([4, 2], micro_batch=1, state=[[1, 3]], tensor=[2]),
+    "a team, then two": rows([6], [4, 2], micro_batch=1, state=[[1], [1, 3]], tensor=[2, 1]),
+}
 TEAMS = {
     "two teams": rows([4, 2], tensor=[2]),
     "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
@@ -86,9 +101,42 @@ def test_stages_go_round(samples, stage, waves):
     assert_parity("bert", layout, schedule="interleaved", zero_stage=stage, waves=waves)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("layout", RAGGED)
+def test_workers_that_store_unequal_parts(layout, stage):
+    waves = 2 if stage > 1 else 1
+    assert_parity("gpt2", RAGGED[layout], zero_stage=stage, waves=waves)
+
+
+WAYS = {
+    "1f1b": (LAYOUTS["1 + 2"], {"zero_stage": 1}),
+    "zero-bubble": (
+        rows([6], [2, 4], mode=KEPT, state=[[1], [3, 1]]),
+        {"zero_stage": 1, "schedule": "zero-bubble"},
+    ),
+    "waves": (
+        rows([4, 2], [6], micro_batch=1, state=[[1, 2], [1]]),
+        {"zero_stage": 3, "schedule": "eager-1f1b", "waves": 3},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def by_architecture():
+    plans = {
+        (name, way): (name, staged_plan(name, layout, **settings))
+        for name in ARCHITECTURES
+        for way, (layout, settings) in WAYS.items()
+    }
+    return train_in_turn(plans, STEPS)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures(name):
-    assert_parity(name, LAYOUTS["1 + 2"], zero_stage=1)
+def test_architectures(name, way, by_architecture):
+    losses, found = by_architecture[name, way]
+    assert worst_error(found, train_alone(EVERY[name], 6, STEPS)) < TOLERANCE
+    assert all(seen == losses[0] for seen in losses)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
