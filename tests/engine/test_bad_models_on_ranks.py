@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import GpumixError
+from gpumix.spec.plan import Plan
 from harness import run_ranks
 from models import WIDTH, Block, Regression, causal_lm, causal_model, vectors
 from reference import (
@@ -22,6 +24,7 @@ from reference import (
     pieces_of,
     plain_step,
 )
+from staging import LooksBack, own_samples, rows, staged_plan
 
 SHARES = [Share(3, 2, 1), Share(2, 1, 2)]
 GROUP_TIMEOUT_S = 300.0  # far longer than the tests may take
@@ -124,6 +127,76 @@ def test_all_ranks_are_told(factory, step, kind, what):
     assert of_0[:2] == (step, "CommunicationError")
     assert "rank 1 failed" in of_0[2]
     assert what in of_0[2]
+
+
+# -- in stages -------------------------------------------------------------------------------------
+
+
+class BySamples(Regression):
+    """Which block comes next its input says, which all stages have."""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(3)])
+
+    def forward(self, x, target):
+        first = (0, 1, 2) if x[0, 0, 0] > 0 else (0, 2, 1)
+        x = self.enter(x)
+        for number in first:
+            x = self.blocks[number](x)
+        return self.error(x, target)
+
+
+def _staged_account(factory, plan_json, step):
+    """What a rank is told when that step comes; all samples before are of one kind."""
+    plan = Plan.model_validate_json(plan_json)
+    engine = prepare(factory(), plan)
+    batch = vectors(plan.global_batch, torch.Generator().manual_seed(0))
+    for number in range(step + 1):
+        engine.model.steps = number
+        batch["x"][:, 0, 0] = 1.0 if number < step else -1.0
+        try:
+            engine.step(own_samples(plan, engine.comm.rank, batch))
+        except GpumixError as error:
+            return number, type(error).__name__, str(error)
+    return None
+
+
+def staged_accounts(factory, step=0, cut=1):
+    plan = staged_plan("plain-own-blocks", rows([6], [6]), cuts=[cut])
+    of_ranks = (factory, plan.model_dump_json(), step)
+    return run_ranks(_staged_account, 2, *of_ranks, timeout_s=20, group_timeout_s=GROUP_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "factory, step, what",
+    [
+        (Ordered, 0, "unit 'blocks.1' was to be called as call 2 of 3"),
+        (OrderedLater, 1, "unit 'blocks.1' was to be called as call 2 of 3"),
+        (Shorter, 0, "unit 'blocks.2' was to be called as call 3 of 3"),
+        (WithoutUnits, 0, "unit 'blocks.0' was to be called as call 1 of 3"),
+    ],
+)
+def test_another_order_in_a_later_stage(factory, step, what):
+    of_0, of_1 = staged_accounts(factory, step)
+    assert of_1[:2] == (step, "ModelError") and of_1[2].startswith("rank 1: ")
+    assert what in of_1[2]
+    assert of_0[:2] == (step, "CommunicationError")
+    assert "rank 1 failed" in of_0[2] and what in of_0[2]
+
+
+def test_an_order_that_depends_on_samples_in_stages():
+    """All stages have these; who comes to the wrong call first tells the others."""
+    for step, _, told in staged_accounts(BySamples, 1):
+        assert step == 1
+        assert "unit 'blocks.1' was to be called as call 2 of 3" in told
+
+
+def test_values_of_another_stage_that_the_plan_does_not_take():
+    of_0, of_1 = staged_accounts(LooksBack, cut=2)
+    assert of_1[:2] == (0, "ModelError")
+    assert "looks at values that another stage has" in of_1[2]
+    assert "after unit 'blocks.1'" in of_1[2]
+    assert "rank 1 failed" in of_0[2]
 
 
 def _given_too_little():

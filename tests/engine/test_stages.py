@@ -149,6 +149,11 @@ def test_units_that_a_stage_calls_again(stage):
     assert_parity("called_again", LAYOUTS["1 + 2"], cuts=[4], zero_stage=stage)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_code_between_units_that_goes_by_values_of_another_stage(stage):
+    assert_parity("looks_back", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
+
+
 def assert_parity(name: str, layout: list[Row], **settings):
     plan = staged_plan(name, layout, **settings)
     expected = train_alone(EVERY[name], plan.global_batch, STEPS)

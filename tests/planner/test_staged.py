@@ -339,6 +339,9 @@ def test_more_stages_than_devices_or_units_are_refused():
     space = Space(least_stages=4, schedules="1f1b")
     with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices, and 4 units"):
         staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=space))
+    space = Space(least_stages=3, schedules="1f1b")
+    with pytest.raises(InputError, match="no plan of 3 stages: there are 4 devices, and 2 units"):
+        staged(cluster([(1.0, 4)], calls=2), PlanRequest(global_batch=4, space=space))
     with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
         Space(least_stages=4, most_stages=2)
 

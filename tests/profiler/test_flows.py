@@ -60,6 +60,13 @@ NEEDS = {
         (set(), [(2, 0)]),
         (None, [(3, 0)]),
     ],
+    # Its code looks at the first block's output before it calls the third one.
+    "looks_back": [
+        (None, []),
+        (set(), [(0, 0)]),
+        (set(), [(0, 0), (1, 0)]),
+        (None, [(0, 0), (2, 0)]),
+    ],
 }
 
 

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.boundary import cast
@@ -23,6 +28,9 @@ from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.units import Anatomy, Slot
 from gpumix.spec.errors import first_line
+
+WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What code runs into that goes by the values of tensors which have none."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from gpumix.engine.boundary import Cut, taken
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
+from gpumix.engine.elsewhere import WITHOUT_VALUES
 from gpumix.engine.glue import Glue
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
@@ -164,7 +165,16 @@ class MicroBatch:
 
     def _resume(self, stretch: int, value: Any = None) -> None:
         self._randomness.start(stretch)
-        self._at = self._coroutine.resume(value)
+        try:
+            self._at = self._coroutine.resume(value)
+        except WITHOUT_VALUES as error:
+            last = [*self._earlier, *self._calls][: stretch // 2][-1:]
+            raise ModelError(
+                "the model's own code looks at values that another stage has",
+                where=f"after unit '{last[0]}'" if last else "before the first unit",
+                why=str(error),
+                fix="profile and plan again for this model, or make a plan of one stage",
+            ) from error
 
 
 def refuse_detached(loss: torch.Tensor) -> None:

@@ -40,6 +40,18 @@ LIKE_FIRST = frozenset(
 LIKE_SECOND = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
 )
+# What makes values of Python, or a shape, of those of a tensor: all code after may go by these.
+LOOKS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__bool__", "__int__", "__float__", "__index__", "__contains__", "__format__", "item",
+        "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "unique",
+        "masked_select",
+    )
+) | {
+    torch.equal, torch.allclose, torch.is_nonzero, torch.nonzero, torch.argwhere, torch.unique,
+    torch.masked_select,
+}  # fmt: skip
 
 Source = str | Taken
 """A parameter of the root, by its name, or what a unit call returns."""
@@ -62,12 +74,13 @@ class Flows:
 
 class _Notes(TorchFunctionMode):
     """Notes where and by what parameters are used (the number of unit calls before, and whether
-    they are looked up), and from what each tensor is computed."""
+    they are looked up), from what each tensor is computed, and what was `looked` at so far."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.uses: dict[str, set[tuple[int, bool]]] = defaultdict(set)
         self.place = 0
+        self.looked: set[Source] = set()
         self._names = names
         self._sources = WeakTensorKeyDictionary()
 
@@ -85,6 +98,8 @@ class _Notes(TorchFunctionMode):
         for name in (self._names[id(t)] for t in given if id(t) in self._names):
             self.uses[name].add((self.place, func in LOOKUPS))
         sources = self.sources(_read(func, args, kwargs))
+        if func in LOOKS or _chooses(func, args):
+            self.looked |= sources
         with torch._C.DisableTorchFunctionSubclass():
             versions = [t._version for t in given]
         result = func(*args, **kwargs)
@@ -136,12 +151,13 @@ def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
             inside = specimens.shared_by[walk.call.unit]
             for name in inside:
                 notes.uses[name].add((INSIDE, False))
-            needed.append(notes.sources((walk.call.args, walk.call.kwargs)).union(inside))
+            given = notes.sources((walk.call.args, walk.call.kwargs))
+            needed.append(given.union(inside, notes.looked))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients
             leaves = _fresh(returned[kind], call, notes, gradients=gradients)
             walk.go_on(hand_over(walk.call, returned[kind], leaves))
-        needed.append(notes.sources(walk.result))
+        needed.append(notes.sources(walk.result) | notes.looked)
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
     return Flows(
@@ -171,6 +187,13 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if func in LIKE_FIRST:
         return args[1:], {name: value for name, value in kwargs.items() if name != "input"}
     return args[:1] if func in LIKE_SECOND else (args, kwargs)
+
+
+def _chooses(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function takes of a tensor what a mask says."""
+    return func is torch.Tensor.__getitem__ and any(
+        t.dtype == torch.bool for t in _tensors(args[1])
+    )
 
 
 def _needs(specimens: Specimens, sources: set[Source]) -> Needs:
