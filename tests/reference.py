@@ -293,11 +293,14 @@ def engine_for(
     """The engine of a freshly built model, in a single process or on the ranks of a group."""
     model = build(factory, SEED)
     plan = plan_for(model, shares, calls=calls, units=units, **settings)
-    comm = None
-    if staged_on:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        comm = StagedCommunicator(dist.group.WORLD, rank=rank, world=world, device=staged_on)
+    comm = through_host(staged_on) if staged_on else None
     return prepare(model, plan, comm=comm, units=units, loss=loss, weights=weights)
+
+
+def through_host(device: str) -> StagedCommunicator:
+    """All ranks, which may share the device."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return StagedCommunicator(dist.group.WORLD, rank=rank, world=world, device=device)
 
 
 def engine_alone(

@@ -22,7 +22,7 @@ from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, Block, InOrder, Regression, vectors
-from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of
+from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of, through_host
 
 
 def tied_blocks() -> nn.Module:
@@ -173,16 +173,20 @@ def _worker(row: Row, number: int) -> Worker:
     )
 
 
-def train_in_stages(name: str, plan: Plan, steps: int) -> tuple[list[list[float]], Trained]:
+def train_in_stages(
+    name: str, plan: Plan, steps: int, *, backend: str = "gloo", staged_on: str = ""
+) -> tuple[list[list[float]], Trained]:
     """Train on ranks: the losses that each saw, and what all came to."""
-    results = run_ranks(_train_rank, len(plan.workers), name, plan.model_dump_json(), steps)
+    arguments = name, plan.model_dump_json(), steps, staged_on
+    results = run_ranks(_train_rank, len(plan.workers), *arguments, backend=backend)
     losses = [losses for losses, _ in results]
     return losses, Trained(losses[0], joined([pieces for _, pieces in results]))
 
 
-def staged_engine(name: str, plan: Plan) -> Engine:
+def staged_engine(name: str, plan: Plan, staged_on: str = "") -> Engine:
     """On a rank."""
-    return prepare(build(EVERY[name].factory, SEED), plan)
+    comm = through_host(staged_on) if staged_on else None
+    return prepare(build(EVERY[name].factory, SEED), plan, comm=comm)
 
 
 def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
@@ -211,9 +215,11 @@ def _train_each(work: Sequence[tuple[str, str, int]]) -> list[tuple[list[float],
     return [_train_rank(*one) for one in work]
 
 
-def _train_rank(name: str, plan_json: str, steps: int) -> tuple[list[float], Any]:
+def _train_rank(
+    name: str, plan_json: str, steps: int, staged_on: str = ""
+) -> tuple[list[float], Any]:
     plan = Plan.model_validate_json(plan_json)
-    engine = staged_engine(name, plan)
+    engine = staged_engine(name, plan, staged_on)
     optimizer = optimizer_for(engine.parameters())
     losses = []
     for batch in batches(EVERY[name], plan.global_batch, steps):

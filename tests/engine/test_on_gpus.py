@@ -10,6 +10,7 @@ from gpumix.spec.plan import Collectives, Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, joined, train_alone, train_by_plan, worst_error
+from staging import rows, staged_plan, train_in_stages
 from whole_optimizers import assert_close, expected_after, train_rank
 
 pytestmark = [
@@ -87,6 +88,42 @@ def test_ranks_share_a_gpu(stage):
     shares = [Share(3, 2, 1), Share(2, 1, 2)]
     found = train_by_plan("gpt2", shares, STEPS, zero_stage=stage, staged_on="cuda:0")
     assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+IN_STAGES = {
+    "1f1b": (rows([6], [6]), {"zero_stage": 0}),
+    "waves": (rows([6], [6]), {"zero_stage": 3, "waves": 3}),
+    "zero-bubble": (
+        rows([6], [6], mode=Mode(recompute=False)),
+        {"zero_stage": 1, "schedule": "zero-bubble"},
+    ),
+    "interleaved": (rows([8], [8]) * 2, {"zero_stage": 1, "schedule": "interleaved"}),
+    "a team": (rows([5], tensor=[2]), {"zero_stage": 1}),
+    "a team that divides the sequence": (
+        rows([5], tensor=[2], sequence=True),
+        {"zero_stage": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_STAGES)
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
+    layout, settings = IN_STAGES[case]
+    plan = staged_plan(name, layout, **settings)
+    _, found = train_in_stages(name, plan, STEPS, staged_on="cuda:0")
+    expected = train_alone(ARCHITECTURES[name], plan.global_batch, STEPS)
+    assert worst_error(found, expected) < 1e-4
+
+
+@TWO
+@pytest.mark.parametrize("case", IN_STAGES)
+def test_stages_and_teams_on_gpus_of_their_own(case):
+    layout, settings = IN_STAGES[case]
+    plan = staged_plan("t5", layout, **settings)
+    _, found = train_in_stages("t5", plan, STEPS, backend="nccl")
+    expected = train_alone(ARCHITECTURES["t5"], plan.global_batch, STEPS)
+    assert worst_error(found, expected) < 1e-4
 
 
 @TWO

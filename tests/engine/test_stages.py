@@ -149,15 +149,29 @@ def test_units_that_a_stage_calls_again(stage):
     assert_parity("called_again", LAYOUTS["1 + 2"], cuts=[4], zero_stage=stage)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    "layout, settings",
+    [
+        (rows([6], [2, 4], mode=KEPT), {"zero_stage": 1, "schedule": "zero-bubble"}),
+        (rows([6], [6], tensor=[2, 1]), {"zero_stage": 3, "waves": 2}),
+    ],
+    ids=["stages", "a team, then one"],
+)
+def test_messages_through_memory_of_the_host(name, layout, settings):
+    """As several ranks on one GPU send them (`tests/engine/test_on_gpus.py`)."""
+    assert_parity(name, layout, staged_on="cpu", **settings)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_code_between_units_that_goes_by_values_of_another_stage(stage):
     assert_parity("looks_back", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
 
 
-def assert_parity(name: str, layout: list[Row], **settings):
+def assert_parity(name: str, layout: list[Row], *, staged_on: str = "", **settings):
     plan = staged_plan(name, layout, **settings)
     expected = train_alone(EVERY[name], plan.global_batch, STEPS)
-    losses, found = train_in_stages(name, plan, STEPS)
+    losses, found = train_in_stages(name, plan, STEPS, staged_on=staged_on)
     assert worst_error(found, expected) < TOLERANCE
     assert all(seen == losses[0] for seen in losses)
 

@@ -86,6 +86,12 @@ class StagedCommunicator(Communicator):
         staged, pending = self._host.exchange_parts(sent.cpu(), send_splits, receive_splits, label)
         return received, pending.then(lambda: _set(received, staged))
 
+    def pass_on(self, value: torch.Tensor, source: int, label: str) -> Pending:
+        if self.rank == source:
+            return self._host.pass_on(value.cpu(), source, label)
+        staged = torch.empty_like(value, device="cpu")
+        return self._host.pass_on(staged, source, label).then(lambda: _set(value, staged))
+
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         staged = value.to("cpu", copy=True)
         self._host.broadcast(staged, source, label)
