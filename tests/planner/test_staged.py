@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import combinations, pairwise, permutations, product
 
 import pytest
+from every_stage import dealt, every_deal, every_plan, least_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, root, steady
@@ -21,10 +20,11 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
+from gpumix.spec.plan import Plan, Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
+ALIKE = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole")
 SPACE = Space(zero_stages=(0, 1), recompute=True, schedules=("1f1b",), heads="whole")
 
 
@@ -62,76 +62,8 @@ def cluster(
     return in_a_row(found, message=line(message))
 
 
-def every_plan(found: Profile, batch: int) -> Iterator[Plan]:
-    """All plans of SPACE, with equal shares."""
-    devices = found.cluster.in_rank_order()
-    calls = len(found.model.calls)
-    for order in permutations(devices):
-        for stages in range(2, min(calls, len(devices)) + 1):
-            for ends in combinations(range(1, len(devices)), stages - 1):
-                cuts = [0, *ends, len(devices)]
-                groups = [order[a:b] for a, b in pairwise(cuts)]
-                if any(list(g) != sorted(g, key=lambda d: d.id) for g in groups):
-                    continue
-                for inner in combinations(range(1, calls), stages - 1):
-                    for size in range(1, batch + 1):
-                        yield from _dealt(found, groups, [0, *inner, calls], size, batch)
-
-
-def _dealt(found, groups, ends, size, batch) -> Iterator[Plan]:
-    count = -(-batch // size)
-    ways = [
-        [w for w in product(range(count + 1), repeat=len(g)) if sum(w) == count] for g in groups
-    ]
-    for given_to, zero_stage in product(product(*ways), SPACE.zero_stages):
-        stages = []
-        for number, (group, counts) in enumerate(zip(groups, given_to)):
-            samples = [n * size for n in counts]
-            last = max(p for p, n in enumerate(counts) if n)
-            samples[last] -= sum(samples) - batch
-            needs = found.model.needs_of(ends[number], ends[number + 1])
-            workers = [
-                Worker(
-                    device=d.id,
-                    device_class=d.device_class,
-                    host=d.host,
-                    samples=n,
-                    micro_batch=min(n, size),
-                    state_share=1 / len(group),
-                    mode=Mode(),
-                )
-                for d, n in zip(group, samples)
-            ]
-            stages.append(
-                Stage(
-                    units=found.model.calls[ends[number] : ends[number + 1]],
-                    workers=tuple(workers),
-                    takes=needs.outputs,
-                    root=needs.root,
-                )
-            )
-        yield Plan(
-            strategy="every",
-            model=found.model.fingerprint,
-            sequence_length=128,
-            global_batch=batch,
-            stages=tuple(stages),
-            zero_stage=zero_stage,
-            collectives={"gather": "list", "reduce": "list"},
-        )
-
-
 def fits(plan: Plan) -> bool:
     return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
-
-
-def best_of_all(found: Profile, batch: int) -> float:
-    steps = [float("inf")]
-    for plan in every_plan(found, batch):
-        expected = predict(found, plan)
-        if all(w.peak_bytes <= w.memory_limit_bytes for w in expected.workers):
-            steps.append(expected.step_s)
-    return min(steps)
 
 
 @settings(max_examples=8, deadline=None)
@@ -146,7 +78,7 @@ def test_no_plan_of_stages_is_faster(speeds, batch, calls, start, link):
     found = cluster([(s, 1) for s in speeds], calls=calls, start=start, link=link)
     plan = staged(found, PlanRequest(global_batch=batch, space=SPACE))
     assert fits(plan)
-    assert predicted(plan).step_s == pytest.approx(best_of_all(found, batch), rel=1e-6)
+    assert predicted(plan).step_s == pytest.approx(least_s(found, batch, SPACE), rel=1e-6)
     assert predicted(plan).bound_s <= predicted(plan).step_s
 
 
@@ -294,10 +226,12 @@ def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
     space = SPACE.model_copy(update={"least_stages": stages, "most_stages": stages})
     plan = staged(found, PlanRequest(global_batch=2, space=space))
     assert len(plan.stages) == stages
-    least_s = min(
-        predict(found, one).step_s for one in every_plan(found, 2) if len(one.stages) == stages
+    wanted_s = min(
+        predict(found, one).step_s
+        for one in every_plan(found, 2, SPACE)
+        if len(one.stages) == stages
     )
-    assert predicted(plan).step_s <= least_s * (1 + 1e-9)
+    assert predicted(plan).step_s <= wanted_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
@@ -392,8 +326,11 @@ def least_of_many_deals(found: Profile, row: list[list[str]], cut: int, batch: i
     """The shortest step of these groups of devices in two stages, by micro-batches of one."""
     devices = {device.id: device for device in found.cluster.devices}
     groups = [[devices[name] for name in group] for group in row]
-    dealt = _dealt(found, groups, [0, cut, len(found.model.calls)], 1, batch)
-    return min(predict(found, plan).step_s for plan in dealt if plan.zero_stage == 0)
+    return min(
+        predict(found, plan).step_s
+        for deal in every_deal(list(map(len, groups)), batch)
+        for plan in dealt(found, groups, deal, 1, batch, "1f1b", ALIKE, [(cut,)])
+    )
 
 
 def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster():
@@ -402,26 +339,18 @@ def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster():
     space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole", most_stages=2)
     plan = staged(found, PlanRequest(global_batch=9, space=space))
     row = [[w.device for w in stage.workers] for stage in plan.stages]
-    least_s = least_of_many_deals(found, row, len(plan.stages[0].units), 9)
-    assert predicted(plan).bound_s <= least_s
-    assert step_s(plan) == pytest.approx(least_s)
+    wanted_s = least_of_many_deals(found, row, len(plan.stages[0].units), 9)
+    assert predicted(plan).bound_s <= wanted_s
+    assert step_s(plan) == pytest.approx(wanted_s)
 
 
 @pytest.mark.parametrize(("batch", "start"), [(64, 20.0), (100, 5.0)])
 def test_of_many_sizes_large_ones_are_tried_too(batch, start):
     found = cluster([(1e-3, 1), (1.7e-3, 1)], calls=3, start=start)
-    space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole")
-    plan = staged(found, PlanRequest(global_batch=batch, space=space))
-    least_s = min(
-        predict(found, one).step_s
-        for devices in permutations(found.cluster.in_rank_order())
-        for cut in (1, 2)
-        for size in range(1, batch + 1)
-        for one in _dealt(found, [[d] for d in devices], [0, cut, 3], size, batch)
-        if one.zero_stage == 0
-    )
-    assert predicted(plan).bound_s <= least_s * (1 + 1e-9)
-    assert step_s(plan) <= 1.02 * least_s
+    plan = staged(found, PlanRequest(global_batch=batch, space=ALIKE))
+    wanted_s = min(predict(found, one).step_s for one in every_plan(found, batch, ALIKE))
+    assert predicted(plan).bound_s <= wanted_s * (1 + 1e-9)
+    assert step_s(plan) <= 1.02 * wanted_s
 
 
 # -- what was measured -----------------------------------------------------------------------------

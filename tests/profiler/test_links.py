@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import time
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 import gpumix
 from gpumix.engine.comm import Communicator
 from gpumix.profiler import network
-from gpumix.profiler.network import measure_links
+from gpumix.profiler.network import measure_links, team_ranks
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.spec.islands import placed
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import Profile
 from harness import run_ranks
@@ -221,13 +223,73 @@ def test_all_forms_are_told_to_the_planner(nccl):
     assert found.step_overhead_s == pytest.approx(6e-5)  # losses, and the gradient norm
 
 
+# -- links between each two ------------------------------------------------------------------------
+
+SLOW_S = 0.02  # of each message from an island, or a rack, to another
+
+
+class OfIslands(Communicator):
+    """Messages between even and odd ranks take long, beside those of whole buffers."""
+
+    def exchange_parts(self, sent, send_splits, receive_splits, label, *, into=None):
+        partners = [n for n, size in enumerate((*send_splits, *receive_splits)) if size]
+        if any((partner % self.world - self.rank) % 2 for partner in partners):
+            time.sleep(SLOW_S)
+        return super().exchange_parts(sent, send_splits, receive_splits, label, into=into)
+
+
+def measured_pairs(hosts):
+    """On a rank: what was measured where even ranks are near to each other, and odd ones."""
+    return measure_links(
+        all_ranks(OfIslands),
+        largest_bytes=300 * KIB,
+        progress=lambda line: None,
+        devices=places(hosts),
+        each_two=True,
+        degrees={"card": (2,)},
+    )
+
+
+@pytest.mark.parametrize(("hosts", "what"), [(["a"] * 4, "island"), (["a", "b", "c", "d"], "rack")])
+def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
+    """Listed in turn; and collectives inside of them are timed."""
+    first, *others = run_ranks(measured_pairs, 4, hosts)
+    assert all(other.pairs == first.pairs for other in others)
+    assert {(p.one, p.other) for p in first.pairs} == set(combinations(range(4), 2))
+    assert {p.times.sizes for p in first.pairs} == {(64 * KIB, 300 * KIB)}
+    assert {d.id: getattr(d, what) for d in placed(places(hosts), first.pairs)} == {
+        "d0": "0",
+        "d1": "1",
+        "d2": "0",
+        "d3": "1",
+    }
+    near = {(t.operation, t.form) for t in first.network if t.group == what}
+    forms = {("gather", "broadcast"), ("reduce", "all_to_all")}
+    assert near == {*forms, ("gather", "native"), ("reduce", "native"), ("sum", "native")}
+
+
+def test_teams_are_timed_inside_an_island():
+    devices = [d.model_copy(update={"island": str(n % 2)}) for n, d in enumerate(places(["a"] * 4))]
+    assert team_ranks(devices, {"card": (2, 4)}) == {2: (0, 2)}
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"], ["a", "a", "b", "b"]])
+def test_of_two_only_there_is_one_link(hosts):
+    for found in run_ranks(measured_pairs, len(hosts), hosts):
+        assert found.pairs == ()
+
+
 # -- hosts, and computing at the same time ---------------------------------------------------------
+
+
+def places(hosts, device_class="card"):
+    return [Device(id=f"d{n}", device_class=device_class, host=h) for n, h in enumerate(hosts)]
 
 
 def measured_on_hosts(hosts):
     """On a rank: what was measured where ranks stand on these hosts."""
     found = measure_links(
-        all_ranks(), largest_bytes=300 * KIB, progress=lambda line: None, hosts=hosts
+        all_ranks(), largest_bytes=300 * KIB, progress=lambda line: None, devices=places(hosts)
     )
     return {(of.operation, of.form, of.group) for of in found.network}
 

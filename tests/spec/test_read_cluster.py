@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.cluster_file import written
 from gpumix.spec.errors import InputError
 from gpumix.spec.read import read_cluster, read_job
 
@@ -105,6 +108,20 @@ def test_links_are_named_or_measured_curves(read):
     assert network.of("inside", "slow", "slow").name == "nvlink3"
 
 
+def test_islands_and_racks_are_stated(read):
+    text = REAL.replace("count: 2, host: b", "count: 2, host: b, island: x, rack: r")
+    found = read(text + "network: {between: 25GbE, island: nvlink3, rack: 100GbE, inside: pcie4}\n")
+    assert [(d.host, d.island, d.rack) for d in found.devices] == [
+        ("a", "", ""),
+        ("a", "", ""),
+        ("b", "x", "r"),
+        ("b", "x", "r"),
+    ]
+    where = {"island": "nvlink3", "inside": "pcie4", "rack": "100GbE", "between": "25GbE"}
+    assert {w: found.network.of(w, "rtx3090", "gtx1060").name for w in where} == where
+    assert read(json.dumps(written(found))) == found
+
+
 def test_a_cluster_survives_json(read):
     cluster = read(REAL)
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
@@ -162,6 +179,10 @@ def test_a_cluster_survives_json(read):
         (LONG + "network: {inside: -1 GB/s}\n", 8, "network.inside",
          "'{}': '-1 GB/s' is not a link such as '25GbE', '12 GB/s' or one of ib-fdr,"),
         (LONG + "network: {}\n", 8, "network", "'{}': a network names at least one link"),
+        (LONG + "network: {island: nvlink3}\n", 8, "network.island",
+         "'island' has no effect: no device is in one"),
+        (REAL.replace("ordinal: 1}", "ordinal: 1, rack: r}"), 6, "devices[1].rack",
+         "host 'a' is in rack 'r' here, and in '' before"),
         (LONG + "network: {betwen: 25GbE}\n", 8, "network.betwen",
          "unknown key '{}'\n  fix: did you mean 'between'?"),
         (LONG + "network: {inside: {times: {sizes: [1, 2], values: [1, -1]}}}\n", 8,

@@ -20,6 +20,7 @@ from gpumix.cost.phases import Pass
 from gpumix.cost.time import optimizer_seconds, pass_seconds
 from gpumix.cost.wire import wire_among
 from gpumix.spec.errors import InputError
+from gpumix.spec.islands import Near
 from gpumix.spec.plan import DTYPE_BYTES, Mode, Plan, Worker
 from gpumix.spec.profile import ROOT, ModelProfile, Profile
 
@@ -54,11 +55,12 @@ class StageCost:
     """One stage of a plan.
 
     Args:
+        near: how near its workers are to each other.
         moved: whether communication takes time.
     """
 
     def __init__(
-        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, moved: bool
+        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, near: Near, moved: bool
     ) -> None:
         stage = plan.stages[number]
         self.plan, self.number, self.workers = plan, number, stage.workers
@@ -72,7 +74,7 @@ class StageCost:
             plan.communication_dtype,
             Joining(stage.joined),
         )
-        links = links_for(self.profile, wire_among(whole, places), layout)
+        links = links_for(self.profile, wire_among(whole, places, near), layout)
         free = free_links(links.buckets)
         self.links = links if moved else free
         self._free = free

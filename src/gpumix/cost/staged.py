@@ -36,6 +36,7 @@ from gpumix.cost.stage_cost import StageCost, larger
 from gpumix.cost.teams import end_seconds, in_team
 from gpumix.cost.wire import Messages, wire_among
 from gpumix.spec.cut import cut_sizes
+from gpumix.spec.islands import near
 from gpumix.spec.plan import (
     DTYPE_BYTES,
     MicroBatchOf,
@@ -89,6 +90,7 @@ class StagedStep:
         self._whole, plan = plan, plan.of_leaders
         self.profile, self.plan = profile, plan
         self.pipeline = Pipeline.of(plan)
+        self._device_of = {device.id: device for device in profile.cluster.devices}
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
             StageCost(
@@ -96,6 +98,7 @@ class StagedStep:
                 self.cut,
                 plan,
                 number,
+                near=near([self._device_of[w.device] for w in plan.stages[number].workers]),
                 moved=moved,
             )
             for number, (degree, sequence) in enumerate(teams)
@@ -167,7 +170,9 @@ class StagedStep:
         workers = [self._whole.workers[rank] for rank in ranks]
         if not self._moved or len(workers) == 1:
             return 0.0
-        wire = wire_among(self.profile, [(w.host, w.device_class) for w in workers])
+        devices = [self._device_of[w.device] for w in workers]
+        places = [(device.host, device.device_class) for device in devices]
+        wire = wire_among(self.profile, places, near(devices))
         forms = self.plan.collectives
         size = shared.trainable * GRADIENT_BYTES
         width = DTYPE_BYTES[self.plan.communication_dtype]
@@ -269,7 +274,8 @@ class StagedStep:
         for giver, taker, size in self.sent(action, other):
             if giver.device == taker.device:
                 continue
-            one = self._messages.transfer(giver, taker, size)
+            here, there = self._device_of[giver.device], self._device_of[taker.device]
+            one = self._messages.transfer(here, there, size)
             before = over.get(one.over, 0.0)
             if one.over is None:
                 over[None] = max(before, one.seconds)

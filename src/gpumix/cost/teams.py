@@ -47,7 +47,7 @@ def in_team(
         # All members of teams divide state with their likes at once, over the same links.
         network = tuple(
             one
-            if one.group == "inside"
+            if one.group in ("inside", "island")
             else one.model_copy(update={"times": one.times.shared_by(degree)})
             for one in network
         )

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
 from gpumix.cost.curves import seconds_of
 from gpumix.cost.pipeline import NOTHING_SENT, Transfer
+from gpumix.spec.cluster import Device
+from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.network import Link, Network
+from gpumix.spec.islands import Near, between, largest, near
+from gpumix.spec.network import Link, Network, Where
 from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup, TeamOperation
 
@@ -100,8 +103,8 @@ class Stated:
     ranks: int
 
     @classmethod
-    def of(cls, network: Network, on_host: OnHosts) -> Stated:
-        """The links between the devices on these hosts.
+    def of(cls, network: Network, on_host: OnHosts, near: Near = "all") -> Stated:
+        """The links between the devices on these hosts, which are as `near` to each other.
 
         Raises:
             InputError: no link is stated between some of them.
@@ -111,10 +114,12 @@ class Stated:
         for kind in kinds:
             count = sum(n for _, n in kind)
             if count > 1:
-                inside.append((count, _slowest(network, "inside", _neighbours(kind))))
+                where: Where = "island" if near == "island" else "inside"
+                inside.append((count, _slowest(network, where, _neighbours(kind))))
         between = None
         if len(on_host) > 1:
-            between = _slowest(network, "between", _across(kinds))
+            where = "rack" if near == "rack" else "between"
+            between = _slowest(network, where, _across(kinds))
         ranks = sum(alike * count for kind, alike in kinds.items() for _, count in kind)
         return cls(tuple(inside), between, len(on_host), ranks)
 
@@ -232,31 +237,38 @@ def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]
     return kinds
 
 
-def wire_for(profile: Profile, on_host: OnHosts) -> Wire:
+def wire_for(profile: Profile, on_host: OnHosts, near: Near = "all") -> Wire:
     """The links between the devices on these hosts, as far as the profile or its cluster knows
-    them."""
+    them; they are as `near` to each other."""
     if sum(sum(counts.values()) for counts in on_host.values()) == 1:
         return Free()
     network, measured = profile.cluster.network, Measured(profile.network)
     if network is None:
         return measured if profile.network else Free()
-    stated = Stated.of(network, on_host)
+    stated = Stated.of(network, on_host, near)
     return Either(measured, stated) if profile.network else stated
 
 
-def wire_among(profile: Profile, places: Sequence[tuple[str, str]]) -> Wire:
+def wire_among(profile: Profile, places: Sequence[tuple[str, str]], near: Near = "all") -> Wire:
     """The links between some of the cluster's devices, from host and class of each: what was timed
-    between all of them, or inside hosts, tells of fewer."""
+    between all of them, or inside hosts, islands or racks, tells of fewer.
+
+    Args:
+        near: how near they are to each other.
+    """
     network, measured = profile.cluster.network, Measured(profile.network)
-    every = [device.host for device in profile.cluster.devices]
+    every = profile.cluster.devices
+    form = profile.collectives.gather
+    if len(places) > 1 and near in ("island", "rack") and measured.knows("gather", form, near):
+        return Fewer(measured, near, largest(every, near), len(places))
     hosts = {host for host, _ in places}
     if len(places) == 1 or len(places) == len(every) or not profile.network:
-        return wire_for(profile, on_hosts(places))
-    timed = Counter(every).most_common(1)[0][1]
-    if len(hosts) == 1 and measured.knows("gather", profile.collectives.gather, "inside"):
+        return wire_for(profile, on_hosts(places), near)
+    timed = Counter(device.host for device in every).most_common(1)[0][1]
+    if len(hosts) == 1 and measured.knows("gather", form, "inside"):
         return Fewer(measured, "inside", timed, len(places))
-    if network is not None and not measured.knows("gather", profile.collectives.gather, "all"):
-        return Stated.of(network, on_hosts(places))
+    if network is not None and not measured.knows("gather", form, "all"):
+        return Stated.of(network, on_hosts(places), near)
     return Fewer(measured, "all", len(every), len(places))
 
 
@@ -277,54 +289,67 @@ def team_seconds(
             return seconds_of(times.times, whole)
     if operation != "all_reduce":
         return team_seconds(profile, "all_reduce", name, degree, whole) / 2
-    wire, forms = wire_among(profile, [("", name)] * degree), forms_for(profile)
+    islands = {d.island for d in profile.cluster.devices if d.device_class == name}
+    among: Near = "inside" if "" in islands else "island"
+    wire, forms = wire_among(profile, [("", name)] * degree, among), forms_for(profile)
     if not wire.knows("reduce", forms.reduce, "all"):
         return 0.0
     reduced = wire.seconds("reduce", forms.reduce, "all", size)
     return reduced + wire.seconds("gather", forms.gather, "all", size)
 
 
-class Place(Protocol):
-    """Where a device is."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def device_class(self) -> str: ...
-
-
-@dataclass(frozen=True)
 class Messages:
     """How long one message takes from a device to another: as it was timed, or as links are
-    stated."""
+    stated.
 
-    profile: Profile
-    moved: bool = True
+    Args:
+        moved: whether communication takes time.
+    """
 
-    def transfer(self, giver: Place, taker: Place, size: float) -> Transfer:
+    def __init__(self, profile: Profile, moved: bool = True) -> None:
+        self._profile = profile
+        self._moved = moved
+        self._curves: dict[Hashable, Curve | None] = {}
+
+    def transfer(self, giver: Device, taker: Device, size: float) -> Transfer:
         """Of so many bytes. One at a time goes from a host to another.
 
         Raises:
             InputError: no link is stated between the two.
         """
-        if not self.moved:
+        if not self._moved:
             return NOTHING_SENT
-        across = giver.host != taker.host
-        over = (giver.host, taker.host) if across else None
-        return Transfer(self.between(giver, taker, size), over)
+        over = None if giver.host == taker.host else (giver.host, taker.host)
+        return Transfer(self.seconds(giver, taker, size), over)
 
-    def between(self, giver: Place, taker: Place, size: float) -> float:
-        """Seconds of so many bytes from one to the other."""
-        across = giver.host != taker.host
-        group: RankGroup = "across" if across else "inside"
-        for times in self.profile.network:
+    def seconds(self, giver: Device, taker: Device, size: float) -> float:
+        """Of so many bytes from one to the other."""
+        link = self.link(giver, taker)
+        if link not in self._curves:
+            self._curves[link] = self._times(giver, taker)
+        curve = self._curves[link]
+        return 0.0 if curve is None else seconds_of(curve, size)
+
+    def link(self, giver: Device, taker: Device) -> Hashable:
+        """The same for links that take as long."""
+        if self._profile.links.times(giver, taker) is not None:
+            return between(giver, taker)
+        return near((giver, taker)), giver.device_class, taker.device_class
+
+    def _times(self, giver: Device, taker: Device) -> Curve | None:
+        """None: nothing is known of any link."""
+        timed = self._profile.links.times(giver, taker)
+        if timed is not None:
+            return timed
+        group = "inside" if giver.host == taker.host else "across"
+        for times in self._profile.network:
             if (times.operation, times.group) == ("send", group):
-                return seconds_of(times.times, size)
-        network = self.profile.cluster.network
+                return times.times
+        network, where = self._profile.cluster.network, near((giver, taker))
         if network is None:
-            return 0.0
+            return None
         pair = (giver.device_class, taker.device_class)
-        return seconds_of(_slowest(network, "between" if across else "inside", [pair]).times, size)
+        return _slowest(network, "between" if where == "all" else where, [pair]).times
 
 
 def forms_for(profile: Profile) -> Collectives:
@@ -358,13 +383,12 @@ def _across(kinds: Mapping[tuple[tuple[str, int], ...], int]) -> list[tuple[str,
     return alike + unlike
 
 
-def _slowest(
-    network: Network, where: Literal["inside", "between"], pairs: list[tuple[str, str]]
-) -> Link:
+def _slowest(network: Network, where: Where, pairs: list[tuple[str, str]]) -> Link:
     links = []
     for one, other in pairs:
         link = network.of(where, one, other)
         if link is None:
+            where = "inside" if where in ("island", "inside") else "between"
             place = "inside hosts" if where == "inside" else "between hosts"
             raise InputError(
                 f"no link is stated {place} between {one} and {other}",

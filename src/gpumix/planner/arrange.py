@@ -1,28 +1,52 @@
 """How devices may stand in a row of groups, one group for each stage.
 
-Devices of one class on one host are interchangeable. Of few devices all rows are tried. Of many
-those that keep fast links inside groups: hosts, classes, what a host has of a class, equal parts of
-these, and the n-th devices of all hosts; in several orders.
+Devices of one class on one host are interchangeable, of one island where it has some. Of few
+devices all rows are tried. Of many those that keep fast links inside groups: racks, hosts, classes,
+what a host has of a class, islands, equal parts of these, and the n-th devices of all hosts; in
+several orders.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
+from typing import NamedTuple
 
 from gpumix.spec.cluster import Device
 
 Group = tuple[Device, ...]
 Row = tuple[Group, ...]
 Counts = tuple[int, ...]
-"""Devices of each cell: of one class on one host."""
+"""Devices of each cell."""
 
+
+class Cell(NamedTuple):
+    """Where devices are interchangeable."""
+
+    rack: str
+    host: str
+    island: str
+    device_class: str
+
+
+# By rack, by host, by island, by class.
+KEYS: tuple[Callable[[Cell], object], ...] = (
+    lambda cell: cell.rack,
+    lambda cell: cell.host,
+    lambda cell: (cell.host, cell.island),
+    lambda cell: cell.device_class,
+)
 MOST_ROWS = 600  # up to so many all are tried
 FEW_GROUPS = 4  # of which all orders are tried
 MOST_GROUPS = 16
+
+
+def cell_of(device: Device) -> Cell:
+    """That of a device."""
+    return Cell(device.rack, device.host, device.island, device.device_class)
 
 
 def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
@@ -32,9 +56,9 @@ def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
         devices: in rank order.
         most_stages: as many groups at most.
     """
-    cells: dict[tuple[str, str], list[Device]] = {}
-    for device in devices:
-        cells.setdefault((device.host, device.device_class), []).append(device)
+    cells: dict[Cell, list[Device]] = {}
+    for device in _neighbours(devices):
+        cells.setdefault(cell_of(device), []).append(device)
     counts = tuple(map(len, cells.values()))
     most = min(most_stages, len(devices))
     if most < 2:
@@ -49,12 +73,25 @@ def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
     return list(alike.values()), every
 
 
-def _look(cells: Sequence[tuple[str, str]], counts: Counts, row: Sequence[Counts]) -> object:
-    """The same for rows that differ in which of several hosts with the same devices is where."""
-    hosts: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
-    for place, (host, name) in enumerate(cells):
-        hosts.setdefault(host, []).append((name, counts[place], tuple(g[place] for g in row)))
-    return tuple(sorted(map(tuple, hosts.values())))
+def _neighbours(devices: Sequence[Device]) -> list[Device]:
+    """In the same order, but that those of a rack, of a host there and of an island there follow
+    one another."""
+    racks = {rack: n for n, rack in enumerate(dict.fromkeys(d.rack for d in devices))}
+    hosts = {host: n for n, host in enumerate(dict.fromkeys(d.host for d in devices))}
+    islands = {
+        place: n for n, place in enumerate(dict.fromkeys((d.host, d.island) for d in devices))
+    }
+    return sorted(devices, key=lambda d: (racks[d.rack], hosts[d.host], islands[d.host, d.island]))
+
+
+def _look(cells: Sequence[Cell], counts: Counts, row: Sequence[Counts]) -> object:
+    """The same for rows that differ in which of several hosts of a rack with the same devices is
+    where."""
+    hosts: dict[tuple[str, str], list[tuple[str, str, int, tuple[int, ...]]]] = {}
+    for place, (rack, host, island, name) in enumerate(cells):
+        had = island, name, counts[place], tuple(g[place] for g in row)
+        hosts.setdefault((rack, host), []).append(had)
+    return tuple(sorted((rack, *had) for (rack, _), had in hosts.items()))
 
 
 def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
@@ -101,7 +138,7 @@ def _less(counts: Counts, group: Counts) -> Counts:
     return tuple(a - b for a, b in zip(counts, group))
 
 
-def _some(cells: Sequence[tuple[str, str]], counts: Counts, most: int) -> list[tuple[Counts, ...]]:
+def _some(cells: Sequence[Cell], counts: Counts, most: int) -> list[tuple[Counts, ...]]:
     found: dict[tuple[Counts, ...], None] = {}
     for groups in _groupings(cells, counts, min(most, MOST_GROUPS)):
         if 2 <= len(groups) <= most:
@@ -109,14 +146,14 @@ def _some(cells: Sequence[tuple[str, str]], counts: Counts, most: int) -> list[t
     return list(found)
 
 
-def _groupings(
-    cells: Sequence[tuple[str, str]], counts: Counts, most: int
-) -> Iterator[tuple[Counts, ...]]:
+def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
     """Groups, in no order that matters."""
     places = range(len(cells))
-    for key in (0, 1):  # by host, by class
-        names = dict.fromkeys(cell[key] for cell in cells)
-        whole = [tuple(counts[p] if cells[p][key] == name else 0 for p in places) for name in names]
+    for key in KEYS:
+        whole = [
+            tuple(counts[p] if key(cells[p]) == name else 0 for p in places)
+            for name in dict.fromkeys(map(key, cells))
+        ]
         yield tuple(whole)
         yield from _merged(whole, most)
     each = [tuple(counts[p] if p == place else 0 for p in places) for place in places]

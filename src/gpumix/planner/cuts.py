@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
+from gpumix.planner.arrange import cell_of
 from gpumix.planner.manner import ALONE, Manner, Manners, kind_of
 from gpumix.planner.options import corners
 from gpumix.planner.pace import Pace, PaceOf
@@ -118,8 +119,7 @@ class Cutter:
             self._sizes[way.micro_batch] = min(sizes, default=0.0) / 2  # they may be sent narrower
         size = self._sizes[way.micro_batch]
         here, there = (
-            {(d.host, d.device_class): d for d in group}.values()
-            for group in way.row[place : place + 2]
+            {cell_of(d): d for d in group}.values() for group in way.row[place : place + 2]
         )
         return min(self._pace_of.sent_s(a, b, size) for a, b in product(here, there))
 

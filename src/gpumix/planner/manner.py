@@ -12,12 +12,19 @@ from typing import NamedTuple
 from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.planner.no_stages import Refusal
 from gpumix.spec.cluster import Device
+from gpumix.spec.islands import Near, near
 from gpumix.spec.plan import Head, Mode, Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
-Kind = tuple[tuple[tuple[str, int], ...], ...]
-"""What a group is made of: of each of its hosts, how many devices it has of each class."""
+
+class Kind(NamedTuple):
+    """What a group is made of: of each of its hosts, how many devices it has of each class, those
+    of each island apart; and how near they are to each other."""
+
+    hosts: tuple[tuple[tuple[str, int], ...], ...]
+    near: Near = "all"
+
 
 Teams = tuple[tuple[str, int], ...]
 """By class, how many workers of a stage are, or are led by, devices of it."""
@@ -54,18 +61,19 @@ class Manner:
     mode: Mode
 
 
-def kind_of(group: Iterable[Device]) -> Kind:
+def kind_of(group: Sequence[Device]) -> Kind:
     """Groups of one kind do the same in the same time, but for where the next one is."""
-    hosts: dict[str, Counter[str]] = {}
+    hosts: dict[str, Counter[tuple[str, str]]] = {}
     for device in group:
-        hosts.setdefault(device.host, Counter())[device.device_class] += 1
-    return tuple(sorted(tuple(sorted(count.items())) for count in hosts.values()))
+        hosts.setdefault(device.host, Counter())[device.device_class, device.island] += 1
+    counts = ([(name, n) for (name, _), n in count.items()] for count in hosts.values())
+    return Kind(tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), near(group))
 
 
 def teams_of(kind: Kind, degree: int) -> Teams:
     """A group's teams of so many; all of its devices are in one."""
     found: Counter[str] = Counter()
-    for host in kind:
+    for host in kind.hosts:
         for name, count in host:
             found[name] += count // degree
     return tuple(sorted(found.items()))
@@ -102,7 +110,9 @@ class Manners:
 
     def largest_of_class(self, name: str) -> float:
         """The largest micro-batch that devices of a class run in any of them."""
-        return max(self.largest((((name, 1),),), manner.team) for manner in self.of_class(name))
+        return max(
+            self.largest(Kind((((name, 1),),)), manner.team) for manner in self.of_class(name)
+        )
 
     def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
         """Why devices of these classes cannot have stages by this schedule; None if they can."""
@@ -130,7 +140,7 @@ class Manners:
     def can_team_up(self, kind: Kind) -> bool:
         """Whether all devices of a group can be in teams of one size."""
         return any(
-            all(count % team.degree == 0 for host in kind for _, count in host)
+            all(count % team.degree == 0 for host in kind.hosts for _, count in host)
             for team in self._teams_of(_classes(kind))
         )
 
@@ -138,7 +148,7 @@ class Manners:
         """Of a group of this kind, of which the first ones ask for least."""
         found, names = [], _classes(kind)
         for team in self._teams_of(names):
-            if any(count % team.degree for host in kind for _, count in host):
+            if any(count % team.degree for host in kind.hosts for _, count in host):
                 continue
             modes = self._modes(self._profiles[team], names, schedule, last=last)
             found += [Manner(team, mode) for mode in modes]
@@ -179,7 +189,7 @@ class Manners:
 
 
 def _classes(kind: Kind) -> list[str]:
-    return sorted({name for host in kind for name, _ in host})
+    return sorted({name for host in kind.hosts for name, _ in host})
 
 
 def _may_split(profile: Profile, names: Sequence[str]) -> bool:

@@ -3,7 +3,7 @@ groups take: what a search over cuts asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +81,7 @@ class PaceOf:
         self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], Pace] = {}
         self._rates: dict[tuple[Kind, Team], float] = {}
         self._messages = Messages(self.profiles[ALONE])
-        self._sent: dict[tuple[bool, str, str, float], float] = {}
+        self._sent: dict[tuple[Hashable, float], float] = {}
 
     def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> Pace:
         """Of a class, or of teams of it."""
@@ -91,10 +91,10 @@ class PaceOf:
         return self._known[key]
 
     def sent_s(self, giver: Device, taker: Device, size: float) -> float:
-        """Seconds of a message of so many bytes: the same between all hosts, and inside them."""
-        key = (giver.host == taker.host, giver.device_class, taker.device_class, size)
+        """Seconds of a message of so many bytes."""
+        key = (self._messages.link(giver, taker), size)
         if key not in self._sent:
-            self._sent[key] = self._messages.between(giver, taker, size)
+            self._sent[key] = self._messages.seconds(giver, taker, size)
         return self._sent[key]
 
     def s_per_byte(self, kind: Kind, team: Team) -> float:
@@ -104,12 +104,12 @@ class PaceOf:
         if key not in self._rates:
             places = [
                 (str(number), name)
-                for number, host in enumerate(kind)
+                for number, host in enumerate(kind.hosts)
                 for name, count in host
                 for _ in range(count // team.degree)
             ]
             profile = self.profiles[team]
-            wire, form = wire_among(profile, places), forms_for(profile).reduce
+            wire, form = wire_among(profile, places, kind.near), forms_for(profile).reduce
             size = max(1, profile.model.parameters) * GRADIENT_BYTES
             ways: tuple[tuple[Operation, str], ...] = (("reduce", form), ("sum", "native"))
             known = [way for way in ways if len(places) > 1 and wire.knows(*way, "all")]

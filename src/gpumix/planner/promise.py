@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
-from gpumix.planner.arrange import Row
+from gpumix.planner.arrange import Row, cell_of
 from gpumix.planner.counted import Candidate
 from gpumix.planner.manner import ALONE, Kind, Manner, Manners, Team, kind_of, teams_of
 from gpumix.planner.pace import PaceOf
@@ -266,7 +266,7 @@ class RowPromises:
         sizes = self._promises.message_bytes
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
-            here, there = ({(d.host, d.device_class): d for d in group} for group in (one, other))
+            here, there = ({cell_of(d): d for d in group} for group in (one, other))
             pairs = [(a, b) for a in here.values() for b in there.values()]
             pairs = pairs[:: -(-len(pairs) // MOST_PAIRS)]
             links = {frozenset((a.host, b.host)) for a, b in pairs}

@@ -25,7 +25,7 @@ from math import comb, prod
 import numpy as np
 
 from gpumix.cost.predict import predict
-from gpumix.planner.arrange import Row, rows
+from gpumix.planner.arrange import Row, cell_of, rows
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found, deals_near
 from gpumix.planner.cuts import FEW_CUTS, Cutter
@@ -198,7 +198,7 @@ class _Search:
     @cached_property
     def _most_groups(self) -> int:
         """No row has more: each has a team at the least."""
-        alike = Counter((device.host, device.device_class) for device in self._devices)
+        alike = Counter(map(cell_of, self._devices))
         degree = self._manners.smallest_team()
         return sum(count // degree for count in alike.values())
 

@@ -1,7 +1,8 @@
 """Plans in which devices compute units together: made of teams as of single devices.
 
-A team is devices of one class on one host. To the planner it is one device of another, faster kind
-(`cost.teams`): so every way to plan for devices plans for teams too, one degree at a time.
+A team is devices of one class on one host, and in one island where there are some. To the planner
+it is one device of another, faster kind (`cost.teams`): so every way to plan for devices plans for
+teams too, one degree at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_team, team_of
+from gpumix.planner.arrange import Cell, cell_of
 from gpumix.planner.base import (
     PlanRequest,
     Strategy,
@@ -90,13 +92,13 @@ def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ..
     for team in measured:
         for one in team_of(profile, team.degree, sequence=team.sequence).classes:
             degrees.setdefault(one.device_class, set()).add(team.degree)
-    alike: dict[tuple[str, str], list[Device]] = {}
+    alike: dict[Cell, list[Device]] = {}
     for device in devices:
-        alike.setdefault((device.host, device.device_class), []).append(device)
+        alike.setdefault(cell_of(device), []).append(device)
     kept = {
         device.id
-        for (_, name), some in alike.items()
-        for device in some[: _most_in_teams(len(some), degrees.get(name, set()))]
+        for cell, some in alike.items()
+        for device in some[: _most_in_teams(len(some), degrees.get(cell.device_class, set()))]
     }
     if not kept or (len(kept) < len(devices) and request.space.leave_out is False):
         raise _undivided(sorted({team.degree for team in measured}))

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gpumix.cost.wire import forms_for
-from gpumix.planner.arrange import Group, Row
+from gpumix.planner.arrange import Cell, Group, Row, cell_of
 from gpumix.planner.manner import Manner, Teams, kind_of, teams_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
@@ -66,11 +66,11 @@ def leaders(group: Group, degree: int) -> tuple[Device, ...]:
 
 
 def members(group: Group, degree: int) -> tuple[Group, ...]:
-    """A group's teams: devices of one class on one host that follow one another. Those that are too
-    few for one more team are in none."""
-    alike: dict[tuple[str, str], list[Device]] = {}
+    """A group's teams: devices of one class and island of a host that follow one another. Those
+    that are too few for one more team are in none."""
+    alike: dict[Cell, list[Device]] = {}
     for device in group:
-        alike.setdefault((device.host, device.device_class), []).append(device)
+        alike.setdefault(cell_of(device), []).append(device)
     return tuple(
         tuple(devices[begin : begin + degree])
         for devices in alike.values()

@@ -29,6 +29,7 @@ from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError
+from gpumix.spec.islands import Links, placed
 from gpumix.spec.job import Job
 from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
@@ -138,6 +139,8 @@ def assemble(
     Raises:
         InputError: the measurements are of different models.
     """
+    devices = placed(cluster.in_rank_order(), links.pairs)
+    cluster = cluster.model_copy(update={"devices": devices})
     models = {m.model.fingerprint for m in classes.values()}
     if len(models) > 1:
         raise InputError(
@@ -159,6 +162,7 @@ def assemble(
         teams=tuple(_teams(ordered, cluster)),
         collectives=links.collectives,
         network=links.network,
+        links=Links.of(devices, links.pairs),
         step_overhead_s=links.step_overhead_s,
         contention=links.contention,
         seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,

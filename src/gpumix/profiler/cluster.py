@@ -114,25 +114,16 @@ class ClusterProfiler:
                 self._ranks.communicator(),
                 largest_bytes=_largest_buffer_bytes(model, self._cluster),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
-                hosts=[device.host for device in self._devices],
+                devices=self._devices,
+                # Links of emulated devices are all the same.
+                each_two=not self._cluster.emulated,
                 synchronize=self._runtime.synchronize,
-                teams=self._teams(),
+                degrees=self._subject.degrees,
             )
         # Each rank's own clock says how long it took.
         return LinkMeasurement.model_validate_json(
             self._ranks.share("links", links.model_dump_json())
         )
-
-    def _teams(self) -> dict[int, tuple[int, ...]]:
-        """Of each degree some ranks that may compute together."""
-        found: dict[int, tuple[int, ...]] = {}
-        places = [(device.host, device.device_class) for device in self._devices]
-        for place in dict.fromkeys(places):
-            ranks = tuple(rank for rank, at in enumerate(places) if at == place)
-            for degree in self._subject.degrees.get(place[1], ()):
-                if degree <= len(ranks):
-                    found.setdefault(degree, ranks[:degree])
-        return found
 
 
 def _largest_buffer_bytes(model: ModelProfile, cluster: Cluster) -> int:

@@ -113,10 +113,10 @@ def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
     return found.model_copy(update={"device_class": of_class, "teams": teams})
 
 
-def _devices_key(cluster: Cluster) -> list[tuple[str, str]]:
-    """Which devices are on which hosts, whatever they are called."""
-    classes = {c.name: c.model_dump(exclude={"name"}) for c in cluster.classes}
-    return sorted((d.host, hash_of(classes[d.device_class])) for d in cluster.devices)
+def _devices_key(cluster: Cluster) -> list[tuple[str, ...]]:
+    """Which devices are where, in rank order, whatever they are called."""
+    classes = {c.name: hash_of(c.model_dump(exclude={"name"})) for c in cluster.classes}
+    return [(d.host, d.island, d.rack, classes[d.device_class]) for d in cluster.in_rank_order()]
 
 
 def profiles_folder() -> Path:

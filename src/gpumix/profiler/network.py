@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, zip_longest
 from typing import Literal
 
 import torch
 
 from gpumix.cost.wire import Operation
 from gpumix.engine.comm import Communicator, Pending
+from gpumix.spec.cluster import Device, ranked
 from gpumix.spec.curve import Curve
 from gpumix.spec.cut import cut
+from gpumix.spec.islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm
 from gpumix.spec.profile import CollectiveTimes, LinkMeasurement, RankGroup
 from gpumix.spec.units import show_bytes
+
+RankPair = tuple[int, int]
 
 REPEATS = 5
 SMALLEST_BYTES = 64 * 1024
 # Small collectives in a step that nothing hides: losses, and the gradient norm.
 SMALL_PER_STEP = 2
+# Of a message between each two devices: enough to tell bandwidths apart.
+PAIR_BYTES, PAIR_REPEATS = 8 * 1024**2, 3
 PRODUCT = 192  # rows of the matrices that are multiplied while a collective runs
 
 
@@ -28,9 +35,10 @@ def measure_links(
     *,
     largest_bytes: int,
     progress: Callable[[str], None],
-    hosts: Sequence[str] = (),
+    devices: Sequence[Device] = (),
+    each_two: bool = False,
     synchronize: Callable[[], None] | None = None,
-    teams: Mapping[int, Sequence[int]] | None = None,
+    degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> LinkMeasurement:
     """Time every form of gather and reduction that the backend has, at growing sizes.
 
@@ -38,10 +46,12 @@ def measure_links(
 
     Args:
         largest_bytes: of the largest buffer of interest.
-        hosts: the host of each rank. Where there are several, the links inside them and those
+        devices: that of each rank. Where they are on several hosts, the links inside them and those
             between them are timed apart too.
+        each_two: whether to time messages between each two, and collectives inside the islands and
+            racks that are found so.
         synchronize: waits for what the device computes; without it contention is not measured.
-        teams: by how many ranks compute units together, some that may.
+        degrees: by class, of how many devices teams are that compute units together.
     """
     begun = time.perf_counter()
     if comm.world == 1:
@@ -68,6 +78,10 @@ def measure_links(
         progress(f"a collective and computing at once lose {contention:.0%} of the shorter")
     progress(f"all-gather by {best.gather}: {_rate(sizes[-1], gather_s[best.gather][-1])}")
     progress(f"reduction by {best.reduce}: {_rate(sizes[-1], reduce_s[best.reduce][-1])}")
+    pairs = tuple(_pairs(comm, devices, largest_bytes)) if each_two else ()
+    found = {device.id: device for device in placed(ranked(devices), pairs)}
+    devices = [found[device.id] for device in devices]
+    hosts = [device.host for device in devices]
     return LinkMeasurement(
         collectives=best,
         network=(
@@ -75,9 +89,11 @@ def measure_links(
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
             _times("sum", "native", sizes, [_sum_s(comm, n, agree=comm) for n in sizes]),
             *_between_groups(comm, hosts, best, sizes),
+            *_near(comm, devices, best, sizes),
             *_messages(comm, hosts, sizes),
-            *_of_teams(comm, teams or {}, sizes),
+            *_of_teams(comm, team_ranks(devices, degrees or {}), sizes),
         ),
+        pairs=pairs,
         step_overhead_s=SMALL_PER_STEP * _small_s(comm),
         contention=contention,
         seconds_spent=time.perf_counter() - begun,
@@ -162,20 +178,49 @@ def _between_groups(
     if len(set(hosts)) < 2 or max(places) == 0:
         return
     inside = comm.subgroup([[r for r, h in enumerate(hosts) if h == x] for x in _unique(hosts)])
-    gathers: list[GatherForm] = ["native", best.gather]
-    for gather in dict.fromkeys(gathers):
-        seconds = [_gather_s(inside, gather, n, agree=comm) for n in sizes]
-        yield _times("gather", gather, sizes, seconds, group="inside")
-    reduces: list[ReduceForm] = ["native", best.reduce]
-    for reduce in dict.fromkeys(reduces):
-        seconds = [_reduce_s(inside, reduce, n, agree=comm) for n in sizes]
-        yield _times("reduce", reduce, sizes, seconds, group="inside")
-    seconds = [_sum_s(inside, n, agree=comm) for n in sizes]
-    yield _times("sum", "native", sizes, seconds, group="inside")
+    yield from _all_forms(inside, "inside", best, sizes, agree=comm)
     across = comm.subgroup([[r for r, p in enumerate(places) if p == x] for x in set(places)])
     per_host = max(places) + 1
     seconds = [_sum_s(across, n // per_host, agree=comm) for n in sizes]
     yield _times("reduce", "native", sizes, seconds, group="across")
+
+
+def _near(
+    comm: Communicator, devices: Sequence[Device], best: Collectives, sizes: list[int]
+) -> Iterator[CollectiveTimes]:
+    """Collectives inside each island, then inside each rack, all at once."""
+    names: dict[RankGroup, list[tuple[str, str]]] = {
+        "island": [(device.host, device.island) for device in devices],
+        "rack": [("", device.rack) for device in devices],
+    }
+    for group, of_ranks in names.items():
+        alike: dict[object, list[int]] = {}
+        for rank, (host, name) in enumerate(of_ranks):
+            alike.setdefault((host, name) if name else rank, []).append(rank)
+        if any(len(ranks) > 1 for ranks in alike.values()):
+            own = comm.subgroup(list(alike.values()))
+            yield from _all_forms(own, group, best, sizes, agree=comm)
+
+
+def _all_forms(
+    comm: Communicator,
+    group: RankGroup,
+    best: Collectives,
+    sizes: list[int],
+    *,
+    agree: Communicator,
+) -> Iterator[CollectiveTimes]:
+    """Collectives of ranks of one group, all groups at once."""
+    gathers: list[GatherForm] = ["native", best.gather]
+    for gather in dict.fromkeys(gathers):
+        seconds = [_gather_s(comm, gather, n, agree=agree) for n in sizes]
+        yield _times("gather", gather, sizes, seconds, group=group)
+    reduces: list[ReduceForm] = ["native", best.reduce]
+    for reduce in dict.fromkeys(reduces):
+        seconds = [_reduce_s(comm, reduce, n, agree=agree) for n in sizes]
+        yield _times("reduce", reduce, sizes, seconds, group=group)
+    seconds = [_sum_s(comm, n, agree=agree) for n in sizes]
+    yield _times("sum", "native", sizes, seconds, group=group)
 
 
 def _messages(
@@ -195,6 +240,78 @@ def _messages(
         line = comm.among(pair)
         seconds = [message_s(line, n, agree=comm) for n in sizes]
         yield _times("send", "native", sizes, seconds, group=group)
+
+
+def _pairs(
+    comm: Communicator, devices: Sequence[Device], largest_bytes: int
+) -> Iterator[PairTimes]:
+    """A message between each two devices of a host, on all hosts at once; then between each two
+    hosts, one after the other, for they share what links them. None where there are only two, or
+    too many."""
+    ends = _sizes(min(PAIR_BYTES, largest_bytes))
+    sizes = sorted({ends[0], ends[-1]})
+    of_hosts: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        of_hosts.setdefault(device.host, []).append(rank)
+    inside = [
+        list(combinations(ranks, 2))
+        for ranks in of_hosts.values()
+        if 2 < len(ranks) <= MOST_DEVICES
+    ]
+    first = [ranks[0] for ranks in of_hosts.values()]
+    rounds = [[pair for pair in at_once if pair] for at_once in zip_longest(*inside)]
+    if 2 < len(first) <= MOST_HOSTS:
+        rounds += [[pair] for pair in combinations(first, 2)]
+    number = {device.id: n for n, device in enumerate(ranked(devices))}
+    for pairs in rounds:
+        seconds = [_pair_seconds(comm, pairs, size) for size in sizes]
+        for pair, values in zip(pairs, zip(*seconds)):
+            one, other = sorted(number[devices[rank].id] for rank in pair)
+            curve = Curve(sizes=tuple(map(float, sizes)), values=values)
+            yield PairTimes(one=one, other=other, times=curve)
+
+
+def _pair_seconds(comm: Communicator, pairs: Sequence[RankPair], size: int) -> list[float]:
+    """Of a message there and back, halved, between the two ranks of each pair, all pairs at once:
+    the shortest of some, for what disturbs makes them longer."""
+    partner = {a: b for pair in pairs for a, b in (pair, pair[::-1])}.get(comm.rank)
+    value = torch.zeros(size, dtype=torch.uint8, device=comm.device)
+    nothing, own = value[:0], [size if rank == partner else 0 for rank in range(comm.world)]
+
+    def there_and_back() -> None:
+        for gives in (True, False):
+            speaks = partner is not None and (comm.rank < partner) == gives
+            hears = partner is not None and not speaks
+            comm.exchange_parts(
+                value if speaks else nothing,
+                own if speaks else [0] * comm.world,
+                own if hears else [0] * comm.world,
+                "trial message",
+            )[1].wait()
+
+    seconds = _seconds(comm, there_and_back, PAIR_REPEATS)
+    mine = torch.tensor([min(seconds)], device=comm.device)
+    table, exchanged = comm.exchange(mine, "exchange of times")
+    exchanged.wait()
+    return [max(float(table[rank]) for rank in pair) / 2 for pair in pairs]
+
+
+def team_ranks(
+    devices: Sequence[Device], degrees: Mapping[str, Sequence[int]]
+) -> dict[int, tuple[int, ...]]:
+    """Of each degree some ranks that may compute together: of one class, host and island.
+
+    Args:
+        degrees: those of each class.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    places = [(device.host, device.island, device.device_class) for device in devices]
+    for place in dict.fromkeys(places):
+        ranks = tuple(rank for rank, at in enumerate(places) if at == place)
+        for degree in degrees.get(place[2], ()):
+            if degree <= len(ranks):
+                found.setdefault(degree, ranks[:degree])
+    return found
 
 
 def _of_teams(
@@ -276,20 +393,25 @@ def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:
 
 
 def _agreed_s(comm: Communicator, work: Callable[[], object]) -> float:
-    """Median seconds of `work`, of the slowest rank; the first run is not counted."""
+    """Median seconds of `work`, of the slowest rank."""
+    mine = torch.tensor([sorted(_seconds(comm, work, REPEATS))[REPEATS // 2]], device=comm.device)
+    table, exchanged = comm.exchange(mine, "exchange of times")
+    exchanged.wait()
+    return float(table.max())
+
+
+def _seconds(comm: Communicator, work: Callable[[], object], repeats: int) -> list[float]:
+    """Those of `work` on this rank, which all begin together; the first run is not counted."""
     seconds = []
-    for _ in range(1 + REPEATS):
-        table, exchanged = comm.exchange(torch.zeros(1, device=comm.device), "trial barrier")
+    for _ in range(1 + repeats):
+        _, exchanged = comm.exchange(torch.zeros(1, device=comm.device), "trial barrier")
         exchanged.wait()
         _synchronize(comm.device)
         begun = time.perf_counter()
         work()
         _synchronize(comm.device)
         seconds.append(time.perf_counter() - begun)
-    mine = torch.tensor([sorted(seconds[1:])[REPEATS // 2]], device=comm.device)
-    table, exchanged = comm.exchange(mine, "exchange of times")
-    exchanged.wait()
-    return float(table.max())
+    return seconds[1:]
 
 
 def _synchronize(device: torch.device) -> None:

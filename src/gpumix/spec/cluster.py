@@ -56,6 +56,17 @@ class Device(Value):
     device_class: str
     host: str = "localhost"
     ordinal: int = Field(default=0, ge=0, description="index among the CUDA devices of its host")
+    island: str = Field(
+        default="", description="devices of its host with faster links to each other have one name"
+    )
+    rack: str = Field(
+        default="", description="so do hosts with faster links to each other; of all its devices"
+    )
+
+
+def ranked(devices: Iterable[Device]) -> tuple[Device, ...]:
+    """By host, ordinal and id."""
+    return tuple(sorted(devices, key=lambda d: (d.host, d.ordinal, d.id)))
 
 
 class Cluster(Value):
@@ -112,7 +123,7 @@ class Cluster(Value):
 
     def in_rank_order(self) -> tuple[Device, ...]:
         """The devices by host, ordinal and id: rank r of a run has the r-th."""
-        return tuple(sorted(self.devices, key=lambda d: (d.host, d.ordinal, d.id)))
+        return ranked(self.devices)
 
     def only(self, devices: Iterable[str]) -> Cluster:
         """The same with these of its devices, by id."""

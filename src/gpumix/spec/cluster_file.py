@@ -83,6 +83,14 @@ class DeviceRow(Value):
         ge=0,
         description="index among the GPUs of its host, the first of `count`; default 0",
     )
+    island: str = Field(
+        default="",
+        description="devices of a host with faster links to each other, as pairs with NVLink, have "
+        "one name",
+    )
+    rack: str = Field(
+        default="", description="of their host: hosts with faster links to each other have one name"
+    )
 
     @model_validator(mode="after")
     def _one_device_has_an_id(self) -> Self:
@@ -102,8 +110,8 @@ class ClusterForm(Value):
     )
     network: Network | None = Field(
         default=None,
-        description="links `between` hosts and `inside` them, as `25GbE`, `ib-hdr`, `nvlink3`, "
-        "`pcie4` or `12 GB/s`; they count where nothing was measured",
+        description="links `between` hosts and `inside` them, of an `island` and of a `rack`, as "
+        "`25GbE`, `ib-hdr`, `nvlink3`, `pcie4` or `12 GB/s`; they count where nothing was measured",
     )
 
 
@@ -166,7 +174,8 @@ def _class_form(one: DeviceClass) -> dict[str, Any]:
 def _row_form(device: Device, cluster: Cluster) -> dict[str, Any]:
     cuda = cluster.class_named(device.device_class).accelerator == "cuda"
     row: dict[str, Any] = {"class": device.device_class, "id": device.id, "host": device.host}
-    return row | {"ordinal": device.ordinal} if cuda else row
+    places = {key: name for key in ("island", "rack") if (name := getattr(device, key))}
+    return row | places | ({"ordinal": device.ordinal} if cuda else {})
 
 
 def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
@@ -236,6 +245,22 @@ def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
                 at = (*keys, "network", "exceptions", number, "classes", place)
                 fix = suggest(nearest(name, known), sorted(known), "classes")
                 yield Problem(at, f"class '{name}' is not defined", fix)
+    yield from _place_problems(parts, keys)
+
+
+def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
+    """A link of islands, or of racks, where there are none; hosts in two racks."""
+    for what in ("island", "rack"):
+        stated = parts.network is not None and getattr(parts.network, what) is not None
+        if stated and not any(getattr(row, what) for _, row in parts.rows):
+            problem = f"'{what}' has no effect: no device is in one"
+            yield Problem((*keys, "network", what), problem, f"give devices their `{what}`")
+    racks: dict[str, tuple[str, Keys]] = {}
+    for at, row in parts.rows:
+        rack, first = racks.setdefault(row.host, (row.rack, at))
+        if rack != row.rack:
+            problem = f"host '{row.host}' is in rack '{row.rack}' here, and in '{rack}' before"
+            yield Problem((*at, "rack"), problem, "give all devices of a host one rack", first)
 
 
 def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
@@ -271,7 +296,5 @@ def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
                 numbers[row.device_class] = number + 1
                 name = f"{row.device_class}-{number}"
             ordinal = (row.ordinal or 0) + (offset if row.device_class in cuda else 0)
-            yield (
-                keys,
-                Device(id=name, device_class=row.device_class, host=row.host, ordinal=ordinal),
-            )
+            places = {"host": row.host, "island": row.island, "rack": row.rack}
+            yield keys, Device(id=name, device_class=row.device_class, ordinal=ordinal, **places)

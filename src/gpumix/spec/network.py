@@ -104,6 +104,9 @@ AnyLink = Annotated[
 """A field that takes a link, or text as for `link`."""
 
 
+Where = Literal["island", "inside", "rack", "between"]
+
+
 class LinkOf(Value):
     """Two classes whose devices, or whose hosts, are linked in another way than the rest."""
 
@@ -117,11 +120,17 @@ class Network(Value):
 
     inside: AnyLink | None = Field(default=None, description="between devices of one host")
     between: AnyLink | None = Field(default=None, description="between hosts, of all its devices")
+    island: AnyLink | None = Field(
+        default=None, description="between devices of one `island`; default: as `inside`"
+    )
+    rack: AnyLink | None = Field(
+        default=None, description="between hosts of one `rack`; default: as `between`"
+    )
     exceptions: tuple[LinkOf, ...] = ()
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.inside is None and self.between is None and not self.exceptions:
+        if not any((self.inside, self.between, self.island, self.rack, self.exceptions)):
             raise ValueError("a network names at least one link")
         return self
 
@@ -158,11 +167,19 @@ class Network(Value):
             e.model_copy(update={"link": shared(e.link)}) if e.where == "between" else e
             for e in self.exceptions
         )
-        between = None if self.between is None else shared(self.between)
-        return self.model_copy(update={"between": between, "exceptions": exceptions})
+        update: dict[str, object] = {"exceptions": exceptions}
+        for where in ("between", "rack"):
+            link = getattr(self, where)
+            update[where] = None if link is None else shared(link)
+        return self.model_copy(update=update)
 
-    def of(self, where: Literal["inside", "between"], one: str, other: str) -> Link | None:
-        """The link inside a host between devices of two classes, or between hosts with them."""
+    def of(self, where: Where, one: str, other: str) -> Link | None:
+        """The link inside a host between devices of two classes, or between hosts with them; or
+        that of an island or a rack."""
+        if where == "island":
+            return self.island or self.of("inside", one, other)
+        if where == "rack":
+            return self.rack or self.of("between", one, other)
         for exception in self.exceptions:
             if exception.where == where and sorted(exception.classes) == sorted((one, other)):
                 return exception.link

@@ -18,6 +18,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
+from gpumix.spec.islands import Links, PairTimes
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives, ComputeDtype, Taken
 from gpumix.spec.units import LARGEST_LENGTH, Count, show_seconds
@@ -361,7 +362,7 @@ class TeamProfile(Value):
     told: dict[str, dict[str, TeamTraffic]]
 
 
-RankGroup = Literal["all", "inside", "across"]
+RankGroup = Literal["all", "inside", "across", "island", "rack"]
 
 
 class CollectiveTimes(Value):
@@ -369,9 +370,10 @@ class CollectiveTimes(Value):
 
     It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
     each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all. A `send` is one message between two ranks, of one host or of two. A `sum`
-    is an all-reduce, to which each rank gives the whole buffer; of a team inside a host its form is
-    the number of the team's ranks, as that of its halves, `team_gather` and `team_reduce`, is.
+    one host holds in all; or between those of each `island`, or each `rack`. A `send` is one
+    message between two ranks, of one host or of two. A `sum` is an all-reduce, to which each rank
+    gives the whole buffer; of a team inside a host its form is the number of the team's ranks, as
+    that of its halves, `team_gather` and `team_reduce`, is.
     """
 
     operation: Literal["gather", "reduce", "send", "sum", "team_gather", "team_reduce"]
@@ -419,6 +421,7 @@ class Profile(Document):
     )
     collectives: Collectives = Field(description="the fastest forms on these links")
     network: tuple[CollectiveTimes, ...] = ()
+    links: Links = Links()
     inputs: tuple[HostInput, ...] = Field(
         default=(), description="what reading samples takes on each host; empty: not known"
     )
@@ -545,6 +548,7 @@ class LinkMeasurement(Document):
 
     collectives: Collectives
     network: tuple[CollectiveTimes, ...]
+    pairs: tuple[PairTimes, ...] = ()
     step_overhead_s: float = Field(ge=0)
     contention: float = Field(default=0.0, ge=0, le=1)
     seconds_spent: float = Field(ge=0)

@@ -1,4 +1,4 @@
-"""Which devices may compute units together: those of one class on one host."""
+"""Which devices may compute units together: those of one class on one host, and of one island."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def refuse_too_large(cluster: Cluster, space: Space) -> None:
     most = _most_on_a_host(cluster)
     there = ", ".join(f"{count} of class '{name}'" for name, count in most.items())
     largest = max(most.values())
+    islands = any(device.island for device in cluster.devices)
+    place, on = ("island", "in one island") if islands else ("host", "on one host")
     below = f"{largest} at most, or to 1" if largest > 1 else "1"
     raise InputError(
-        f"no host has {min(space.tensor)} devices of one class, which make a team together",
+        f"no {place} has {min(space.tensor)} devices of one class, which make a team together",
         where="techniques.tensor",
-        why=f"on one host there are at most {there}",
+        why=f"{on} there are at most {there}",
         fix=f"set `techniques: {{tensor: ...}}` to {below}",
     )
 
 
 def _most_on_a_host(cluster: Cluster) -> dict[str, int]:
-    """By class, the devices of the host that has most of it."""
-    there = Counter((device.host, device.device_class) for device in cluster.devices)
+    """By class, the devices of the host, or the island, that has most of it."""
+    there = Counter((d.host, d.island, d.device_class) for d in cluster.devices)
     most: dict[str, int] = {}
-    for (_, name), count in there.items():
+    for (_, _, name), count in there.items():
         most[name] = max(count, most.get(name, 0))
     return most

@@ -1,0 +1,187 @@
+"""Islands of devices on a host, and racks of hosts: links inside are clearly faster than between.
+
+They are stated in the cluster, or found in what messages took between each two. Devices of one
+class and one island of a host are interchangeable, and so are links between two such places: a
+message takes what the middle one of them takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import combinations
+from typing import Literal
+
+from pydantic import Field
+
+from gpumix.spec.base import Value
+from gpumix.spec.cluster import Device
+from gpumix.spec.curve import Curve
+
+TIMES_FASTER = 1.5  # every link inside an island or a rack than every one that leaves it
+# Each two are timed of so many devices on a host, and of so many hosts.
+MOST_DEVICES, MOST_HOSTS = 16, 16
+
+Near = Literal["island", "inside", "rack", "all"]
+"""The nearest that some devices are to each other: in one island, on one host, in one rack."""
+
+Place = tuple[str, ...]
+"""Devices that are interchangeable as far as links go: host, class and island; of hosts a rack."""
+
+Seconds = Mapping[tuple[str, str], float]
+
+
+class PairTimes(Value):
+    """Seconds of a message between two devices of a host, or of two hosts, by its bytes. They are
+    told by their numbers among all of the cluster, in rank order."""
+
+    one: int = Field(ge=0)
+    other: int = Field(ge=0)
+    times: Curve
+
+
+class LinkTimes(Value):
+    """Seconds of a message between devices of two places, by its bytes."""
+
+    one: Place
+    other: Place
+    times: Curve
+
+
+class Links(Value):
+    """The matrix of links: of each two places of a host, and of each two racks ("" has all hosts
+    that are in none). Empty where it was not measured."""
+
+    rows: tuple[LinkTimes, ...] = ()
+
+    @cached_property
+    def _times(self) -> dict[tuple[Place, Place], Curve]:
+        return {(row.one, row.other): row.times for row in self.rows}
+
+    def times(self, one: Device, other: Device) -> Curve | None:
+        """Of a message from one device to another; None: not known."""
+        return self._times.get(between(one, other))
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], pairs: Iterable[PairTimes]) -> Links:
+        """Those between the places of devices, which are all of the cluster in rank order."""
+        found: dict[tuple[Place, Place], list[Curve]] = {}
+        for pair in pairs:
+            places = between(devices[pair.one], devices[pair.other])
+            found.setdefault(places, []).append(pair.times)
+        return cls(
+            rows=tuple(
+                LinkTimes(one=one, other=other, times=_middle(curves))
+                for (one, other), curves in sorted(found.items())
+            )
+        )
+
+
+def between(one: Device, other: Device) -> tuple[Place, Place]:
+    """The places of two devices, in an order that does not matter."""
+    if one.host != other.host:
+        here, there = sorted([one.rack, other.rack])
+        return (here,), (there,)
+    first, second = sorted((d.host, d.device_class, d.island) for d in (one, other))
+    return first, second
+
+
+def near(devices: Sequence[Device]) -> Near:
+    """How near these are to each other."""
+    first = devices[0]
+    if all(device.host == first.host for device in devices):
+        alike = first.island and all(device.island == first.island for device in devices)
+        return "island" if alike else "inside"
+    alike = first.rack and all(device.rack == first.rack for device in devices)
+    return "rack" if alike else "all"
+
+
+def largest(devices: Iterable[Device], what: Literal["island", "rack"]) -> int:
+    """How many devices the largest island, or rack, has; 0 if there is none."""
+    names = [(d.host, d.island) if what == "island" else ("", d.rack) for d in devices]
+    return max(Counter(name for name in names if name[1]).values(), default=0)
+
+
+def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Device, ...]:
+    """Devices, which are all of the cluster in rank order, with the islands and racks that their
+    links make; those that are stated stay."""
+    inside: dict[tuple[str, str], float] = {}
+    across: dict[tuple[str, str], float] = {}
+    for pair in pairs:
+        one, other = devices[pair.one], devices[pair.other]
+        if one.host == other.host:
+            inside[one.id, other.id] = pair.times.values[-1]
+        else:
+            across[one.host, other.host] = pair.times.values[-1]
+    islands: dict[str, str] = {}
+    racks: dict[str, str] = {}
+    if not any(device.island for device in devices):
+        islands = _islands(devices, inside)
+    if not any(device.rack for device in devices):
+        hosts = list(dict.fromkeys(device.host for device in devices))
+        for number, rack in enumerate(grouped(hosts, across)):
+            racks |= dict.fromkeys(rack, str(number))
+    return tuple(
+        device.model_copy(
+            update={
+                "island": islands.get(device.id, device.island),
+                "rack": racks.get(device.host, device.rack),
+            }
+        )
+        for device in devices
+    )
+
+
+def _islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
+    """By device, of those that are in one; on each host they are counted from 0."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for device in devices:
+        alike.setdefault((device.host, device.device_class), []).append(device.id)
+    numbers: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for (host, _), names in alike.items():
+        for island in grouped(names, seconds):
+            found |= dict.fromkeys(island, str(numbers[host]))
+            numbers[host] += 1
+    return found
+
+
+def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
+    """Groups of two or more, each two of which are linked clearly faster than any of them to any
+    other: of all ways to group, the clearest. None where all are linked alike, or some link is not
+    known.
+
+    Args:
+        seconds: of a message between each two, in either order of the two.
+    """
+    known = {}
+    for one, other in combinations(names, 2):
+        found = seconds.get((one, other), seconds.get((other, one)))
+        if found is None:
+            return []
+        known[one, other] = found
+    best, clearest = [], TIMES_FASTER
+    for group_of in _joined(names, known):
+        inside = [s for (one, other), s in known.items() if group_of[one] == group_of[other]]
+        outside = [s for (one, other), s in known.items() if group_of[one] != group_of[other]]
+        if outside and min(outside) >= clearest * max(inside):
+            numbers, clearest = dict.fromkeys(group_of.values()), min(outside) / max(inside)
+            best = [tuple(name for name in names if group_of[name] == n) for n in numbers]
+    return [group for group in best if len(group) > 1]
+
+
+def _joined(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
+    """The number of each one's group, when those of the fastest links are joined, then those of
+    slower ones, until all are one."""
+    group_of = {name: number for number, name in enumerate(names)}
+    for one, other in sorted(known, key=lambda pair: known[pair]):
+        here, there = group_of[one], group_of[other]
+        if here != there:
+            group_of = {name: here if g == there else g for name, g in group_of.items()}
+            yield group_of
+
+
+def _middle(curves: Sequence[Curve]) -> Curve:
+    """Of those of several links, by their largest message."""
+    return sorted(curves, key=lambda curve: curve.values[-1])[len(curves) // 2]

@@ -1,0 +1,130 @@
+"""All plans of several stages of a small space, made without the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
+
+from gpumix.cost.predict import predict
+from gpumix.spec.cluster import Device
+from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+ROUNDS = {"interleaved": 2}  # stages of each group
+
+
+def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
+    """All plans of a space, with equal shares and whole heads."""
+    for groups, schedule in product(every_row(found), space.schedules):
+        stages = len(groups) * ROUNDS.get(schedule, 1)
+        if stages <= len(found.model.calls):
+            for size in range(1, batch + 1):
+                for deal in every_deal([len(group) for group in groups], -(-batch // size)):
+                    yield from dealt(found, groups, deal, size, batch, schedule, space)
+
+
+def every_row(found: Profile) -> list[list[tuple[Device, ...]]]:
+    """All ways to stand in a row of groups."""
+    devices = found.cluster.in_rank_order()
+    rows = []
+    for order in permutations(devices):
+        for stages in range(2, len(devices) + 1):
+            for ends in combinations(range(1, len(devices)), stages - 1):
+                groups = [order[a:b] for a, b in pairwise([0, *ends, len(devices)])]
+                if all(list(g) == sorted(g, key=lambda d: d.id) for g in groups):
+                    rows.append(groups)
+    return rows
+
+
+def every_deal(workers: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to give so many micro-batches to the workers of each group."""
+    return product(
+        *([w for w in product(range(count + 1), repeat=n) if sum(w) == count] for n in workers)
+    )
+
+
+def dealt(
+    found: Profile,
+    groups: Sequence[Sequence[Device]],
+    deal: Sequence[Sequence[int]],
+    size: int,
+    batch: int,
+    schedule: Schedule,
+    space: Space,
+    cuts: Sequence[tuple[int, ...]] = (),
+) -> Iterator[Plan]:
+    """All plans in which these groups have so many micro-batches of a size.
+
+    Args:
+        cuts: calls that stages begin with; default: all there are.
+    """
+    calls, stages = len(found.model.calls), len(groups) * ROUNDS.get(schedule, 1)
+    keeps = [
+        Mode(recompute=value) for value in space.recompute if found.model.kinds[0].saved or value
+    ]
+    modes = [mode for mode in keeps if schedule != "zero-bubble" or not mode.recompute]
+    fewest = min(map(max, deal))
+    for inner in cuts or combinations(range(1, calls), stages - 1):
+        for of_stages in product(modes, repeat=stages):
+            made = tuple(
+                _stage(
+                    found, groups[n % len(groups)], deal[n % len(groups)], size, batch, mode, ends
+                )
+                for n, (mode, ends) in enumerate(zip(of_stages, pairwise([0, *inner, calls])))
+            )
+            for zero_stage in space.zero_stages:
+                if schedule == "zero-bubble" and zero_stage > 1:
+                    continue
+                for waves in range(1, fewest + 1 if zero_stage > 1 else 2):
+                    yield Plan(
+                        strategy="every",
+                        model=found.model.fingerprint,
+                        sequence_length=128,
+                        global_batch=batch,
+                        stages=made,
+                        schedule=schedule,
+                        waves=waves,
+                        zero_stage=zero_stage,
+                        collectives={"gather": "list", "reduce": "list"},
+                    )
+
+
+def _stage(found, group, counts, size, batch, mode, ends) -> Stage:
+    samples = [n * size for n in counts]
+    last = max(p for p, n in enumerate(counts) if n)
+    samples[last] -= sum(samples) - batch
+    needs = found.model.needs_of(*ends)
+    workers = [
+        Worker(
+            device=d.id,
+            device_class=d.device_class,
+            host=d.host,
+            samples=n,
+            micro_batch=min(n, size),
+            state_share=1 / len(group),
+            mode=mode,
+        )
+        for d, n in zip(group, samples)
+    ]
+    return Stage(
+        units=found.model.calls[slice(*ends)],
+        workers=tuple(workers),
+        takes=needs.outputs,
+        root=needs.root,
+    )
+
+
+def steps(found: Profile, batch: int, space: Space) -> list[tuple[float, float]]:
+    """Of each plan, seconds of its step, and what part of its memory the fullest device takes."""
+    told = []
+    for plan in every_plan(found, batch, space):
+        expected = predict(found, plan)
+        full = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers)
+        told.append((expected.step_s, full))
+    return told
+
+
+def least_s(found: Profile, batch: int, space: Space) -> float:
+    """Of the fastest plan that fits; infinite if none does."""
+    return min((s for s, full in steps(found, batch, space) if full <= 1), default=float("inf"))

@@ -1,0 +1,149 @@
+"""Plans where some devices are nearer to each other: islands of a host, and racks of hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+from every_stage import least_s
+from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
+
+from gpumix.planner.arrange import rows
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.staged import staged
+from gpumix.planner.way import members
+from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError
+from gpumix.spec.islands import Links, PairTimes, placed
+from gpumix.spec.network import Link, Network
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
+from gpumix.spec.space import Space
+
+FAST, SLOW = 1e9, 2e6  # bytes/s
+SPACE = Space(zero_stages=(0, 1), recompute=True, schedules="1f1b", heads="whole")
+
+
+def cluster(count: int, per_host: int, *, calls: int = 4) -> Profile:
+    """Devices of one class."""
+    found = profile(
+        [Card("card", count, GIB, steady(1e-3), per_host=per_host)],
+        calls=("block",) * calls,
+        kinds=[block(trainable=5000)],
+    )
+    return in_a_row(found, message=line(1e3))
+
+
+def curve(rate: float) -> Curve:
+    return Curve(sizes=(1.0, 1e9), values=(1e-6, 1e9 / rate))
+
+
+def measured(found: Profile, what: RankGroup) -> Profile:
+    """Where even devices are near to each other, and odd ones, and all others far."""
+    devices = found.cluster.in_rank_order()
+    pairs = [
+        PairTimes(one=a, other=b, times=curve(SLOW if (a - b) % 2 else FAST))
+        for a, b in combinations(range(len(devices)), 2)
+    ]
+    devices = placed(devices, pairs)
+    operations = (("gather", "list"), ("reduce", "list"), ("sum", "native"))
+    groups: tuple[tuple[RankGroup, float], ...] = (("all", SLOW), (what, FAST))
+    return found.model_copy(
+        update={
+            "cluster": found.cluster.model_copy(update={"devices": devices}),
+            "links": Links.of(devices, pairs),
+            "network": tuple(
+                CollectiveTimes(operation=operation, form=form, group=group, times=curve(rate))
+                for operation, form in operations
+                for group, rate in groups
+            ),
+            "collectives": Collectives(gather="list", reduce="list"),
+        }
+    )
+
+
+def stated(found: Profile, what: str) -> Profile:
+    """The same, as a cluster says it."""
+    fast, slow = Link.stated(FAST, 1e-6), Link.stated(SLOW, 1e-6)
+    links = (
+        {"island": fast, "inside": slow} if what == "island" else {"rack": fast, "between": slow}
+    )
+    devices = tuple(
+        device.model_copy(update={what: ["even", "odd"][number % 2]})
+        for number, device in enumerate(found.cluster.in_rank_order())
+    )
+    update = {"devices": devices, "network": Network(**links)}
+    return found.model_copy(update={"cluster": found.cluster.model_copy(update=update)})
+
+
+CLUSTERS: dict[str, Callable[[int], Profile]] = {
+    "islands": lambda calls: measured(cluster(4, 4, calls=calls), "island"),
+    "racks": lambda calls: measured(cluster(4, 1, calls=calls), "rack"),
+    "stated islands": lambda calls: stated(cluster(4, 4, calls=calls), "island"),
+    "stated racks": lambda calls: stated(cluster(4, 1, calls=calls), "rack"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_stages_are_of_devices_that_are_near(name):
+    """Listed in turn. Sums of gradients over slow links take long, messages are small."""
+    found = CLUSTERS[name](4)
+    space = SPACE.model_copy(update={"most_stages": 2})
+    plan = staged(found, PlanRequest(global_batch=4, space=space))
+    groups = {frozenset(w.device for w in stage.workers) for stage in plan.stages}
+    assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_plan_is_faster(name):
+    found = CLUSTERS[name](3)
+    plan = staged(found, PlanRequest(global_batch=2, space=SPACE))
+    assert predicted(plan).step_s == pytest.approx(least_s(found, 2, SPACE))
+
+
+@pytest.mark.parametrize("name", ["islands", "racks"])
+def test_a_message_takes_what_its_own_link_takes(name):
+    """Between two stages of one device each."""
+    found = CLUSTERS[name](4)
+
+    def step_s(*devices: str) -> float:
+        request = PlanRequest(global_batch=1, devices=devices, space=SPACE)
+        return predicted(staged(found, request)).step_s
+
+    assert step_s("card-1", "card-2") - step_s("card-0", "card-2") == pytest.approx(
+        2 * 1e3 / SLOW, rel=0.05
+    )
+
+
+def test_of_many_devices_groups_follow_islands_and_racks():
+    """Twelve hosts of eight in three racks, listed in turn, with four islands each."""
+    found = cluster(96, 8)
+    devices = tuple(
+        d.model_copy(update={"island": str(d.ordinal % 4), "rack": f"r{int(d.host[5:]) % 3}"})
+        for d in found.cluster.devices
+    )
+    every, complete = rows(devices, 16)
+    assert not complete
+    made = [[{(d.rack) for d in group} for group in row] for row in every]
+    assert [{"r0"}, {"r1"}, {"r2"}] in made
+    assert any(len(row) == 6 and all(len(racks) == 1 for racks in row) for row in made)
+
+
+def test_teams_keep_to_an_island():
+    found = stated(cluster(4, 4), "island")
+    found = with_teams(found, 2, faster=2.0)
+    pairs = [["card-0", "card-2"], ["card-1", "card-3"]]
+    devices = found.cluster.in_rank_order()
+    assert [[d.id for d in team] for team in members(devices, 2)] == pairs
+    for strategy in ("optimal", "staged"):
+        plan = make_plan(found, 4, strategy=strategy, space=Space(tensor=2))
+        teams = [[w.device for w in team] for stage in plan.stages for team in stage.teams]
+        assert sorted(set(map(tuple, teams))) == list(map(tuple, pairs))
+
+
+def test_no_team_is_larger_than_an_island():
+    found = with_teams(stated(cluster(4, 4), "island"), 4, faster=4.0)
+    with pytest.raises(InputError, match="no island has 4 devices of one class"):
+        make_plan(found, 4, space=Space(tensor=4))
