@@ -1,19 +1,19 @@
 """Kills ranks of runs again and again, and compares what comes out with an undisturbed run.
 
 Each run trains a small GPT on four emulated devices, and meets a number of faults: random ranks are
-killed (SIGKILL), stopped for good (SIGSTOP), or asked to end (SIGTERM), in the forward pass, the
-backward pass, a reduction, the optimizer, a copy into memory, or while a checkpoint is written; a
-third of them from outside at a random moment. The runs go on by themselves. In the end each must
-have the undisturbed run's losses, and each step its samples. Every other run has dropout, whose
-masks must be the same again, and leaves the split of samples as planned, on which masks depend; the
-others split their samples anew by measured times.
+killed (SIGKILL), stopped for good (SIGSTOP), asked to end (SIGTERM), or hang with a heart that
+beats, in the forward pass, the backward pass, a reduction, the optimizer, a copy into memory, or
+while a checkpoint is written; a third of the signals from outside at a random moment. The runs go
+on by themselves. In the end each must have the undisturbed run's losses, and each step its samples.
+Every other run has dropout, whose masks must be the same again, and leaves the split of samples as
+planned, on which masks depend; the others split their samples anew by measured times.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
 Figures: `kills`, `runs`, `worst_relative_error` (of the final loss), `samples_lost`,
 `samples_repeated`, `median_recovery_s`, `worst_recovery_s` (from the signal to the end of the first
-step after it), `median_killed_s`, `median_stopped_s` (with the timeout of 5 s), `median_asked_s`,
-`worst_steps_repeated`.
+step after it), `median_killed_s`, `median_stopped_s` and `median_hung_s` (with the timeout of 5 s),
+`median_asked_s`, `worst_steps_repeated`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 import yaml
 
 from common import TRAIN, environment, print_figures, records, small_gpt2
-from faulted.places import PLACES
+from faulted.places import HANG, PLACES
 
 STEPS = 60
 KILLS_A_RUN = 10
@@ -47,7 +47,13 @@ TIMEOUT_S = 5
 RANKS = 4
 # Ones that last are rarer: each takes its timeout.
 SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
-NAMES = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "asked": signal.SIGTERM}
+FAULTS = (*SIGNALS, HANG)
+NAMES = {
+    signal.SIGKILL: "killed",
+    signal.SIGSTOP: "stopped",
+    signal.SIGTERM: "asked",
+    HANG: "hung",
+}
 
 
 def main() -> None:
@@ -191,7 +197,7 @@ def _set_traps(folder: Path, number: int, chance: random.Random) -> None:
             "step": chance.randint(2, 4),
             "place": chance.choice(PLACES),
             "after": chance.randrange(3),
-            "signal": int(chance.choice(SIGNALS)),
+            "signal": int(chance.choice(FAULTS)),
         }
         (folder / f"trap-{n}.json").write_text(json.dumps(trap))
 
@@ -232,10 +238,9 @@ def _done(folder: Path) -> list[_Done]:
 
 def _report(outcome: _Outcome) -> None:
     for fault in sorted(outcome.faults, key=lambda one: one.at):
-        name = signal.Signals(fault.signal).name
         seconds = outcome.recovery_s(fault)
         took = "went on" if seconds is None else f"{seconds:6.2f} s"
-        print(f"{name:8} {fault.place:10} {took}", flush=True)
+        print(f"{NAMES[fault.signal]:8} {fault.place:10} {took}", flush=True)
     print(f"steps done again: {outcome.repeated()}", flush=True)
 
 
@@ -266,7 +271,7 @@ def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome])
         "worst_recovery_s": round(max(every, default=0.0), 2),
         **{
             f"median_{name}_s": round(median(by_signal[number]), 2)
-            for name, number in NAMES.items()
+            for number, name in NAMES.items()
             if number in by_signal
         },
         "worst_steps_repeated": max((n for one in outcomes for n in one.repeated()), default=0),

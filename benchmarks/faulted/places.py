@@ -1,3 +1,5 @@
-"""Where traps can be."""
+"""Where traps can be, and what they do beside sending a signal."""
 
 PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save")
+# In place of a signal: a call that does not come back, while the process lives.
+HANG = 0

@@ -1,8 +1,8 @@
 """Data whose ranks come to harm where it is written in files, and tell which samples they used.
 
 A trap is a file `trap-*.json` in a folder: of which rank, in which of the steps that it
-does after a start, at which place, and with which signal. A rank takes the traps of its own when it
-opens its data; one that has gone off is renamed, so it goes off once in all starts of the run.
+does after a start, at which place, and with which signal, or `HANG`. A rank takes the traps of its
+own when it opens its data; one that has gone off is renamed, so it goes off once in all starts.
 After each step a rank adds a line to `used-RANK.jsonl`: the step and its samples. `pid-RANK` is its
 process.
 """
@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import AdamW
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from faulted.places import HANG
 from faulted.text import Pieces, pieces
 from gpumix.engine.comm import Communicator
 from gpumix.train import checkpoint
@@ -85,6 +86,8 @@ class Traps:
         told = {"signal": trap.signal, "place": trap.place, "at": time.time()}
         gone.write_text(json.dumps(told))
         trap.file.unlink()
+        if trap.signal == HANG:
+            time.sleep(3600.0)  # it is ended before
         os.kill(os.getpid(), trap.signal)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
 
-from gpumix.spec.errors import GpumixError, MachineError, TrainingError
+from gpumix.spec.errors import GpumixError, MachineError, RankLost, TrainingError
 
 MIB = 2**20
 
@@ -100,6 +100,8 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(tmp_path):
     """Its process lives, its device does not get on: the others wait in a collective."""
     error = failure(harmed(tmp_path, "hang", timeout=5))
     assert error.exit_code == 5
+    assert isinstance(error, RankLost)
+    assert (error.device, error.device_class) == ("small-0", "small")
     assert error.what == "rank 1 (device 'small-0' on localhost) did not take part"
     assert re.search(r"the (reduction|all-gather) of unit '.+' failed|exchange", error.why)
     told = r"; rank 1 \(device 'small-0' on localhost\) stands at toys\.py:\d+ in _hang, "
@@ -181,6 +183,23 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     job = write_job(tmp_path)
     losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
+
+
+@pytest.mark.slow  # it is waited for until the timeout
+@pytest.mark.parametrize("rank", [1, -1])
+@pytest.mark.parametrize("every_steps", [2, 0])
+def test_a_disk_that_hangs_is_named_with_the_rank_and_the_folder(tmp_path, rank, every_steps):
+    """Of one rank, or of all; beside training, or at its end, where nothing else is waited for."""
+    model = toy(fault="stuck-disk", rank=rank, at=1)
+    saving = {"every_steps": every_steps, "memory_every_steps": 0}
+    error = failure(
+        write_job(tmp_path, model=model, checkpoint=saving, timeout=5, restarts=3), MachineError
+    )
+    assert error.exit_code == 3
+    which = "1" if rank == 1 else r"\d"
+    told = rf"rank {which} could not write a checkpoint within \d+ s"
+    assert re.fullmatch(told, error.what)
+    assert str(tmp_path / "run" / "checkpoints") in error.where
 
 
 def test_a_rank_out_of_memory_is_named_with_its_limit(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,56 @@ def test_a_stopped_rank(tmp_path, undisturbed):
     train(job, plan=plan_for(job))
     restarts = check_same(tmp_path / "run", undisturbed)
     assert [one["resumed_from"] in (7, 8) for one in restarts] == [True]
+
+
+@pytest.mark.slow  # it is waited for until the timeout
+def test_a_rank_that_hangs(tmp_path, undisturbed):
+    """Its heart beats on: a call of a driver has not come back."""
+    harm = {"once": str(tmp_path / "hung")}
+    job = disturbed(tmp_path, "hang", at=6, harm=harm, timeout=5)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert [one["resumed_from"] in (4, 5) for one in restarts] == [True]
+    assert restarts[0]["why"] == "rank 1 (device 'small-0' on localhost) did not take part"
+
+
+@pytest.mark.slow  # it is waited for until the timeout, twice
+def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
+    all_compute = {"strategy": "even"}
+    sound = Pipeline.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
+    profile = sound.profile()
+    kept = {"memory_every_steps": 0}
+    job = disturbed(tmp_path, "hang", 2, at=1, checkpoint=kept, timeout=5, **all_compute)
+    pipeline = Pipeline.of_file(job, (), debug=False)
+    pipeline.train(sound.plan(profile), resume=False, made_from=profile)
+    check_same(tmp_path / "run", undisturbed)
+    assert [d.id for d in pipeline.cluster.devices] == ["big-0", "small-0"]
+
+
+@pytest.mark.slow  # it is waited for by the watchdog
+@pytest.mark.parametrize("rank", [0, 2])
+def test_of_a_rank_that_hangs_and_those_that_their_watchdogs_abort_the_first_is_named(
+    tmp_path, undisturbed, rank
+):
+    """As on NCCL, where a wait cannot be given up: the one that waits is ended."""
+    harm = {"once": str(tmp_path / "hung"), "watchdog_s": 4}
+    job = disturbed(tmp_path, "hang", rank, at=6, harm=harm)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    name = ("big-0", "small-0", "small-1")[rank]
+    assert len(restarts) == 1
+    told = rf"rank {rank} \(device '{name}', pid \d+\) did not take part"
+    assert re.fullmatch(told, restarts[0]["why"])
+
+
+@pytest.mark.slow  # until it is taken for lost
+def test_a_stopped_rank_is_found_long_before_the_timeout(tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setattr("gpumix.train.launch.STOPPED_S", 3.0)
+    harm = {"once": str(tmp_path / "stopped")}
+    job = disturbed(tmp_path, "stop", at=6, harm=harm, timeout=3600)
+    train(job, plan=plan_for(job))
+    restarts = check_same(tmp_path / "run", undisturbed)
+    assert [one["why"].endswith("stopped answering") for one in restarts] == [True]
 
 
 def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):

@@ -48,6 +48,7 @@ def test_torchrun_measures_plans_and_trains(job, tmp_path):
     assert done.code == 0, done.err
     summary = done.json()
     # One process speaks for all.
+    assert done.err.count("torchrun's agents listen on all addresses of their hosts") == 1
     assert done.err.count("plan (optimal)") == 1
     assert done.err.count("step 4/4") == 1
     plan = Plan.load(tmp_path / "run" / "plan.json")
@@ -67,9 +68,12 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_pat
             *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
         )  # fmt: skip
 
+    said: list[bool] = []
     with ThreadPoolExecutor(2) as hosts:
         for done in hosts.map(host, (1, 2), ("profiles", "nothing")):
             assert done.code == 0, done.err
+            said.append("--rdzv-backend gpumix" in done.err)
+    assert any(said) is (own != ["gpumix"])
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert [r["loss"] for r in metrics(tmp_path / "run")] == losses_by(plan, job, tmp_path)
 
@@ -96,6 +100,27 @@ def test_there_must_be_a_process_for_every_device(job, tmp_path):
     assert "the cluster has 3 devices, torchrun started 2 processes" in done.err
     assert "exitcode  : 2" in done.err  # torchrun's report of ours
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_path):
+    """The agents see only processes that end."""
+    changes = {"steps": 8, "checkpoint": {"memory_every_steps": 1}}
+    sound = write_job(tmp_path / "sound", **changes)
+    plan = plan_for(sound)
+    expected = train(sound, plan=plan).losses
+    harmed = toy(fault="stop", rank=1, at=4, once=str(tmp_path / "stopped"))
+    write_job(tmp_path, model=harmed, timeout=3600, **changes)
+    plan.save(tmp_path / "plan.json")
+    done = torchrun(
+        tmp_path, "--standalone", "--nproc-per-node", "3", "--max-restarts", "2", *GPUMIX_TRAIN,
+        "--plan", "plan.json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "rank 1 (device 'small-0' on " in done.err
+    assert "its process was stopped (SIGSTOP)" in done.err
+    run = tmp_path / "run"
+    assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
+    assert [one["resumed_from"] in (2, 3) for one in metrics(run, "restart")] == [True]
 
 
 @pytest.mark.parametrize("store", ["of the agent", "of the first rank"])

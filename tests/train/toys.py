@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ ANSWER_S = 0.006
 
 
 class Block(nn.Module):
+    harm: Callable[[], None] | None = None  # what happens in each pass
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -34,6 +37,8 @@ class Block(nn.Module):
         self.out = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.harm is not None:
+            self.harm()
         return x + self.out(F.gelu(self.into(self.norm(x))))
 
 
@@ -42,10 +47,14 @@ class Toy(nn.Module):
 
     Args:
         fault: a name in `FAULTS` or `GRADIENTS`, or none; "wrong" lasts.
-        rank, at: where it happens, and in which training forward pass, counted from 1.
+        rank, at: where it happens (-1: everywhere), and in which training forward pass, from 1.
         after: a path that is there before it happens.
         once: a path that it leaves when it happens; it does not if that is there.
         sample_s: how long that rank sleeps over each sample, from that pass on.
+        block: where it happens, instead of at the loss; then passes of this block count, those that
+            are done again for the backward too.
+        watchdog_s: who waits for so long between two passes is aborted, as by that of NCCL; not
+            that rank.
     """
 
     def __init__(
@@ -58,20 +67,36 @@ class Toy(nn.Module):
         after: str = "",
         once: str = "",
         sample_s: float = 0.0,
+        block: int | None = None,
+        watchdog_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        if fault and block is not None and _rank() == rank:
+            self.blocks[block].harm = _Harm(fault, at, once)
+            fault = ""
         self.head = nn.Linear(width, VOCABULARY)
         self.fault, self.rank, self.at, self.after = fault, rank, at, after
         self.once, self.sample_s = once, sample_s
         self.passes = 0
+        if watchdog_s and _rank() != rank:
+            threading.Thread(target=self._watch, args=(watchdog_s,), daemon=True).start()
+
+    def _watch(self, patience_s: float) -> None:
+        passes, since = 0, time.monotonic()
+        while not passes or time.monotonic() - since < patience_s:
+            if passes != self.passes:
+                passes, since = self.passes, time.monotonic()
+            time.sleep(0.1)
+        os.abort()
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
         if self.sample_s and _rank() == self.rank and self.passes >= self.at:
             time.sleep(self.sample_s * len(input_ids))
-        strike = self.fault and self.training and self.passes == self.at and _rank() == self.rank
+        here = self.rank in (-1, _rank())
+        strike = self.fault and self.training and self.passes == self.at and here
         if strike and self.once:
             strike = not Path(self.once).exists()
             Path(self.once).touch()
@@ -88,6 +113,20 @@ class Toy(nn.Module):
         if strike and self.fault in FAULTS:
             loss = loss * FAULTS[self.fault]()
         return loss, torch.tensor(labels.numel())
+
+
+class _Harm:
+    """A fault, in the n-th time that it is asked."""
+
+    def __init__(self, fault: str, at: int, once: str) -> None:
+        self.fault, self.left, self.once = fault, at, once
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0 and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            FAULTS[self.fault]()
 
 
 class Selective(Toy):
@@ -132,8 +171,10 @@ def model(
     after: str = "",
     once: str = "",
     sample_s: float = 0.0,
+    block: int | None = None,
+    watchdog_s: float = 0.0,
 ) -> nn.Module:
-    return Toy(width, blocks, fault, rank, at, after, once, sample_s)
+    return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s)
 
 
 def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:
@@ -355,6 +396,12 @@ def _small_disk() -> float:
     return 1.0
 
 
+def _stuck_disk() -> float:
+    """What is written does not come to an end, as on a server that does not answer."""
+    os.fsync = lambda file: time.sleep(FOREVER_S)
+    return 1.0
+
+
 def _hang() -> float:
     time.sleep(FOREVER_S)
     return 1.0
@@ -375,4 +422,5 @@ FAULTS: dict[str, Callable[[], float]] = {
     "ctrl-c": _ctrl_c,
     "small-disk": _small_disk,
     "hang": _hang,
+    "stuck-disk": _stuck_disk,
 }

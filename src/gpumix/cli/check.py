@@ -25,7 +25,8 @@ def register(app: typer.Typer) -> None:
         "Versions, drivers, kernels, GPUs, pairs of devices and hosts, clocks, disks, memory, "
         "limits; with a job also what it needs. Without one the devices that are found. Nothing is "
         "left behind.\n\n"
-        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix check job.yaml\n\n"
+        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
+        "--rdzv-endpoint host-a:29500 -m gpumix check job.yaml\n\n"
         "Leaves with 3 if there is an error, with 0 if there are only warnings and notes.\n\n"
         "Example: gpumix check job.yaml"
     )(check)

@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
         help="Train a job: detect the devices, profile, plan, show, train.\n\n"
         "Starts one process per device on this host; for several hosts see gpumix launch, or start "
         "it with torchrun.\n\n"
-        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 ... -m gpumix train job.yaml\n\n"
+        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
+        "--rdzv-endpoint host-a:29500 -m gpumix train job.yaml\n\n"
         "Example: gpumix train job.yaml --set steps=1000 --resume\n\n"
         "Example: gpumix train job.yaml --strategy model"
     )(train)

@@ -24,9 +24,10 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from gpumix.engine.held_up import Wait
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
-from gpumix.engine.stands import doing
+from gpumix.engine.stands import begins, doing
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import first_line
@@ -46,6 +47,7 @@ class Pending:
         self.works = works
         self.comm = comm
         self._label = label
+        self._wait = comm.begun
         self._finish = [] if finish is None else [finish]
 
     def then(self, finish: Callable[[], None]) -> Pending:
@@ -54,7 +56,7 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        with reported(self._label), self.comm.clock:
+        with reported(self._label, self._wait), self.comm.clock:
             for work in self.works:
                 self.comm.words.wait(work)
         self.works = ()
@@ -105,15 +107,19 @@ class WaitClock:
 
 
 @contextlib.contextmanager
-def reported(label: str) -> Iterator[None]:
-    """What fails inside is the collective `label`; memory that runs out stays what it is."""
+def reported(label: str, wait: Wait | None = None) -> Iterator[None]:
+    """What fails inside is the collective `label`; memory that runs out stays what it is.
+
+    Args:
+        wait: what is waited for.
+    """
     try:
-        with doing(f"in the {label}"):
+        with doing(f"in the {label}", wait):
             yield
     except RuntimeError as error:
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             raise  # an error of this device's own work, which only shows here
-        raise CommunicationError(f"the {label} failed", why=first_line(error)) from error
+        raise CommunicationError(f"the {label} failed", why=first_line(error), wait=wait) from error
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class Communicator:
         self.device = indexed(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
         self.words: LastWords = LastWords() if of is None else of.words  # of an engine
+        self.begun: Wait | None = None  # the last collective
         self._of = of
         self._record: Record = SILENT
         # Memory for what arrives before it is where it belongs, kept for the next collective.
@@ -463,7 +470,7 @@ class Communicator:
         self._count("broadcast", value)
         if self.world > 1:
             sent = value.detach().reshape(-1).clone().view(torch.uint8)
-            with reported(label), self.clock:
+            with reported(label, self.begun), self.clock:
                 self.words.wait(
                     dist.broadcast(sent, group_src=source, group=self.group, async_op=True)
                 )
@@ -475,6 +482,8 @@ class Communicator:
         return [full[a:b] for a, b in pairwise(offsets)]
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
+        if self.group is not None:
+            self.begun = begins(self.group.group_name, () if self._of is None else self.members)
         self.counts[operation] += 1
         size = tensor.numel() * tensor.element_size()
         self.bytes[operation] += size

@@ -5,9 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from gpumix.engine.held_up import Stand
+
 BEAT_S = 0.5
 LOOK_S = 1.0  # between two looks at them
 ENDED = "ended"  # the last one
+# A process that was stopped for so long, or a host that was not heard, is not waited for.
+STOPPED_S = 20.0
+
+
+def beat_with(number: int, stand: Stand) -> str:
+    """A rank's heartbeat: each is another one, and tells how far the rank has come."""
+    return f"{number} {stand.to_text()}"
+
+
+def stand_in(beat: str) -> Stand | None:
+    """How far its rank had come; None before the first beat and after the last."""
+    return None if beat in ("", ENDED) else Stand.from_text(beat.partition(" ")[2])
 
 
 class Pulse:
@@ -26,7 +40,7 @@ class Pulse:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._beat_of = beat_of
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._clock = clock
         self._looked = clock()
         self._heard = [("", self._looked)] * ranks
@@ -42,6 +56,6 @@ class Pulse:
             beat = self._beat_of(rank)
             at = now if beat != before else since + missed
             self._heard[rank] = beat, at
-            if beat not in ("", ENDED) and now - at >= self._silence_s:
+            if beat not in ("", ENDED) and now - at >= self.silence_s:
                 found.add(rank)
         return found

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gpumix.engine.held_up import Wait
 from gpumix.spec.errors import GpumixError, TrainingError, in_a_line
 
 # How long a rank waits for a collective before it looks whether somebody has failed.
@@ -23,7 +24,15 @@ STAY_S = 4 * LOOK_S
 
 
 class CommunicationError(TrainingError):
-    """A collective failed: a peer died, failed by itself, was too late, or the network broke."""
+    """A collective failed: a peer died, failed by itself, was too late, or the network broke.
+
+    Args:
+        wait: what was waited for, if it is not a peer's own account.
+    """
+
+    def __init__(self, what: str, *, wait: Wait | None = None, **words: str) -> None:
+        super().__init__(what, **words)
+        self.wait = wait
 
 
 class LastWords:

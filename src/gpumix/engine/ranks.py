@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -21,10 +22,13 @@ import torch.distributed as dist
 
 from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
-from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse
-from gpumix.engine.stands import doing, where_main_stands
+from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse, beat_with, stand_in
+from gpumix.engine.held_up import Wait, held_up_by, known
+from gpumix.engine.stands import begins, doing, stand_of_main, where_main_stands
 from gpumix.engine.state import some_of
+from gpumix.spec.cluster import Device
 from gpumix.spec.errors import (
+    DeviceFailure,
     GpumixError,
     InputError,
     Interrupted,
@@ -32,6 +36,7 @@ from gpumix.spec.errors import (
     NoFeasiblePlanError,
     OutOfMemory,
     PlanOutdated,
+    RankLost,
     TrainingError,
     error_from,
     first_line,
@@ -41,8 +46,8 @@ from gpumix.spec.plan import Plan
 
 # A rank that has not moved its heartbeat for so long is dead or stopped.
 SILENCE_S = 3.0
-# Within this time all that wait for the same thing have noticed that it failed.
-NOTICE_S = 1.0
+# Within this time each rank has told anew how far it has come.
+NOTICE_S = 2 * BEAT_S
 # How long a rank that leaves waits for its last heartbeat to be taken.
 LEAVE_S = 5.0
 # Who waits in vain asks all ranks where they stand.
@@ -64,7 +69,7 @@ KINDS = {
     )
 }
 # After these a run may go on by itself, so all ranks know them for what they are.
-GOES_ON = (OutOfMemory.__name__, PlanOutdated.__name__)
+GOES_ON = tuple(kind.__name__ for kind in (OutOfMemory, RankLost, DeviceFailure, PlanOutdated))
 
 
 class Ranks:
@@ -75,7 +80,7 @@ class Ranks:
         rank, world: this rank, and how many there are.
         device: where the engine's tensors are.
         timeout_s: how long a rank waits for the others.
-        name: of this rank in messages: its device and host.
+        seat: this rank's device and host, as messages name it.
     """
 
     def __init__(
@@ -86,26 +91,26 @@ class Ranks:
         world: int,
         device: torch.device,
         timeout_s: float,
-        name: str = "",
+        seat: Device | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.device = device
         self.timeout_s = timeout_s
-        self.names = [f"rank {r}" for r in range(world)]
+        self._seats: list[Device | None] = [None] * world
         self._store = store
         self._told: dict[str, int] = {}
+        self._begun: dict[str, Wait] = {}  # what was told last, by topic
         self._heart: _Heart | None = None
         self._owns_groups = False
         if store is not None and world > 1:
-            self._heart = _Heart(store.clone(), rank)  # type: ignore[attr-defined]
+            on_gpu = device.type != "cpu"
+            self._heart = _Heart(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
             if not dist.is_initialized():
                 self._connect(store)
                 self._owns_groups = True
-            self.names = [
-                f"rank {r}{f' ({told})' if told else ''}"
-                for r, told in enumerate(self.gather("names", name))
-            ]
+            told = self.gather("seats", "" if seat is None else seat.model_dump_json())
+            self._seats = [Device.model_validate_json(one) if one else None for one in told]
 
     def _connect(self, store: dist.Store) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -131,6 +136,7 @@ class Ranks:
             error is not None
             and self._store is not None
             and not isinstance(error, CommunicationError)
+            and type(error) is not DeviceFailure  # others may know whose fault it was
         ):
             with suppress(*STORE_ERRORS):  # nobody is left to be told
                 report_failure(self._store, self.rank, error)
@@ -139,18 +145,31 @@ class Ranks:
         if self._owns_groups and error is None:
             dist.destroy_process_group()
 
+    @property
+    def names(self) -> list[str]:
+        """Of all ranks, in messages."""
+        return [
+            f"rank {r}" + (f" (device '{seat.id}' on {seat.host})" if seat else "")
+            for r, seat in enumerate(self._seats)
+        ]
+
     # -- tensors -----------------------------------------------------------------------------------
 
     def communicator(self, plan: Plan | None = None) -> Communicator:
         """The engine's collectives over all ranks, in the forms of `plan`."""
         return all_ranks(self.device, plan.collectives if plan is not None else None)
 
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A group of CPU tensors for checkpoints, so that saving never blocks training's group."""
+    def checkpoint_group(self, *, patience_s: float = 0.0) -> dist.ProcessGroup | None:
+        """A group of CPU tensors for checkpoints, so that saving never blocks training's group.
+
+        Args:
+            patience_s: how much longer than the usual timeout the slowest may take.
+        """
         if self.world == 1:
             return None
         self.gather("checkpoint group", "")  # who waits there does not hear of a rank that failed
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        timeout = timedelta(seconds=self.timeout_s + patience_s)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     # -- words -------------------------------------------------------------------------------------
 
@@ -162,7 +181,7 @@ class Ranks:
             patience_s: how much longer than the usual timeout the slowest may take.
 
         Raises:
-            TrainingError: a rank said nothing within the timeout; the message names it.
+            CommunicationError: a rank said nothing within the timeout; see `explain`.
         """
         if self._store is None or self.world == 1:
             return [text]
@@ -198,34 +217,38 @@ class Ranks:
 
     def _next(self, topic: str) -> str:
         self._told[topic] = self._told.get(topic, 0) + 1
+        self._begun[topic] = begins(f"'{topic}'")
         return f"{topic}/{self._told[topic]}"
 
     def _hear(self, key: str, rank: int, topic: str, patience_s: float = 0.0) -> str:
         assert self._store is not None
         allowed_s = self.timeout_s + patience_s
         deadline = time.monotonic() + allowed_s
-        while not self._store.check([key]):
-            failed = self._account_of_failure()
-            if failed is not None:
-                raise failed
-            if time.monotonic() > deadline:
-                raise TrainingError(
-                    f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
-                    where=self.names[self.rank],
-                    fix="look at that rank's host, then run the same command with --resume; a "
-                    "longer `timeout` in the job waits longer",
-                )
-            time.sleep(0.005)
+        wait = replace(self._begun[topic], members=(rank,))
+        with doing(f"waiting for '{topic}' of rank {rank}", wait):
+            while not self._store.check([key]):
+                failed = self._account_of_failure()
+                if failed is not None:
+                    raise failed
+                if time.monotonic() > deadline:
+                    raise CommunicationError(
+                        f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
+                        where=self.names[self.rank],
+                        fix="look at that rank's host, then run the same command with --resume; a "
+                        "longer `timeout` in the job waits longer",
+                        wait=wait,
+                    )
+                time.sleep(0.005)
         return str(self._store.get(key).decode())
 
     # -- who is missing ----------------------------------------------------------------------------
 
     def explain(self, error: Exception) -> GpumixError:
         """Why a collective failed (`CommunicationError`): another rank's own account, else who is
-        silent, else who is late; or why the store did (`STORE_ERRORS`)."""
+        silent, else who holds the others up; or why the store did (`STORE_ERRORS`)."""
         try:
             if isinstance(error, CommunicationError):
-                with doing(f"after {error.what}"):
+                with doing(f"after {error.what}", error.wait):
                     return self._explained(error)
             return self._account_of_failure() or self._alone(first_line(error))
         except STORE_ERRORS as gone:
@@ -235,11 +258,10 @@ class Ranks:
 
     def _explained(self, error: CommunicationError) -> GpumixError:
         assert self._store is not None
-        self._store.set(f"waiting/{self.rank}", error.what)
-        time.sleep(NOTICE_S)
-        late = [r for r in range(self.world) if not self._store.check([f"waiting/{r}"])]
-        self._store.set(ASKED, "")
         pulse = Pulse(self._beat, self.world, SILENCE_S)
+        self._store.set(ASKED, "")
+        time.sleep(NOTICE_S)
+        late = self._late(error.wait) if error.wait is not None else []
         silent: list[int] = []
         deadline = time.monotonic() + ACCOUNT_S
         while not silent and time.monotonic() < deadline:
@@ -248,17 +270,31 @@ class Ranks:
                 return account
             time.sleep(0.1)
             silent = sorted(pulse.silent())
-        if not silent and not late:
+        if silent or late:
+            return self._lost(silent or late, error, silent=bool(silent))
+        if error.wait is None:
             return error
-        places = stands_of(self._store, [] if silent else late)
-        stands = "".join(f"; {self.names[r]} stands at {place}" for r, place in places.items())
-        return TrainingError(
-            f"{' and '.join(self.names[r] for r in silent or late)} "
+        return DeviceFailure(error.what, where=self.names[self.rank], why=error.why, fix=error.fix)
+
+    def _late(self, wait: Wait) -> list[int]:
+        """Who holds up this rank, which waits in vain."""
+        stands = {rank: stand_in(self._beat(rank)) for rank in range(self.world)}
+        return held_up_by(known(stands), self.rank, wait)
+
+    def _lost(self, ranks: list[int], error: CommunicationError, *, silent: bool) -> RankLost:
+        assert self._store is not None
+        places = {} if silent else stands_of(self._store, ranks)
+        stands = [f"{self.names[r]} stands at {place}" for r, place in places.items()]
+        only = self._seats[ranks[0]] if len(ranks) == 1 else None
+        return RankLost(
+            f"{' and '.join(self.names[r] for r in ranks)} "
             + ("stopped answering" if silent else "did not take part"),
             where=self.names[self.rank],
-            why=f"{error.what}: {error.why}{stands}",
+            why="; ".join([": ".join(filter(None, [error.what, error.why])), *stands]),
             fix="look at that process: it was killed, stopped, is slow, or its host is gone; then "
             "run the same command with --resume",
+            device=only.id if only else "",
+            device_class=only.device_class if only else "",
         )
 
     def _account_of_failure(self) -> GpumixError | None:
@@ -277,11 +313,12 @@ class Ranks:
 
 
 class _Heart:
-    """Moves this rank's heartbeat in the store, from a thread of its own; and tells, once others
-    ask, where the main thread stands."""
+    """Moves this rank's heartbeat in the store, from a thread of its own, with how far the main
+    thread has come; and tells, once others ask, where it stands."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, *, runs_ahead: bool) -> None:
         self._store = store
+        self._runs_ahead = runs_ahead
         self._rank = rank
         self._key = f"beat/{rank}"
         self._stopped = threading.Event()
@@ -291,7 +328,8 @@ class _Heart:
     def _run(self) -> None:
         for beat in itertools.count():
             try:
-                self._store.set(self._key, str(beat))
+                stand = stand_of_main(runs_ahead=self._runs_ahead)
+                self._store.set(self._key, beat_with(beat, stand))
                 if self._store.check([ASKED]):
                     self._store.set(f"stands/{self._rank}", where_main_stands())
             except RuntimeError:  # the store is gone, and with it everybody who listens

@@ -1,31 +1,69 @@
-"""Where a thread stands: what it called, in few words."""
+"""Where this rank stands: what a thread called, which collectives were begun, and which one it
+waits for. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_stack
 
+from gpumix.engine.held_up import Stand, Wait
+
 # As many calls are told.
 CALLS = 4
 _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
-_doing: dict[int, str] = {}  # what each thread is at, by its identity
+_doing: dict[int, tuple[str, Wait | None]] = {}  # what each thread is at, by its identity
+_begun: dict[str, Wait] = {}  # the last collective of each group
+
+
+def begins(group: str, members: Sequence[int] = ()) -> Wait:
+    """This rank begins the next collective of a group; what to wait for then.
+
+    Args:
+        group: a name that is the same on all ranks.
+        members: of the group; without them all ranks are.
+    """
+    before = _begun.get(group)
+    one = Wait(group, before.number + 1 if before else 1, tuple(members))
+    _begun[group] = one
+    return one
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """So it is told where this thread stands while it is inside: "in the reduction of ..."."""
+def doing(what: str, wait: Wait | None = None) -> Iterator[None]:
+    """So it is told where this thread stands while it is inside: "in the reduction of ...".
+
+    Args:
+        wait: the collective that it waits for.
+    """
     thread = threading.get_ident()
-    outer = _doing.get(thread, "")
-    _doing[thread] = what
+    outer = _doing.get(thread, ("", None))
+    _doing[thread] = what, wait
     try:
         yield
     finally:
         _doing[thread] = outer
+
+
+def wait_of(thread: int | None) -> Wait | None:
+    """The collective that a thread waits for."""
+    return _doing.get(thread or 0, ("", None))[1]
+
+
+def stand_of_main(*, runs_ahead: bool) -> Stand:
+    """How far the main thread has come.
+
+    Args:
+        runs_ahead: of its device, which may wait for all that was begun.
+    """
+    begun = list(_begun.copy().values())
+    wait = wait_of(threading.main_thread().ident)
+    waits = [wait] if wait else begun if runs_ahead else []
+    return Stand({one.group: one.number for one in begun}, tuple(waits))
 
 
 def where_main_stands() -> str:
@@ -41,5 +79,5 @@ def where_main_stands() -> str:
     place = ", ".join(
         f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in reversed(told)
     )
-    what = _doing.get(main)
+    what, _ = _doing.get(main, ("", None))
     return f"{place} ({what})" if what else place

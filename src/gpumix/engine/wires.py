@@ -113,7 +113,8 @@ class Wires:
                 continue
             self._reap()
             name = str(message)
-            going = self._lines[line].pass_on(sent.contiguous(), self._own(line), name)
+            label = f"{name} (to rank {line.taker})"
+            going = self._lines[line].pass_on(sent.contiguous(), self._own(line), label)
             self._comm.record.passed_on("send", self._pass_of(message), name, going)
             self._going.append(going)
 
@@ -125,7 +126,7 @@ class Wires:
         dtype = self._dtype if look.dtype.is_floating_point else look.dtype
         room = torch.empty(look.shape, dtype=dtype, device=self._comm.device)
         lines, name = self._lines[line], str(message)
-        coming = lines.pass_on(room, 1 - lines.rank, name)
+        coming = lines.pass_on(room, 1 - lines.rank, f"{name} (from rank {line.giver})")
         self._comm.record.passed_on("receive", self._pass_of(message), name, coming)
         self._coming[message] = (room, coming)
 

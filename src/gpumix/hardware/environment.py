@@ -33,6 +33,7 @@ MEMORY_USED = (
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
+APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 STDERR = 2
@@ -117,7 +118,8 @@ def shared_memory_folder() -> Path | None:
 @dataclass(frozen=True)
 class TorchrunPlace:
     """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
-    `starts`: how often the process has begun anew since."""
+    `starts`: how often the process has begun anew since. `agents_open`: its agents meet by torch's
+    own ways, and listen on all addresses."""
 
     rank: int
     world: int
@@ -128,6 +130,7 @@ class TorchrunPlace:
     elastic: bool
     starts: int = 0
     one_host: bool = False
+    agents_open: bool = False
 
 
 def torchrun_place() -> TorchrunPlace | None:
@@ -146,6 +149,7 @@ def torchrun_place() -> TorchrunPlace | None:
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == world,
+        agents_open="TORCHELASTIC_RUN_ID" in os.environ and APART not in os.environ,
     )
 
 
@@ -193,6 +197,7 @@ def rank_settings(
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_RUN_ID": "gpumix",
+        APART: 1,
     }
     threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
     told = {name: str(value) for name, value in agent.items()}
@@ -270,8 +275,10 @@ def talk_inside_of_host() -> None:
 
 
 def keep_ranks_store_apart() -> None:
-    """Let torchrun's agent in this process make no store for ranks: the first of them has it."""
+    """Let torchrun's agent in this process make no store for ranks: the first of them has it. The
+    ranks are told."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[APART] = "1"
 
 
 def record_collectives(prefix: Path) -> None:
@@ -317,8 +324,9 @@ def talking_settings() -> dict[str, str]:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process was stopped (SIGSTOP); False where the system does not say."""
-    return _stat_of(process)[:1] in (["T"], ["t"])
+    """Whether a process was stopped (SIGSTOP), and not by a debugger; False where the system does
+    not say."""
+    return _stat_of(process)[:1] == ["T"]
 
 
 def begun(process: int) -> str:

@@ -6,9 +6,11 @@ What the files are is said in `checkpoint_file`, how a checkpoint comes and goes
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from gpumix.engine.engine import Engine
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train import checkpoint_content as content
 from gpumix.train import checkpoint_folder
-from gpumix.train.background import Background
+from gpumix.train.background import Background, Overdue
 from gpumix.train.checkpoint_file import (
     INDEX,
     Damaged,
@@ -35,7 +37,7 @@ from gpumix.train.checkpoint_file import (
     verify,
 )
 from gpumix.train.checkpoint_shards import Index, read, write
-from gpumix.train.checkpoint_together import NOTHING, Together
+from gpumix.train.checkpoint_together import NOTHING, Together, not_in_time
 from gpumix.train.host_copy import HostCopy, Tensors, room_for, size_of
 
 # Of what ranks tell each other.
@@ -79,6 +81,7 @@ class Checkpointer:
         group: all ranks, in the engine's order, with CPU tensors and its own timeout; used for
             nothing else (`dist.new_group(backend="gloo")`). None for a single process.
         ranks_here: how many of them share this rank's host, and its memory.
+        patience_s: how long a checkpoint may take.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Checkpointer:
         keep: int,
         group: dist.ProcessGroup | None = None,
         ranks_here: int = 1,
+        patience_s: float = math.inf,
     ) -> None:
         if keep < 1:
             raise InputError(f"cannot keep {keep} checkpoints", fix="keep at least 1")
@@ -95,6 +99,7 @@ class Checkpointer:
         self.keep = keep
         self._ranks = Together(group)
         self._ranks_here = ranks_here
+        self._patience_s = patience_s
         self._copy: HostCopy | None = None
         self._saving: Background[Saved] | None = None
         self._settled = threading.Event()
@@ -141,13 +146,28 @@ class Checkpointer:
         stream = content.copying_stream(engine.device)
         self._settled.clear()
         self._saving = Background(
-            lambda: self._save(step, to_save, stream), name="gpumix-checkpoint"
+            lambda: self._save(step, to_save, stream),
+            name="gpumix-checkpoint",
+            patience_s=self._patience_s,
         )
 
     def settle(self) -> None:
-        """Wait until what is saved may change. Not collective."""
+        """Wait until what is saved may change. Not collective.
+
+        Raises:
+            MachineError: the disk hangs.
+        """
         if self._saving is not None:
-            self._settled.wait()
+            with self._in_time():
+                self._saving.wait(self._settled)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except Overdue as error:
+            what = "write a checkpoint"
+            raise not_in_time(error, what, self._ranks.rank, self.folder) from error
 
     @property
     def under_way(self) -> bool:
@@ -168,12 +188,14 @@ class Checkpointer:
         """Wait for the checkpoint that was begun last.
 
         Raises:
-            MachineError: a rank could not write, the same error on all; earlier checkpoints stay.
+            MachineError: a rank could not write, the same error on all, or its disk hangs; earlier
+                checkpoints stay.
             CommunicationError: a rank is gone.
         """
         assert self._saving is not None, "no checkpoint was begun"
         saving, self._saving = self._saving, None
-        return saving.result()
+        with self._in_time():
+            return saving.result()
 
     def _save(
         self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from gpumix.engine.comm import reported
+from gpumix.engine.comm import CommunicationError, reported
+from gpumix.engine.stands import begins
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError, error_from, in_a_line
+from gpumix.train.background import Overdue
 
 T = TypeVar("T")
 NOTHING = TypeAdapter(None)
@@ -61,9 +63,9 @@ class Together:
 
     def collect(self, text: str, doing: str) -> list[str]:
         """The texts of all ranks, for rank 0; the others get nothing. Collective."""
-        if self.world == 1:
+        if self.group is None:
             return [text]
-        with reported(f"exchange of who could {doing}"):
+        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
             mine, sizes = self._padded(text)
             every = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
             dist.gather(mine, every, group=self.group, group_dst=0)
@@ -96,9 +98,9 @@ class Together:
 
     def _all(self, text: str, doing: str) -> list[str]:
         """Those of all ranks."""
-        if self.world == 1:
+        if self.group is None:
             return [text]
-        with reported(f"exchange of who could {doing}"):
+        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
             mine, sizes = self._padded(text)
             every = [torch.empty_like(mine) for _ in sizes]
             dist.all_gather(every, mine, group=self.group)
@@ -133,6 +135,21 @@ def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
         where=where,
         why=f"{os.strerror(code) if code else system}{file}",
         fix=_FIXES.get(code, "look at that disk and at `dmesg | tail`"),
+    )
+
+
+def not_in_time(error: Overdue, what: str, rank: int, folder: Path) -> GpumixError:
+    """`what` did not end on this rank: because of others, or of its disk."""
+    late = f"rank {rank} could not {what} within {error.patience_s:.0f} s"
+    where = f"{socket.gethostname()}: {folder}"
+    if error.wait is not None:
+        return CommunicationError(late, where=where, wait=error.wait)
+    return MachineError(
+        late,
+        where=where,
+        why="a call of the system has not come back: the disk, or the server behind it, hangs",
+        fix="look at that disk and at `dmesg | tail`, then run the same command with --resume; a "
+        "longer `timeout` in the job waits longer",
     )
 
 

@@ -55,6 +55,24 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
         ) from error
 
 
+def own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
+    """The address of this host that it reaches a server from; None if it does not."""
+    with suppress(OSError), socket.create_connection((host, port), within_s) as connection:
+        return str(connection.getsockname()[0])
+    return None
+
+
+def answers(address: str, port: int, *, within_s: float) -> bool:
+    """Whether the system at an address is there; nobody need listen at the port."""
+    try:
+        socket.create_connection((address, port), within_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def give_up_after(timeout_s: float, *, port: int) -> None:
     """Let connections to a port fail once the other end was not heard for so long, whether it is
     talked to or waited for: its host is gone, or the link is cut. The rendezvous store would wait

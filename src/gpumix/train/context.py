@@ -94,7 +94,7 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
             world=seat.world,
             device=runtime.torch_device,
             timeout_s=task.job.timeout,
-            name=f"device '{seat.device.id}' on {seat.device.host}",
+            seat=seat.device,
         )
         with ranks:
             try:

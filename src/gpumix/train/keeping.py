@@ -26,6 +26,10 @@ from gpumix.train.memory_folder import Found, Held, Home
 
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
 MEMORY_SHARE = 0.01
+# What a disk must do at least beside the `timeout`, else it counts as one that hangs.
+SLOWEST_BYTES_PER_S = 5e7
+# Of a parameter's state: itself, and what most optimizers keep, in fp32 each.
+BYTES_A_PARAMETER = 12
 # After this step it is known what copies cost: the first makes room.
 MEASURED_STEPS = 4
 
@@ -64,12 +68,16 @@ class Keeping:
         here = [rank for rank, host in enumerate(self._hosts) if host == context.device.host]
         self._ranks_here = len(here)
         self._first_here = here[0] == ranks.rank
-        self._group = ranks.checkpoint_group()
+        patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
+        self._patience_s = patience_s
+        # Whoever writes for too long says so before the others give up waiting for it.
+        self._group = ranks.checkpoint_group(patience_s=patience_s)
         self.checkpointer = Checkpointer(
             job.output / run_files.CHECKPOINTS,
             keep=job.checkpoint.keep,
             group=self._group,
             ranks_here=self._ranks_here,
+            patience_s=patience_s,
         )
         self._extra = _extra(job, plan, engine)
         self.stalled_s = 0.0
@@ -130,6 +138,7 @@ class Keeping:
             tidies=self._first_here,
             extra=self._extra,
             buddies=self._buddies_in(home.generation(generation)),
+            patience_s=self._patience_s,
         )
         return ""
 
@@ -147,7 +156,7 @@ class Keeping:
         """Where there are several hosts. Collective then."""
         if len(set(self._hosts)) == 1:
             return None
-        group = self._context.ranks.checkpoint_group()
+        group = self._context.ranks.checkpoint_group(patience_s=self._patience_s)
         assert group is not None
         return Buddies(place, self._hosts, group)
 
@@ -248,6 +257,11 @@ class Keeping:
         )
         self._loader.load_state_dict(dict(manifest.cursor))
         return TakenUp(manifest.step, dict(manifest.extra))
+
+
+def _size_of(engine: Engine) -> int:
+    """Of a checkpoint, about; all of it, though each rank writes a part."""
+    return BYTES_A_PARAMETER * sum(p.numel() for p in engine.model.parameters())
 
 
 def _extra(job: Job, plan: Plan, engine: Engine) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,8 @@ from types import FrameType
 from typing import Any
 
 from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
-from gpumix.engine.heartbeat import LOOK_S, Pulse
+from gpumix.engine.heartbeat import LOOK_S, STOPPED_S, Pulse, stand_in
+from gpumix.engine.held_up import held_up_by, known
 from gpumix.hardware.environment import is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
@@ -44,6 +45,8 @@ STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once
 GRACE_S = 15.0
 SHORT_GRACE_S = 0.2
 GIVE_BACK_S = 1.0
+# How long a process that was killed is waited for: one that a disk holds up does not end.
+KILLED_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def launch(
         debug: print the traceback of every error.
         saves_when_stopped: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`);
             only a second one ends them.
-        silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended.
+        silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended; one
+            whose process is stopped after `STOPPED_S`, if that is less.
 
     Raises:
         GpumixError: a rank's own error; of several the one that caused the others.
@@ -225,19 +229,48 @@ class _Child:
             others: where the others stand.
         """
         why = f"nothing was heard of it for {silence_s:.0f} s"
-        if is_stopped(self.process.pid):
+        if self.is_stopped:
             why = "its process was stopped (SIGSTOP)"
         self.process.kill()
-        self.process.join()
+        self.process.join(KILLED_S)
         self.ended = True
         self.error = self._lost(
-            "stopped answering",
+            f"{self.name()} stopped answering",
             why=why + others,
             first="look at its device and its file systems, then ",
+            device=self.seat.device,
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.ended and is_stopped(self.process.pid)
+
+    @property
+    def aborted(self) -> bool:
+        """By itself, or by a watchdog of its own: NCCL's ends who waits for too long."""
+        return isinstance(self.error, RankLost) and self.process.exitcode == -signal.SIGABRT
+
+    def waited_for(self, others: Sequence[_Child]) -> None:
+        """It was aborted while it waited for these, or nobody knows for whom."""
+        assert isinstance(self.error, RankLost)
+        if not others:
+            self.error = self._lost(
+                f"{self.name()} was aborted while it waited",
+                why="the other ranks have come as far as it has: no device is known to be at fault",
+                first="look at the links between the devices, then ",
+                device=None,
+            )
+            return
+        names = " and ".join(one.name() for one in others)
+        self.error = self._lost(
+            f"{names} did not take part",
+            why=f"{self.name()} waited for that until it was aborted (SIGABRT)",
+            first="look at that device and its driver, then ",
+            device=others[0].seat.device if len(others) == 1 else None,
         )
 
     def _died(self, exit_code: int | None) -> RankLost:
-        how = f"left with exit code {exit_code}"
+        how, device = f"left with exit code {exit_code}", self.seat.device
         why = "something in it ended the process, such as os._exit or a crash of a library"
         sample, look = self._sample(), "look at that sample, then "
         if exit_code is not None and exit_code < 0:
@@ -247,18 +280,20 @@ class _Child:
             if -exit_code == signal.SIGKILL:
                 why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
                 look = ""  # it may be what took the memory, or only have been there
+        what = f"{self.name()} {how}"
         if not sample or not why:
-            return self._lost(how, why=why, first="")
-        return self._lost(how, why=f"{why}; {sample} was being read then", first=look)
+            return self._lost(what, why=why, first="", device=device)
+        why = f"{why}; {sample} was being read then"
+        return self._lost(what, why=why, first=look, device=device)
 
-    def _lost(self, how: str, *, why: str, first: str) -> RankLost:
+    def _lost(self, what: str, *, why: str, first: str, device: Device | None) -> RankLost:
         return RankLost(
-            f"{self.name()} {how}",
+            what,
             where=f"host {socket.gethostname()}",
             why=why,
             fix=f"{first}run the same command again, with --resume if a checkpoint was saved",
-            device=self.seat.device.id,
-            device_class=self.seat.device.device_class,
+            device=device.id if device else "",
+            device_class=device.device_class if device else "",
         )
 
     @property
@@ -269,7 +304,7 @@ class _Child:
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        self.process.join()
+        self.process.join(KILLED_S)
         self.pipe.close()
 
 
@@ -282,20 +317,22 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     """Wait for all; once one has failed, for as long as the others need to notice."""
     import torch.distributed as dist
 
-    from gpumix.engine.ranks import beat_of, report_failure
+    from gpumix.engine.ranks import report_failure
 
     run_store = dist.PrefixStore(children[0].seat.run, store)
-    pulse = Pulse(lambda rank: beat_of(run_store, rank), len(children), silence_s)
+    lookout = _Lookout(children, run_store, silence_s)
     deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
         ready = wait([c.pipe for c in waiting], max(0.0, min(LOOK_S, deadline - time.monotonic())))
-        silent = pulse.silent() if silence_s < math.inf else set()
+        silent = lookout.silent()
         others = _told_of_stands(run_store, waiting, silent) if silent else ""
         for child in waiting:
             if child.pipe in ready:
                 child.collect()
             elif child.seat.rank in silent:
-                child.end_silent(silence_s, others)
+                child.end_silent(silent[child.seat.rank], others)
+            if child.aborted:
+                lookout.find_fault(child)
             if child.ended and child.error is not None:
                 report_failure(run_store, child.seat.rank, child.error)
                 grace_s = SHORT_GRACE_S if isinstance(child.error, RankLost) else GRACE_S
@@ -306,7 +343,49 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     return [child.result for child in children]
 
 
-def _told_of_stands(store: Any, children: list[_Child], silent: set[int]) -> str:
+class _Lookout:
+    """Who has fallen silent, and who holds up the others, by heartbeats and by processes.
+
+    A heart needs Python's lock, and a call may hold that for long. So it may stand still for
+    `silence_s`; a process that was stopped does nothing, and need not be waited for.
+    """
+
+    def __init__(self, children: list[_Child], store: Any, silence_s: float) -> None:
+        from gpumix.engine.ranks import beat_of
+
+        self._children = children
+        self._beat_of = lambda rank: beat_of(store, rank)
+        self._looks = [
+            Pulse(self._beat_of, len(children), silence_s),
+            Pulse(self._stop_of, len(children), min(silence_s, STOPPED_S)),
+        ]
+        self._on = silence_s < math.inf
+
+    def silent(self) -> dict[int, float]:
+        """Of which ranks nothing was heard, and for how long at least."""
+        looks = self._looks if self._on else []
+        return {rank: look.silence_s for look in looks for rank in look.silent()}
+
+    def find_fault(self, child: _Child) -> None:
+        """A rank was aborted. If it waited, those are at fault who held it up."""
+        living = [one for one in self._children if not one.ended]
+        stopped = [one for one in living if one.is_stopped]
+        ranks = [one.seat.rank for one in [child, *living]]
+        stands = known({rank: stand_in(self._beat_of(rank)) for rank in ranks})
+        own = stands.get(child.seat.rank)
+        if own is None or not own.waits:
+            return
+        behind = set(held_up_by(stands, child.seat.rank))
+        for one in () if behind else living:
+            behind.update(held_up_by(stands, one.seat.rank) if one.seat.rank in stands else ())
+        if child.seat.rank not in behind:
+            child.waited_for(stopped or [self._children[rank] for rank in sorted(behind)])
+
+    def _stop_of(self, rank: int) -> str:
+        return "stopped" if self._children[rank].is_stopped else ""
+
+
+def _told_of_stands(store: Any, children: list[_Child], silent: Collection[int]) -> str:
     """Where those stand that are not silent, ranks at the same place together."""
     from gpumix.engine.ranks import ask_stands
     from gpumix.engine.state import some_of
@@ -324,6 +403,7 @@ def _raise_cause(children: list[_Child]) -> None:
         raise KeyboardInterrupt
     errors = [c.error for c in children if c.error is not None]
     failures = [e for e in errors if isinstance(e, DeviceFailure)]
+    failures.sort(key=lambda failure: not failure.device)  # first those whose fault is known
     own = [e for e in errors if type(e).__name__ != "CommunicationError"]
     for error in [*failures, *own, *errors]:
         if isinstance(error, Interrupted) and not any(child.asked_to_stop for child in children):

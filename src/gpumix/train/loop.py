@@ -123,6 +123,7 @@ class Trainer:
         self.step = 0
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._restart = restart
+        self._kept_in = ""  # where the state was that it goes on from
         if resume or restart is not None:
             self._take_up(needed=restart is None)
         self._begun_at = self.step
@@ -363,6 +364,7 @@ class Trainer:
             self._log.restart(
                 self.step,
                 resumed_from=self._begun_at,
+                kept_in=self._kept_in,
                 why=restart.why,
                 decided=restart.decided,
                 seconds=seconds,
@@ -533,6 +535,7 @@ class Trainer:
         if state is None:
             return
         self.step = state.step
+        self._kept_in = "memory" if state.path is None else "disk"
         if state.path is not None and self.step >= self.job.steps:
             self._nothing_left = state.path  # or to write
         if not self.context.first:

@@ -10,9 +10,8 @@ rank has the ranks' own store (`rendezvous`).
 from __future__ import annotations
 
 import pickle
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from errno import EADDRINUSE
 
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 from gpumix.hardware.environment import keep_ranks_store_apart
 from gpumix.spec.base import Value
 from gpumix.spec.errors import MachineError, first_line
+from gpumix.train.connections import own_address
 from gpumix.train.rendezvous import listening_store
 
 NAME = "gpumix"
@@ -46,7 +46,7 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
     keep_ranks_store_apart()
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=PORT)
     store = _store(host, port, parameters)
-    parameters.local_addr = parameters.local_addr or _own_address(host, store.port)
+    parameters.local_addr = parameters.local_addr or own_address(host, store.port)
     return torchs.create_handler(store, Backend(store, parameters.run_id), parameters)
 
 
@@ -62,12 +62,6 @@ def _store(host: str, port: int, parameters: RendezvousParameters) -> dist.TCPSt
                 raise RendezvousConnectionError(str(error)) from error
     with _torchs_errors():
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=READ)
-
-
-def _own_address(host: str, port: int) -> str | None:
-    with suppress(OSError), socket.create_connection((host, port), READ.seconds) as connection:
-        return str(connection.getsockname()[0])
-    return None
 
 
 class Backend(torchs.RendezvousBackend):

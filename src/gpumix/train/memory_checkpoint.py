@@ -9,6 +9,7 @@ all have. Which files there are is said in `memory_folder`.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,11 +20,12 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.spec.errors import MachineError, first_line
+from gpumix.spec.errors import GpumixError, MachineError, first_line
 from gpumix.spec.units import show_bytes
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
-from gpumix.train.background import Background
+from gpumix.train.background import Background, Overdue
+from gpumix.train.checkpoint_together import not_in_time
 from gpumix.train.host_copy import HostCopy, Tensors, index_of, room_for, size_of
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_folder import Home
@@ -39,6 +41,7 @@ class MemoryCheckpointer:
         ranks_here: how many ranks share this host's memory.
         tidies: whether this rank removes the copies of earlier starts from it.
         buddies: to whom second copies go, where there are several hosts.
+        patience_s: how long a copy may take.
         extra: what belongs to the state beside it and stays as it is in this start.
     """
 
@@ -53,9 +56,11 @@ class MemoryCheckpointer:
         tidies: bool,
         extra: Mapping[str, Any],
         buddies: Buddies | None = None,
+        patience_s: float = math.inf,
     ) -> None:
         self._folder = home.make(generation)
         self._buddies = buddies
+        self._patience_s = patience_s
         self._settled = threading.Event()
         self._home, self._generation = home, generation
         self._rank, self._world, self._ranks_here = rank, world, ranks_here
@@ -81,21 +86,41 @@ class MemoryCheckpointer:
         slot = self._begun % folder.SLOTS
         self._begun += 1
         self._settled.clear()
-        self._copying = Background(lambda: self._copy(slot, now, stream), name="gpumix-memory")
+        self._copying = Background(
+            lambda: self._copy(slot, now, stream),
+            name="gpumix-memory",
+            patience_s=self._patience_s,
+        )
 
     def settle(self) -> None:
-        """Wait until the state may change. Not collective."""
+        """Wait until the state may change. Not collective.
+
+        Raises:
+            MachineError: the host does not come to it.
+        """
         if self._copying is not None:
-            self._settled.wait()
+            try:
+                self._copying.wait(self._settled)
+            except Overdue as error:
+                raise self._not_in_time(error) from error
+
+    def _not_in_time(self, error: Overdue) -> GpumixError:
+        return not_in_time(error, "copy its state into memory", self._rank, self._folder)
 
     def finish(self) -> None:
         """Wait until the copy that was begun last is whole, here and with the buddy. Not
-        collective: a rank that could not copy goes on without."""
+        collective: a rank that could not copy goes on without.
+
+        Raises:
+            MachineError: the host does not come to it.
+        """
         if self._copying is None:
             return
         copying, self._copying = self._copying, None
         try:
             copying.result()
+        except Overdue as error:
+            raise self._not_in_time(error) from error
         except (OSError, MachineError, RuntimeError) as error:
             self.refused = first_line(error)
             return

@@ -270,11 +270,17 @@ class RunLog:
         self._write("checkpoint", {"step": step, **fields})
 
     def restart(
-        self, step: int, *, resumed_from: int, why: str, decided: str, seconds: float
+        self, step: int, *, resumed_from: int, kept_in: str, why: str, decided: str, seconds: float
     ) -> None:
-        """The run had to start again; it took so long until the first step after that was done."""
-        fields = {"resumed_from": resumed_from, "why": why, "decided": decided, "seconds": seconds}
-        self._write("restart", {"step": step, **fields})
+        """The run had to start again; it took so long until the first step after that was done.
+
+        Args:
+            kept_in: where the state was that it went on from: memory or disk; empty for none.
+        """
+        told = {"why": why, "decided": decided, "seconds": seconds}
+        self._write(
+            "restart", {"step": step, "resumed_from": resumed_from, "kept_in": kept_in} | told
+        )
 
     def tell(self, step: int, told: Told) -> None:
         """What was found, or done, after a step."""

@@ -90,7 +90,8 @@ class Pipeline:
     def show(self, thing: Any) -> None:
         """Print for people, where this process is the one that speaks."""
         if self.speaks:
-            self._console.print(thing)
+            # Words of others may hold brackets, which are no markup.
+            self._console.print(thing, markup=False if isinstance(thing, str) else None)
 
     def profile(self, *, fresh: bool = False) -> Profile:
         """From the cache, or measured. Under torchrun the ranks go by the first host's cache."""

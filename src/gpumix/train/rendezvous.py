@@ -12,6 +12,7 @@ from functools import cache
 
 import torch.distributed as dist
 
+from gpumix.engine.heartbeat import STOPPED_S
 from gpumix.hardware.environment import talk_inside_of_host
 from gpumix.spec.errors import MachineError, first_line
 from gpumix.train.connections import give_up_after, listen_at, wait_until_left
@@ -35,7 +36,7 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
     if seat.holds_store:
         _keep(seat.host, seat.port, one_host=seat.one_host)
     store = _connect(seat, timeout_s)
-    give_up_after(timeout_s, port=seat.port)
+    give_up_after(min(timeout_s, STOPPED_S), port=seat.port)
     return dist.PrefixStore(seat.run, store)
 
 

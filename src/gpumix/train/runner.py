@@ -101,7 +101,8 @@ class LocalRunner:
             raise InputError(
                 f"the cluster has devices on another host: {', '.join(elsewhere)}",
                 fix="start one process per device on every host: torchrun --nnodes N "
-                "--nproc-per-node GPUS ... -m gpumix train JOB.yaml, and check JOB.yaml before",
+                "--nproc-per-node GPUS --rdzv-backend gpumix --rdzv-endpoint HOST:PORT -m gpumix "
+                "train JOB.yaml, and check JOB.yaml before",
             )
         return cluster.in_rank_order()
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,14 +29,21 @@ from gpumix.spec.errors import (
     OutOfMemory,
     PlanOutdated,
     TrainingError,
+    first_line,
 )
 from gpumix.train import run_files
+from gpumix.train.connections import own_address
 from gpumix.train.launch import Seat
-from gpumix.train.progress import last_heard, write_at_once
+from gpumix.train.progress import last_heard, mark_failed, write_at_once
 from gpumix.train.recovery import Lessons, Restart
+from gpumix.train.tables import stderr
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
+AGENTS_OPEN = (
+    "torchrun's agents listen on all addresses of their hosts, and with c10d read pickles: who "
+    "reaches them can run code. --rdzv-backend gpumix --rdzv-endpoint HOST:PORT does neither"
+)
 NO_DEVICE = Device(id="none", device_class="none")  # of who only asks the store
 
 
@@ -52,11 +59,15 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank tells when it starts: its host, its number there, and the agent above it."""
+    """What a rank tells when it starts: its host, its number there, the agent above it, the address
+    from which it reaches the store, its process, and when that began."""
 
     host: str
     local_rank: int
     agent: str
+    address: str = ""
+    process: int = 0
+    begun: str = ""
 
 
 class TorchrunRunner:
@@ -68,6 +79,7 @@ class TorchrunRunner:
         self.speaks = place.rank == 0
         self._place = place
         self._runs = 0
+        self._output: Path | None = None
         self._met: tuple[Device, ...] = ()
         self._arrived: tuple[str, list[Arrival]] | None = None
 
@@ -91,7 +103,8 @@ class TorchrunRunner:
         return self._met or cluster.in_rank_order()
 
     def warm_up(self) -> None:
-        return
+        if self.speaks and self._place.agents_open:
+            stderr().print(AGENTS_OPEN, style="yellow")
 
     def started_again(self, output: Path) -> Lessons | None:
         """Collective."""
@@ -112,6 +125,7 @@ class TorchrunRunner:
         return Lessons(by_torchrun)
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
+        self._output = output
         (output / run_files.AGENTS).write_text(json.dumps(self._agents()), encoding="utf-8")
         if lessons is None:
             (output / run_files.LESSONS).unlink(missing_ok=True)
@@ -134,9 +148,18 @@ class TorchrunRunner:
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
         self._runs += 1
-        word, _ = self._arrive()
-        device = self.devices(cluster)[self._place.rank]
-        return work(replace(seat_in(self._place, device), run=f"{word}/run{self._runs}"), *args)
+        word, arrivals = self._arrive()
+        from gpumix.train.lookout import Lookout
+
+        devices = self.devices(cluster)
+        seat = seat_in(self._place, devices[self._place.rank])
+        seat = replace(seat, run=f"{word}/run{self._runs}")
+        with Lookout(seat, arrivals, devices, self._tell_of_end):
+            return work(seat, *args)
+
+    def _tell_of_end(self, error: GpumixError) -> None:
+        if self.speaks and self._output is not None:
+            mark_failed(self._output, first_line(error))
 
     def _meet(self) -> Cluster:
         """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
@@ -151,10 +174,18 @@ class TorchrunRunner:
         if self._arrived is None:
             if self._place.starts:
                 self._meet_anew()
-            own = Arrival(socket.gethostname(), self._place.local_rank, agent())
-            self._arrived = arrive(
-                self._store("arrivals"), self._place.rank, self._place.world, own
+            store, place = self._store("arrivals"), self._place
+            address = own_address(place.master_address, place.master_port) or ""
+            process = os.getpid()
+            own = Arrival(
+                host=socket.gethostname(),
+                local_rank=place.local_rank,
+                agent=agent(),
+                address=address,
+                process=process,
+                begun=begun(process),
             )
+            self._arrived = arrive(store, place.rank, place.world, own)
         return self._arrived
 
     def _meet_anew(self) -> None:
@@ -240,7 +271,7 @@ def arrive(
         TrainingError: some did not come; the message names them.
     """
     own_word = uuid.uuid4().hex
-    mine = json.dumps([own_word, own.host, own.local_rank, own.agent])
+    mine = json.dumps([own_word, *astuple(own)])
     store.set(f"here/{rank}", mine)
     deadline = time.monotonic() + timeout_s
     others, repeated = range(1, world), ""

@@ -38,7 +38,7 @@ def test_a_scrape_finds_the_newest_numbers(tmp_path, capfd):
         trains(log, 1, 3)
         found_at = eventually(address)
         assert found_at.startswith("http://127.0.0.1:")
-        log.restart(3, resumed_from=2, why="why", decided="", seconds=1.0)
+        log.restart(3, resumed_from=2, kept_in="memory", why="why", decided="", seconds=1.0)
         trains(log, 4, 4)
         found = eventually(lambda: (s := scraped(found_at))["gpumix_step",] == 4 and s)
         assert found["gpumix_loss",] == pytest.approx(LOSSES[4])

@@ -52,7 +52,7 @@ def tell_all(job: Job) -> None:
             time.sleep(1.0)  # for the trackers to look
             with RunLog(job.output, log.plan, job.steps, done=2) as again:
                 trains(again, 3, 3)
-                again.restart(3, resumed_from=2, why=WHY, decided="", seconds=2.0)
+                again.restart(3, resumed_from=2, kept_in="memory", why=WHY, decided="", seconds=2.0)
                 trains(again, 4, 5)
                 again.evaluation(5, 1.25)
             raise Interrupted("stopped after step 5")

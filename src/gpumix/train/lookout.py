@@ -1,0 +1,161 @@
+"""Watches the other ranks of a run under torchrun, whose agents see only processes that end.
+
+A rank that is stopped, and a host that is frozen or cut off, would be noticed by the others when
+their collectives time out. So the first rank of each host that is not stopped itself looks for
+both, from a thread. A heart that stands still is not enough: it needs Python's lock, and a call may
+hold that for long. So a rank of this host counts as lost when its process is stopped, and another
+host when its heart stands still and its system does not answer either. The store needs no such lock
+where it is: if it does not answer, the process that has it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+import torch.distributed as dist
+
+from gpumix.engine.heartbeat import LOOK_S, STOPPED_S, Pulse
+from gpumix.engine.ranks import STORE_ERRORS, beat_of, report_failure, store_gone
+from gpumix.hardware.environment import begun, is_stopped
+from gpumix.spec.cluster import Device
+from gpumix.spec.errors import GpumixError, RankLost, first_line
+from gpumix.train.connections import answers
+from gpumix.train.launch import Seat
+from gpumix.train.rendezvous import store_of
+from gpumix.train.torchrun import Arrival
+
+# How long a rank whose store is gone has to say so itself.
+OWN_ACCOUNT_S = 10.0
+ANSWER_S = 5.0
+
+
+class Lookout:
+    """Looks while its `with` block runs.
+
+    Args:
+        arrivals: of all ranks; `devices` are theirs.
+        tell: what is done with an error before this process ends by it.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        arrivals: Sequence[Arrival],
+        devices: Sequence[Device],
+        tell: Callable[[GpumixError], None],
+    ) -> None:
+        self._seat = seat
+        self._arrivals = arrivals
+        self._devices = devices
+        self._tell = tell
+        own = arrivals[seat.rank].host
+        self._here = [rank for rank, one in enumerate(arrivals) if one.host == own]
+        every = dict.fromkeys(one.host for one in arrivals)
+        first = {host: [one.host for one in arrivals].index(host) for host in every}
+        self._elsewhere = [rank for host, rank in first.items() if host != own]
+        self._over = threading.Event()
+        self._looks = 0
+
+    def __enter__(self) -> Lookout:
+        for work in (self._run, self._watch_store) if self._seat.world > 1 else ():
+            threading.Thread(target=work, name="gpumix-lookout", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            self._look(store_of(self._seat, STOPPED_S))
+        except (GpumixError, *STORE_ERRORS) as gone:
+            if not self._over.wait(OWN_ACCOUNT_S):
+                self._end(store_gone(self._name(self._seat.rank), first_line(gone)))
+
+    def _watch_store(self) -> None:
+        """Whether `_look` still gets answers."""
+        pulse = Pulse(lambda _: str(self._looks), 1, STOPPED_S)
+        while not self._over.wait(LOOK_S):
+            if pulse.silent():
+                why = f"it has not answered for {STOPPED_S:.0f} s"
+                self._end(store_gone(self._name(self._seat.rank), why))
+
+    def _look(self, store: dist.Store) -> None:
+        stops = Pulse(self._stop_of, self._seat.world, STOPPED_S)
+        hosts = Pulse(lambda n: beat_of(store, self._elsewhere[n]), len(self._elsewhere), STOPPED_S)
+        while not self._over.wait(LOOK_S):
+            self._looks += 1
+            stopped, silent = stops.silent(), [self._elsewhere[n] for n in hosts.silent()]
+            running = [rank for rank in self._here if rank not in stopped]
+            if running[0] != self._seat.rank:
+                continue
+            for rank in stopped:
+                self._end_stopped(store, rank)
+            gone = [rank for rank in silent if not self._answers(rank)]
+            if gone and not self._over.is_set():
+                error = self._cut_off(gone)
+                with suppress(*STORE_ERRORS):
+                    report_failure(store, self._seat.rank, error)
+                self._end(error)
+
+    def _stop_of(self, rank: int) -> str:
+        one = self._arrivals[rank]
+        # In a container of the same name it may be another process.
+        here = rank in self._here and begun(one.process) == one.begun
+        return "stopped" if here and is_stopped(one.process) else ""
+
+    def _answers(self, rank: int) -> bool:
+        self._looks += 1
+        return answers(self._arrivals[rank].address, self._seat.port, within_s=ANSWER_S)
+
+    def _end_stopped(self, store: dist.Store, rank: int) -> None:
+        """Its agent starts another one then."""
+        error = RankLost(
+            f"{self._name(rank)} stopped answering",
+            where=f"host {self._arrivals[rank].host}",
+            why="its process was stopped (SIGSTOP)",
+            fix="look at its device and its file systems, then run the same command again",
+            device=self._devices[rank].id,
+            device_class=self._devices[rank].device_class,
+        )
+        report_failure(store, rank, error)
+        _say(error)
+        with suppress(ProcessLookupError):
+            os.kill(self._arrivals[rank].process, signal.SIGKILL)
+
+    def _cut_off(self, ranks: list[int]) -> RankLost:
+        hosts = {self._arrivals[rank].host: self._arrivals[rank].address for rank in ranks}
+        only = self._devices[ranks[0]] if len(ranks) == 1 else None
+        told = " and ".join(f"host {host} ({address})" for host, address in hosts.items())
+        return RankLost(
+            f"{' and '.join(map(self._name, ranks))} stopped answering",
+            where=self._name(self._seat.rank),
+            why=f"nothing was heard of it for {STOPPED_S:.0f} s, and {told} does not answer",
+            fix="look at that host and the link to it; then run the same command with --resume",
+            device=only.id if only else "",
+            device_class=only.device_class if only else "",
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (device '{self._devices[rank].id}' on {self._arrivals[rank].host})"
+
+    def _end(self, error: GpumixError) -> None:
+        """Whatever the main thread does: it may wait for ever."""
+        self._tell(error)
+        _say(error)
+        os._exit(error.exit_code)
+
+
+def _say(error: GpumixError) -> None:
+    sys.stderr.write(f"gpumix: {error}\n")
+    sys.stderr.flush()

@@ -1,0 +1,87 @@
+"""Whose fault it is that a rank was aborted, by what the ranks told last: NCCL's watchdog ends the
+one that waits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGABRT
+
+import torch.distributed as dist
+
+from gpumix.data.reading import NOTHING_READ
+from gpumix.engine.heartbeat import beat_with
+from gpumix.engine.held_up import Stand, Wait
+from gpumix.spec.cluster import Device
+from gpumix.spec.errors import RankLost
+from gpumix.train.launch import Seat, _Child, _Lookout
+
+ALL = "all"
+
+
+@dataclass
+class Process:
+    """What is asked of a rank's process; that of this test runs."""
+
+    exitcode: int | None = None
+    pid: int = field(default_factory=os.getpid)
+
+
+def found(note: Path, stands: list[Stand]) -> RankLost:
+    """What is said once rank 0 was aborted, where ranks stood so."""
+    note.write_bytes(NOTHING_READ)
+    store = dist.HashStore()
+    children = []
+    for rank, stand in enumerate(stands):
+        store.set(f"beat/{rank}", beat_with(7, stand))
+        device = Device(id=f"gpu-{rank}", device_class=f"class-{rank}")
+        children.append(_Child(Seat(rank, len(stands), device, 0), Process(), None, note))
+    child = children[0]
+    child.ended = True
+    child.process.exitcode = -SIGABRT
+    child.error = child._died(-SIGABRT)
+    assert child.aborted
+    _Lookout(children, store, 60.0).find_fault(child)
+    assert isinstance(child.error, RankLost)
+    return child.error
+
+
+def on_nccl(number: int) -> Stand:
+    """Its host runs ahead of its device, and so it waits for all that it has begun."""
+    return Stand({ALL: number}, (Wait(ALL, number),))
+
+
+def test_the_rank_that_it_waited_for(tmp_path):
+    for stand in (on_nccl(9), Stand({ALL: 9}, (Wait(ALL, 9),))):
+        error = found(tmp_path / "note", [stand, on_nccl(4), on_nccl(9)])
+        assert (error.device, error.device_class) == ("gpu-1", "class-1")
+        assert error.what.startswith("rank 1 (device 'gpu-1', ")
+        assert error.what.endswith(" did not take part")
+        assert "rank 0 (device 'gpu-0', " in error.why
+
+
+def test_of_several_no_device_is_at_fault(tmp_path):
+    error = found(tmp_path / "note", [on_nccl(9), on_nccl(4), on_nccl(4)])
+    assert error.device == ""
+    assert "rank 1 " in error.what and "rank 2 " in error.what
+
+
+def test_where_all_have_come_as_far_no_device_is_at_fault(tmp_path):
+    """One of the devices hangs in its own work, or the link between them does."""
+    error = found(tmp_path / "note", [on_nccl(9), on_nccl(9), on_nccl(9)])
+    assert error.device == ""
+    assert "was aborted while it waited" in error.what
+
+
+def test_a_rank_that_is_itself_behind(tmp_path):
+    error = found(tmp_path / "note", [on_nccl(4), on_nccl(9)])
+    assert error.device == "gpu-0"
+    assert "was killed by signal 6 (SIGABRT)" in error.what
+
+
+def test_a_rank_that_waited_for_nobody(tmp_path):
+    """On the CPU it waits, and says so, or it does not."""
+    error = found(tmp_path / "note", [Stand({ALL: 9}), Stand({ALL: 9})])
+    assert error.device == "gpu-0"
+    assert "was killed by signal 6 (SIGABRT)" in error.what

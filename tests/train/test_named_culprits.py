@@ -1,0 +1,111 @@
+"""Whoever comes to harm is named, and nobody else, wherever it stands in a plan: its neighbours
+begin to wait for it, and for each other, at different times."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jobs import BATCH, toy, train, write_job
+
+from gpumix.spec.errors import RankLost
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.pipeline import Pipeline
+
+pytestmark = [pytest.mark.slow]  # most are waited for until the timeout
+
+DEVICES = ("big-0", "small-0", "small-1")
+BLOCKS = 6
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A job without harm, whose profile tells what stages need."""
+    model = toy(blocks=BLOCKS) | {"tensor_plan": DIVIDED}
+    job = write_job(tmp_path_factory.mktemp("sound"), model=model, steps=4)
+    return Pipeline.of_file(job, (), debug=False)
+
+
+def three_stages(sound: Pipeline) -> Plan:
+    return staged(sound, [1, 1, 1])
+
+
+def a_team_and_one(sound: Pipeline) -> Plan:
+    return staged(sound, [2, 1])
+
+
+def staged(sound: Pipeline, teams: list[int]) -> Plan:
+    """A stage for each team, one micro-batch for each sample."""
+    profile = sound.profile()
+    model, devices = profile.model, iter(sound.cluster.in_rank_order())
+    stages, each = [], len(model.calls) // len(teams)
+    for number, tensor in enumerate(teams):
+        begin, end = number * each, (number + 1) * each
+        needs = model.needs_of(begin, end)
+        workers = tuple(
+            Worker(
+                device=device.id,
+                device_class=device.device_class,
+                samples=BATCH,
+                micro_batch=1,
+                state_share=1.0,
+            )
+            for _, device in zip(range(tensor), devices)
+        )
+        stages.append(
+            Stage(
+                units=model.calls[begin:end],
+                workers=workers,
+                tensor=tensor,
+                root=needs.root,
+                takes=needs.outputs,
+            )
+        )
+    return Plan(
+        strategy="by hand",
+        model=model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=BATCH,
+        stages=tuple(stages),
+    )
+
+
+DIVIDED = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
+
+
+def named_after(tmp_path, plan: Plan, fault: str, rank: int, block: int) -> RankLost:
+    """What a run says of which one rank comes to harm in the middle of its second step."""
+    harm = {"fault": fault, "rank": rank, "block": block, "at": BATCH * 2 + 3, "blocks": BLOCKS}
+    model = toy(**harm) | {"tensor_plan": DIVIDED}
+    job = write_job(tmp_path, model=model, steps=4, timeout=6)
+    with pytest.raises(RankLost) as caught:
+        train(job, plan=plan)
+    return caught.value
+
+
+SAID = {"kill": "was killed by signal 9", "stop": "stopped answering", "hang": "did not take part"}
+
+
+def check_names(error: RankLost, fault: str, rank: int) -> None:
+    assert error.device == DEVICES[rank]
+    assert error.device_class == DEVICES[rank].partition("-")[0]
+    told = rf"rank {rank} \(device '{DEVICES[rank]}'(, pid \d+| on localhost)\) {SAID[fault]}.*"
+    assert re.fullmatch(told, error.what), error
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_of_three_stages(tmp_path, sound, rank, fault):
+    error = named_after(tmp_path, three_stages(sound), fault, rank, block=2 * rank)
+    check_names(error, fault, rank)
+    if fault == "hang":
+        assert re.search(r"the (message|reduction|all-gather|exchange) .*failed", error.why)
+        assert "stands at toys.py" in error.why
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, sound, rank, fault):
+    block = 0 if rank < 2 else BLOCKS - 1
+    error = named_after(tmp_path, a_team_and_one(sound), fault, rank, block)
+    check_names(error, fault, rank)
