@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 
 import pytest
@@ -64,12 +65,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_others_are_told_in_the_middle_of_a_step(layout):
-    """Between two micro-batches of rank 1."""
+    """Between two micro-batches of rank 1. Where they wait for its messages they say so; who holds
+    up whom is found by `held_up` else."""
     plan = staged_plan("gpt2", LAYOUTS[layout], zero_stage=1).model_dump_json()
     results = run_ranks(_step_until, 3, plan, 1, timeout_s=60, group_timeout_s=300, mortal=[1])
     for rank in (0, 2):
         assert "failed" in results[rank]
         assert "why:" in results[rank]
+        if layout == "in the middle of a pipeline":
+            assert re.search(r"the message with .+ \((from|to) rank 1\) failed", results[rank])
 
 
 def _step_until(plan_json: str, dead: int) -> str | None:

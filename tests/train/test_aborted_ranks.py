@@ -35,6 +35,7 @@ def found(note: Path, stands: list[Stand]) -> RankLost:
     children = []
     for rank, stand in enumerate(stands):
         store.set(f"beat/{rank}", beat_with(7, stand))
+        store.set(f"stands/{rank}", f"driver.py:{rank} in wait")
         device = Device(id=f"gpu-{rank}", device_class=f"class-{rank}")
         children.append(_Child(Seat(rank, len(stands), device, 0), Process(), None, note))
     child = children[0]
@@ -53,12 +54,15 @@ def on_nccl(number: int) -> Stand:
 
 
 def test_the_rank_that_it_waited_for(tmp_path):
-    for stand in (on_nccl(9), Stand({ALL: 9}, (Wait(ALL, 9),))):
+    on_gloo = Stand({ALL: 9}, (Wait(ALL, 9),), "in the reduction of a unit")
+    for stand in (on_nccl(9), on_gloo):
         error = found(tmp_path / "note", [stand, on_nccl(4), on_nccl(9)])
         assert (error.device, error.device_class) == ("gpu-1", "class-1")
         assert error.what.startswith("rank 1 (device 'gpu-1', ")
         assert error.what.endswith(" did not take part")
-        assert "rank 0 (device 'gpu-0', " in error.why
+        assert error.why.startswith("rank 0 (device 'gpu-0', ")
+        assert stand.doing in error.why
+        assert error.why.endswith("; rank 1 stood at driver.py:1 in wait")
 
 
 def test_of_several_no_device_is_at_fault(tmp_path):

@@ -14,10 +14,14 @@ import pytest
 from jobs import environment, metrics, plan_for, train, write_job
 from two_hosts import ADDRESSES, HOSTS, NotAllowed, Wire, end, wire
 
+from gpumix.spec.plan import Plan
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STEPS = 40
+WIDTH = 128  # so that what they send each other is much of a link's traffic
 TIMEOUT_S = 15
+CUT_OFF_S = 600  # of the test of who is found long before
 PORT = "29511"
 
 
@@ -37,21 +41,29 @@ def expected(tmp_path_factory) -> list[float]:
     return train(job, plan=plan_for(job, (4, 4), (0.5, 0.5))).losses
 
 
-def _job(folder: Path, hosts: Sequence[str] = HOSTS) -> Path:
+def _job(folder: Path, hosts: Sequence[str] = HOSTS, timeout_s: float = TIMEOUT_S) -> Path:
     cluster = [
         {"class": f"of-{name}", "accelerator": "cpu", "memory": "64 MiB", "host": host}
         for name, host in zip(HOSTS, hosts)
     ]
-    model = {"factory": "toys:model", "arguments": {"sample_s": 0.02, "rank": 0}}
-    return write_job(folder, cluster=cluster, steps=STEPS, timeout=TIMEOUT_S, model=model)
+    model = {"factory": "toys:model", "arguments": {"sample_s": 0.02, "rank": 0, "width": WIDTH}}
+    # So slow that losses stay away from zero, where sums of another order show.
+    usual = {"optimizer": {"lr": 1e-4}, "steps": STEPS}
+    return write_job(folder, cluster=cluster, timeout=timeout_s, model=model, **usual)
 
 
 class Run:
-    """A job under torchrun on both hosts."""
+    """A job under torchrun on both hosts.
 
-    def __init__(self, folder: Path, joined: Wire) -> None:
+    Args:
+        meeting: how its agents meet; default: by torchrun's own way for two hosts that both stay.
+    """
+
+    def __init__(self, folder: Path, joined: Wire, meeting: Sequence[str] = ()) -> None:
         self.folder = folder
-        plan = plan_for(_job(folder), (4, 4), (0.5, 0.5))
+        self._meeting = meeting
+        job = _job(folder, timeout_s=CUT_OFF_S if meeting else TIMEOUT_S)
+        plan = plan_for(job, (4, 4), (0.5, 0.5))
         (folder / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
         env = environment(folder / "cache") | {"OMP_NUM_THREADS": "1"}
         del env["GLOO_SOCKET_IFNAME"]
@@ -61,10 +73,10 @@ class Run:
         ]
 
     def _command(self, number: int) -> list[str]:
-        meeting = ["--master-addr", ADDRESSES[HOSTS[0]], "--master-port", PORT]
+        where = ["--master-addr", ADDRESSES[HOSTS[0]], "--master-port", PORT]
+        meeting = self._meeting or ["--nnodes", "2", "--node-rank", str(number), *where]
         return [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-            "--nproc-per-node", "1", "--node-rank", str(number), *meeting,
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *meeting,
             "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json",
         ]  # fmt: skip
 
@@ -135,13 +147,51 @@ def test_a_link_that_is_cut_for_good_stops_both_and_each_names_the_other(run, jo
         assert "Traceback" not in told
 
 
-def test_a_slow_link_slows_it_down(run, joined, expected):
+ELASTIC = [
+    "--nnodes", "1:2", "--max-restarts", "10", "--rdzv-backend", "gpumix", "--rdzv-id", "two-hosts",
+    "--rdzv-endpoint", f"{ADDRESSES[HOSTS[0]]}:{PORT}",
+    "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1", "--monitor-interval", "0.2",
+]  # fmt: skip
+
+
+def test_after_a_link_is_cut_for_good_the_host_of_the_endpoint_goes_on(tmp_path, joined, expected):
+    """Long before its collectives' timeout; the other host names it, and leaves."""
+    run = Run(tmp_path, joined, ELASTIC)
+    try:
+        run.wait_for_steps(3)
+        joined.cut()
+        assert run.processes[0].wait(150) == 0, run.all_said()
+        run.wait_until(lambda: "gpumix: " in run.said(HOSTS[1]).read_text())
+    finally:
+        for process in run.processes:
+            end(process)
+    told, left = (run.said(host).read_text() for host in HOSTS)
+    assert f"rank 1 (device 'of-{HOSTS[1]}-0' on {HOSTS[1]}) stopped answering" in told
+    assert f"host {HOSTS[1]} ({ADDRESSES[HOSTS[1]]}) does not answer" in told
+    assert HOSTS[0] in left or "the process that holds the ranks together is gone" in left
+    done = metrics(tmp_path / "run")
+    assert [one["step"] for one in done] == list(range(1, STEPS + 1))
+    assert [one["loss"] for one in done] == pytest.approx(expected, rel=1e-6)
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert [worker.host for worker in plan.workers] == [HOSTS[0]]
+
+
+def test_a_link_that_is_throttled_to_a_tenth_of_what_it_carries_is_waited_for(
+    run, joined, expected
+):
     run.wait_for_steps(3)
-    joined.throttle(2e6)
+    before = joined.bits_per_s(1.0)
+    assert run.steps() < STEPS
+    joined.throttle(before / 10)
+    assert joined.bits_per_s(3.0) < before / 5
+    assert run.steps() < STEPS
+    joined.free()
     check_finished(run, expected)
 
 
-def test_a_late_link_slows_it_down(run, joined, expected):
+def test_a_late_link_is_waited_for(run, joined, expected):
     run.wait_for_steps(3)
     joined.delay(0.02)
+    assert joined.round_trip_s() >= 2 * 0.02
+    assert run.steps() < STEPS
     check_finished(run, expected)

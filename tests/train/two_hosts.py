@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import json
 import os
 import select
 import shutil
@@ -28,6 +29,14 @@ SUBNETS = {"gpx-a": "10.77.1", "gpx-b": "10.77.2"}
 # Of an interface that holds packets back; see linux/if_tun.h.
 _TUN, _NO_INFO, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA
 _LARGEST = 65536
+_ROUND_TRIP = """
+import socket, sys, time
+begun = time.monotonic()
+try:
+    socket.create_connection((sys.argv[1], 1), 10)
+except ConnectionRefusedError:
+    print(time.monotonic() - begun)
+"""
 
 
 class NotAllowed(Exception):
@@ -84,6 +93,33 @@ class Wire:
             rate = ["rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "200ms"]
             place = ["dev", _port(host), "root", "tbf"]
             _ip("netns", "exec", self.router, "tc", "qdisc", "replace", *place, *rate)
+
+    def free(self) -> None:
+        """As fast as it was before it was throttled."""
+        for host in HOSTS:
+            place = ["dev", _port(host), "root"]
+            _ip("netns", "exec", self.router, "tc", "qdisc", "delete", *place)
+
+    def bits_per_s(self, seconds: float) -> float:
+        """What arrives at a host in so long a time from now on, the larger one of both, as the
+        router's interfaces count it."""
+        begun = time.monotonic()
+        before = [self._sent_to(host) for host in HOSTS]
+        time.sleep(seconds)
+        sent = [self._sent_to(host) - had for host, had in zip(HOSTS, before)]
+        return 8 * max(sent) / (time.monotonic() - begun)
+
+    def _sent_to(self, host: str) -> int:
+        """Bytes, so far."""
+        (told,) = json.loads(_ip("-n", self.router, "-s", "-j", "link", "show", _port(host)))
+        return int(told["stats64"]["tx"]["bytes"])
+
+    def round_trip_s(self) -> float:
+        """From the first host to the second and back: it refuses a connection."""
+        there = ADDRESSES[HOSTS[1]]
+        at = ["ip", "netns", "exec", self.namespace(HOSTS[0]), sys.executable, "-c", _ROUND_TRIP]
+        told = subprocess.run([*at, there], capture_output=True, text=True, check=True)
+        return float(told.stdout)
 
     def delay(self, seconds: float) -> None:
         """All packets, in each direction."""
@@ -154,10 +190,11 @@ def _join(made: Wire, host: str) -> None:
     _ip("-n", space, "route", "add", "default", "via", f"{subnet}.1")
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise NotAllowed(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -22,21 +22,22 @@ class Wait:
 
 @dataclass(frozen=True)
 class Stand:
-    """How far a rank has come: how many collectives of each group it has begun, and which it waits
-    for."""
+    """How far a rank has come: how many collectives of each group it has begun, which it waits for,
+    and what it is doing, in words."""
 
     begun: Mapping[str, int]
     waits: tuple[Wait, ...] = ()
+    doing: str = ""
 
     def to_text(self) -> str:
         waits = [(one.group, one.number, one.members) for one in self.waits]
-        return json.dumps([dict(self.begun), waits])
+        return json.dumps([dict(self.begun), waits, self.doing])
 
     @classmethod
     def from_text(cls, text: str) -> Stand:
-        begun, waits = json.loads(text)
+        begun, waits, doing = json.loads(text)
         told = (Wait(group, number, tuple(members)) for group, number, members in waits)
-        return cls(begun, tuple(told))
+        return cls(begun, tuple(told), doing)
 
 
 def known(stands: Mapping[int, Stand | None]) -> dict[int, Stand]:

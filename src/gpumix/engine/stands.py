@@ -61,9 +61,9 @@ def stand_of_main(*, runs_ahead: bool) -> Stand:
         runs_ahead: of its device, which may wait for all that was begun.
     """
     begun = list(_begun.copy().values())
-    wait = wait_of(threading.main_thread().ident)
+    what, wait = _doing.get(threading.main_thread().ident or 0, ("", None))
     waits = [wait] if wait else begun if runs_ahead else []
-    return Stand({one.group: one.number for one in begun}, tuple(waits))
+    return Stand({one.group: one.number for one in begun}, tuple(waits), what)
 
 
 def where_main_stands() -> str:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -250,13 +250,18 @@ class _Child:
         """By itself, or by a watchdog of its own: NCCL's ends who waits for too long."""
         return isinstance(self.error, RankLost) and self.process.exitcode == -signal.SIGABRT
 
-    def waited_for(self, others: Sequence[_Child]) -> None:
-        """It was aborted while it waited for these, or nobody knows for whom."""
+    def waited_for(self, others: Sequence[_Child], told: str) -> None:
+        """It was aborted while it waited for these, or nobody knows for whom.
+
+        Args:
+            told: in what, and where the others stood.
+        """
         assert isinstance(self.error, RankLost)
         if not others:
             self.error = self._lost(
                 f"{self.name()} was aborted while it waited",
-                why="the other ranks have come as far as it has: no device is known to be at fault",
+                why="no device is known to be at fault: the other ranks have come as far as it has"
+                + told,
                 first="look at the links between the devices, then ",
                 device=None,
             )
@@ -264,7 +269,7 @@ class _Child:
         names = " and ".join(one.name() for one in others)
         self.error = self._lost(
             f"{names} did not take part",
-            why=f"{self.name()} waited for that until it was aborted (SIGABRT)",
+            why=f"{self.name()} waited for that until it was aborted (SIGABRT){told}",
             first="look at that device and its driver, then ",
             device=others[0].seat.device if len(others) == 1 else None,
         )
@@ -325,7 +330,8 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     while waiting := [c for c in children if not c.ended]:
         ready = wait([c.pipe for c in waiting], max(0.0, min(LOOK_S, deadline - time.monotonic())))
         silent = lookout.silent()
-        others = _told_of_stands(run_store, waiting, silent) if silent else ""
+        speaking = [c for c in waiting if c.seat.rank not in silent]
+        others = _told_of_stands(run_store, speaking) if silent else ""
         for child in waiting:
             if child.pipe in ready:
                 child.collect()
@@ -354,6 +360,7 @@ class _Lookout:
         from gpumix.engine.ranks import beat_of
 
         self._children = children
+        self._store = store
         self._beat_of = lambda rank: beat_of(store, rank)
         self._looks = [
             Pulse(self._beat_of, len(children), silence_s),
@@ -379,18 +386,20 @@ class _Lookout:
         for one in () if behind else living:
             behind.update(held_up_by(stands, one.seat.rank) if one.seat.rank in stands else ())
         if child.seat.rank not in behind:
-            child.waited_for(stopped or [self._children[rank] for rank in sorted(behind)])
+            others = stopped or [self._children[rank] for rank in sorted(behind)]
+            told = f", {own.doing}" if own.doing else ""
+            child.waited_for(others, told + _told_of_stands(self._store, others))
 
     def _stop_of(self, rank: int) -> str:
         return "stopped" if self._children[rank].is_stopped else ""
 
 
-def _told_of_stands(store: Any, children: list[_Child], silent: Collection[int]) -> str:
-    """Where those stand that are not silent, ranks at the same place together."""
+def _told_of_stands(store: Any, children: Sequence[_Child]) -> str:
+    """Where they stand, ranks at the same place together."""
     from gpumix.engine.ranks import ask_stands
     from gpumix.engine.state import some_of
 
-    places = ask_stands(store, [c.seat.rank for c in children if c.seat.rank not in silent])
+    places = ask_stands(store, [c.seat.rank for c in children]) if children else {}
     at: dict[str, list[str]] = {}
     for rank, place in places.items():
         at.setdefault(place, []).append(f"rank {rank}")

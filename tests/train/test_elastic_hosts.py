@@ -1,0 +1,169 @@
+"""Hosts that go and come while a run trains: the others go on, and who comes is used.
+
+Agents of torchrun on this machine stand for hosts, each with a name of its own, and with one device
+of a class of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from jobs import OWN_PROFILES, environment, metrics, toy, train, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("unshare") is None,
+        reason="names of hosts are for root, with unshare",
+    ),
+]
+
+HOSTS = ("one", "two", "three")
+STEPS = 150
+NAMED = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+
+
+def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None) -> Path:
+    """
+    Args:
+        once: rank 0 is stopped in its tenth step, and leaves this path.
+    """
+    cluster = [
+        {"class": f"of-{name}", "accelerator": "cpu", "memory": "64 MiB", "host": host}
+        for name, host in zip(HOSTS, hosts)
+    ]
+    harm = {"fault": "stop", "at": 10, "once": str(once)} if once is not None else {}
+    model = toy(sample_s=0.02, rank=0, **harm)
+    # So slow that losses stay away from zero, where sums of another order show.
+    changes = {"optimizer": {"lr": 1e-4}, "checkpoint": {"memory_every_steps": 1}}
+    return write_job(
+        folder,
+        cluster=cluster,
+        model=model,
+        steps=STEPS,
+        timeout=600,
+        profile=OWN_PROFILES,
+        **changes,
+    )
+
+
+@pytest.fixture
+def agents(tmp_path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    yield started
+    for agent in started.values():
+        kill(agent)
+
+
+def start(host: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
+    is_host = str(host == HOSTS[0]).lower()
+    command = [
+        *NAMED, host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
+        "--nproc-per-node", "1", "--max-restarts", "10", "--rdzv-backend", "gpumix",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic", "--rdzv-conf",
+        f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host}", "--monitor-interval", "0.2",
+        "-m", "gpumix", "train", "job.yaml",
+    ]  # fmt: skip
+    with (folder / f"said-{host}").open("wb") as said:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(folder) | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """As a host goes: with all that it began, which have sessions of their own."""
+    processes = [agent.pid]
+    for process in processes:
+        with suppress(OSError):
+            begun = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii")
+            processes += map(int, begun.split())
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    agent.wait()
+
+
+def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
+    expected = train(job_in(tmp_path / "alone", ("localhost",) * len(HOSTS))).losses
+    folder = job_in(tmp_path / "elastic").parent
+    run = folder / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def steps() -> int:
+        with suppress(OSError, ValueError):
+            return len(metrics(run))
+        return 0
+
+    def wait_until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            said = "\n".join(file.read_text() for file in folder.glob("said-*"))
+            assert time.monotonic() < deadline and agents["one"].poll() is None, said
+            time.sleep(0.1)
+
+    for host in HOSTS[:2]:
+        agents[host] = start(host, folder, port)
+    wait_until(lambda: steps() >= 5)
+    assert classes_of(Profile.load(run / "profile.json")) == {"of-one", "of-two"}
+    kill(agents["two"])
+    wait_until(lambda: hosts_in(run) == ["one"])
+    before = steps()
+    wait_until(lambda: steps() >= before + 5)
+    agents["three"] = start("three", folder, port)
+    wait_until(lambda: hosts_in(run) == ["one", "three"])
+    assert steps() < STEPS
+    assert agents["one"].wait(120) == 0, (folder / "said-one").read_text()
+    plan = Plan.load(run / "plan.json")
+    assert sorted(worker.device_class for worker in plan.workers) == ["of-one", "of-three"]
+    assert classes_of(Profile.load(run / "profile.json")) == {"of-one", "of-three"}
+    assert [one["step"] for one in metrics(run)] == list(range(1, STEPS + 1))
+    losses = [one["loss"] for one in metrics(run)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    # At its beginning it may have waited for the second host in vain.
+    gone_on = [one for one in metrics(run, "restart") if one["resumed_from"]]
+    assert len(gone_on) >= 2
+    assert gone_on[0]["kept_in"] == "memory"
+
+
+def test_the_rank_that_has_the_store_is_stopped(tmp_path, agents):
+    """Alone on its host: nobody there can see it, and the store does not answer any more."""
+    folder = job_in(tmp_path / "elastic", once=tmp_path / "stopped").parent
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for host in HOSTS[:2]:
+        agents[host] = start(host, folder, port)
+    assert agents["one"].wait(200) == 0, (folder / "said-one").read_text()
+    assert (tmp_path / "stopped").exists()
+    said = "".join((folder / f"said-{host}").read_text() for host in HOSTS[:2])
+    assert "the process that holds the ranks together is gone" in said
+    assert "it has not answered for 20 s" in said
+    assert [one["step"] for one in metrics(folder / "run")] == list(range(1, STEPS + 1))
+
+
+def hosts_in(run: Path) -> list[str]:
+    """Those of the plan that a run goes by."""
+    return sorted(worker.host for worker in Plan.load(run / "plan.json").workers)
+
+
+def classes_of(profile: Profile) -> set[str]:
+    return {one.device_class for one in profile.classes}
