@@ -1,8 +1,10 @@
 """Is the sequence of samples the same whoever reads it, and whatever happens on the way?
 
-The samples of a run are hashed over 1 to 4 ranks with equal and unequal shares, 0 to 4 workers that
-are threads or processes, a resume in mid-epoch on other ranks, a new plan in mid-run, and workers
-that are killed. There should be one hash; that of the order itself, computed at once, is the truth.
+The samples of a run, and what they draw at random, are hashed over 1 to 4 ranks with equal and
+unequal shares and plans of stages, 0 to 4 workers that are threads or processes, a resume in
+mid-epoch on other ranks, a new plan in mid-run, and workers that are killed: numbers, samples of
+unlike length that are bucketed, and streams. Of each there should be one hash; that of the order
+itself, read by nobody's loader, is the truth.
 
     python benchmarks/order.py --json
 """
@@ -12,61 +14,174 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 import common
+from gpumix.data import draws
+from gpumix.data.bucketing import BucketedOrder
+from gpumix.data.course import AS_THEY_COME, ByLength
 from gpumix.data.crew import Kind, Processes
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
+from gpumix.data.own_samples import OwnSamples
+from gpumix.spec.plan import Plan
+from gpumix.spec.shares import Shares
+from staging import rows, staged_plan
 
 SAMPLES, BATCH, STEPS, SEED = 997, 24, 60, 3  # more than an epoch
 SHARES = ((24,), (12, 12), (17, 7), (8, 8, 8), (20, 0, 4), (6, 6, 6, 6), (15, 5, 3, 1))
+FEW_SHARES = ((24,), (17, 7), (20, 0, 4))
 WORKERS: tuple[tuple[int, Kind], ...] = (
     *((0, "threads"), (1, "threads"), (3, "threads")),
     *((1, "processes"), (2, "processes"), (4, "processes")),
 )
+FEW_WORKERS: tuple[tuple[int, Kind], ...] = ((0, "threads"), (3, "processes"))
 EVENTS = ("nothing", "resume", "replan", "killed")
+BY_LENGTH = ByLength(bucketing=True, attention=0.01, window_batches=5)
+
+Row = tuple[float, ...]
+
+
+def drawn() -> torch.Tensor:
+    """What a sample draws from each generator that it may draw from."""
+    own = torch.rand((), generator=draws.sample_generator())
+    values = [random.random(), np.random.randn(), float(torch.rand(())), float(own)]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 class Numbers:
-    """Sample k is k, and a number that goes by it."""
+    """Sample k is k, a number that goes by it, and what it draws."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        return {"k": k, "seven": torch.full((3,), 7 * k)}
+        return {"k": k, "drawn": drawn()}
+
+
+class Unlike(Numbers):
+    """Sample k has so many tokens."""
+
+    lengths = np.random.default_rng(0).integers(1, 30, SAMPLES)
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"input_ids": torch.full((int(self.lengths[k]),), k + 1), "drawn": drawn()}
+
+
+def stream() -> Iterator[dict[str, Any]]:
+    yield from ({"k": k} for k in range(SAMPLES))
+
+
+def augmented(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": drawn()}
+
+
+class Shards:
+    """A stream in four parts."""
+
+    num_shards = 4
+
+    def shard(self, *, num_shards: int, index: int) -> Callable[[], Iterator[dict[str, Any]]]:
+        return lambda: ({"k": k} for k in range(index, SAMPLES, num_shards))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return stream()
+
+
+@dataclass(frozen=True)
+class Data:
+    """
+    Attributes:
+        order: the samples' numbers, position by position.
+        in_a_row: ranks read in a row: also their order in a batch is to be that one.
+    """
+
+    opened: Callable[[], Any]
+    order: np.ndarray
+    given: dict[str, Any]
+    shares: tuple[Shares, ...]
+    workers: tuple[tuple[int, Kind], ...] = FEW_WORKERS
+    in_a_row: bool = True
+
+    def truth(self) -> list[list[Row]]:
+        """The rows of each step: read one by one, in order."""
+        key, positions = draws.key_of(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
+        found: list[Row] = []
+        with draws.reading(draws.seeds_of(key, positions).tolist(), everywhere=True):
+            for position, k in enumerate(self.order.tolist()):
+                draws.begin(position)
+                found.append((float(k), *drawn().tolist()))
+        return [found[first : first + BATCH] for first in range(0, len(found), BATCH)]
+
+
+def _data() -> dict[str, Data]:
+    count = BATCH * STEPS
+    plain = GlobalOrder(SAMPLES, SEED)
+    alike = BucketedOrder(plain, Unlike.lengths, BATCH, window_batches=BY_LENGTH.window_batches)
+    endless = np.arange(count) % SAMPLES
+    stages = (
+        staged_plan("gpt2", rows([24], [12, 12]), zero_stage=1),
+        staged_plan("gpt2", rows([16, 8], [24]), zero_stage=1),
+    )
+    return {
+        "numbers": Data(Numbers, plain.span(0, count), {}, SHARES, WORKERS),
+        "numbers in stages": Data(Numbers, plain.span(0, count), {}, stages, in_a_row=False),
+        "bucketed": Data(
+            lambda: OwnSamples(Unlike(), "unlike", longest=30),
+            alike.span(0, count),
+            {"by_length": BY_LENGTH},
+            (*FEW_SHARES, *stages),
+            in_a_row=False,
+        ),
+        "a stream": Data(lambda: stream, endless, {"transform": augmented}, FEW_SHARES),
+        "a stream of shards": Data(Shards, _of_lanes(count), {"transform": augmented}, FEW_SHARES),
+    }
+
+
+def _of_lanes(count: int) -> np.ndarray:
+    """Each shard has so many rows of a batch."""
+    own = BATCH // Shards.num_shards
+    lanes = [
+        np.resize(np.arange(lane, SAMPLES, Shards.num_shards), own * STEPS).reshape(STEPS, own)
+        for lane in range(Shards.num_shards)
+    ]
+    return np.concatenate(lanes, axis=1).reshape(count)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    shares: tuple[int, ...]
+    data: Data
+    shares: Shares
     workers: int
     kind: Kind
     event: str
 
-    def open(self, shares: tuple[int, ...]) -> list[Loader]:
-        return [
-            Loader(Numbers(), list(shares), rank, seed=SEED, workers=self.workers, kind=self.kind)
-            for rank in range(len(shares))
-        ]
+    def open(self, shares: Shares) -> list[Loader]:
+        how: dict[str, Any] = {"by_length": AS_THEY_COME, **self.data.given}
+        how |= {"seed": SEED, "workers": self.workers, "kind": self.kind}
+        return [Loader(self.data.opened(), shares, rank, **how) for rank in range(_ranks(shares))]
 
-    def run(self) -> str:
-        """The hash of all samples, step by step in rank order."""
+    def run(self, truth: list[list[Row]]) -> str:
+        """The hash of all samples. Those of a step that are read by several ranks, for they are of
+        several stages, count once, and must be alike."""
         found = hashlib.sha256()
-        for batch in self._batches():
-            assert torch.equal(batch["seven"][:, 0], 7 * batch["k"])
-            found.update(batch["k"].numpy().tobytes())
+        for step, own in enumerate(self._steps()):
+            once = list(dict.fromkeys(own))
+            in_order = once == truth[step] or not self.data.in_a_row
+            found.update(repr((sorted(once), in_order)).encode())
         return found.hexdigest()
 
-    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        other = SHARES[(SHARES.index(self.shares) + 3) % len(SHARES)]
+    def _steps(self) -> Iterator[list[Row]]:
+        every = self.data.shares
+        other = every[(every.index(self.shares) + 1) % len(every)]
         loaders = self.open(self.shares)
         for step in range(STEPS):
             if step == STEPS // 3 and self.event == "resume":
@@ -80,17 +195,28 @@ class Configuration:
                 loaders = _replanned(loaders, self, other)
             if step % 20 == 10 and self.event == "killed":
                 _kill_one(loaders[0])
-            for loader in loaders:
-                yield next(loader)
+            yield [row for loader in loaders for row in _rows(next(loader))]
         _close(loaders)
 
 
-def _replanned(loaders: list[Loader], of: Configuration, shares: tuple[int, ...]) -> list[Loader]:
+def _rows(batch: dict[str, torch.Tensor]) -> list[Row]:
+    numbers = batch["k"] if "k" in batch else batch["input_ids"][:, 0] - 1
+    return [
+        (float(k), *values)
+        for k, values in zip(numbers.tolist(), batch["drawn"].tolist(), strict=True)
+    ]
+
+
+def _ranks(shares: Shares) -> int:
+    return len(shares.workers) if isinstance(shares, Plan) else len(shares)
+
+
+def _replanned(loaders: list[Loader], of: Configuration, shares: Shares) -> list[Loader]:
     """Ranks that stay take new shares, others come or go."""
     state = loaders[0].state_dict()
-    stay, go = loaders[: len(shares)], loaders[len(shares) :]
+    stay, go = loaders[: _ranks(shares)], loaders[_ranks(shares) :]
     for loader in stay:
-        loader.replan(list(shares))
+        loader.replan(shares)
     _close(go)
     come = of.open(shares)[len(stay) :]
     for loader in come:
@@ -109,23 +235,36 @@ def _close(loaders: list[Loader]) -> None:
         loader.close()
 
 
+def _hash_of(truth: list[list[Row]]) -> str:
+    found = hashlib.sha256()
+    for step in truth:
+        found.update(repr((sorted(step), True)).encode())
+    return found.hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
+    parser.add_argument("--only", help="one kind of data")
     options = parser.parse_args()
-    truth = GlobalOrder(SAMPLES, SEED).span(0, BATCH * STEPS)
-    hashes = {hashlib.sha256(truth.tobytes()).hexdigest()}
-    every = [
-        Configuration(shares, workers, kind, event)
-        for shares, (workers, kind), event in product(SHARES, WORKERS, EVENTS)
-        if event != "killed" or kind == "processes"
-    ]
-    for number, one in enumerate(every, start=1):
-        hashes.add(one.run())
-        if number % 20 == 0:
-            print(f"{number} of {len(every)} configurations, {len(hashes)} hash(es)", flush=True)
+    configurations = distinct = 0
+    for name, data in _data().items():
+        if options.only not in (None, name):
+            continue
+        truth = data.truth()
+        hashes = {_hash_of(truth)}
+        every = [
+            Configuration(data, shares, workers, kind, event)
+            for shares, (workers, kind), event in product(data.shares, data.workers, EVENTS)
+            if event != "killed" or kind == "processes"
+        ]
+        for one in every:
+            hashes.add(one.run(truth))
+        print(f"{name}: {len(every)} configurations, {len(hashes)} hash(es)", flush=True)
+        configurations += len(every)
+        distinct = max(distinct, len(hashes))
     common.print_figures(
-        {"configurations": len(every), "distinct_hashes": len(hashes)}, as_json=options.json
+        {"configurations": configurations, "distinct_hashes": distinct}, as_json=options.json
     )
 
 

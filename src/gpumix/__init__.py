@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpumix.data.course import ByLength
+    from gpumix.data.draws import sample_generator
     from gpumix.data.loader import Loader, evaluation_batches
     from gpumix.data.own_samples import OwnSamples
     from gpumix.data.packing import PackedDocuments
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ByLength": "gpumix.data.course",
+    "sample_generator": "gpumix.data.draws",
     "Loader": "gpumix.data.loader",
     "evaluation_batches": "gpumix.data.loader",
     "OwnSamples": "gpumix.data.own_samples",
@@ -89,6 +91,7 @@ __all__ = [
     "plan",
     "prepare",
     "profile",
+    "sample_generator",
 ]
 
 

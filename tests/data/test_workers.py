@@ -373,7 +373,7 @@ def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
 
     monkeypatch.setattr(Nursery, "fork", fork)
     with processes(Squares(), workers=300) as loader:
-        loader._feed.want(0, partial(loader.course.indices, 0))
+        loader._feed.want(0, partial(loader.course.part, 0))
         assert len(pids(loader)) == 300
 
 

@@ -29,6 +29,15 @@ class Order(Protocol):
         """The samples at positions [start, stop)."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a global batch, in the order of its micro-batches: places in the global
+    order, counted over all epochs, and the dataset's indices of the samples there."""
+
+    positions: np.ndarray
+    indices: np.ndarray
+
+
 class OwnOrder:
     """That of the dataset."""
 
@@ -102,16 +111,25 @@ class Course:
     def global_batch(self) -> int:
         return self._share.total
 
-    def indices(self, position: int) -> np.ndarray:
-        """The dataset's indices of this rank's part of the global batch that begins at `position`,
-        in the order of its micro-batches."""
+    def part(self, position: int) -> Part:
+        """This rank's of the global batch that begins at `position`."""
         if self._lengths is None:
-            rows = self._share.rows()
-            spans = [self._order.span(position + r.start, position + r.stop) for r in rows]
-            return np.concatenate([NO_INDICES, *spans])
+            rows = [np.arange(r.start, r.stop) for r in self._share.rows()]
+            spans = [
+                self._order.span(position + r[0], position + r[-1] + 1) for r in rows if len(r)
+            ]
+            return Part(
+                position + np.concatenate([NO_INDICES, *rows]),
+                np.concatenate([NO_INDICES, *spans]),
+            )
         batch = self._order.span(position, position + self.global_batch)
         parts = self._dealt(self._lengths[batch])
-        return np.concatenate([NO_INDICES, *(batch[parts[n]] for n in self._share.own)])
+        own = np.concatenate([NO_INDICES, *(parts[n] for n in self._share.own)])
+        return Part(position + own, batch[own])
+
+    def indices(self, position: int) -> np.ndarray:
+        """The dataset's indices of the samples of that part."""
+        return self.part(position).indices
 
     def tokens(self, start: int, stop: int) -> int | None:
         """Tokens of the samples at positions [start, stop), of all ranks and without padding; None

@@ -9,8 +9,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from gpumix.data import draws
 from gpumix.data.arena import Arena
 from gpumix.data.fetch import Chunk, Fetched, Skipped, clocked
 from gpumix.data.layout import Batch, Layout
@@ -195,12 +196,22 @@ class Threads(Crew):
 
     def _fetched(self, chunk: Chunk, place: Place) -> Fetched | Exception:
         try:
-            with host_memory():
+            with host_memory(), self._drawing(chunk):
                 values, skipped, cost = clocked(self._source, chunk, self._bad_samples)
                 written = _written(values, place.target, chunk.rows)
             return Fetched(cost, skipped, None if written else values)
         except Exception as error:
             return error
+
+    @contextmanager
+    def _drawing(self, chunk: Chunk) -> Iterator[None]:
+        """Where samples draw from generators of the process, who trains waits: see `Bounds`."""
+        everywhere = self._source.draws
+        with ExitStack() as stack:
+            if everywhere:
+                stack.enter_context(draws.put_back())
+            stack.enter_context(draws.reading(chunk.seeds.tolist(), everywhere=everywhere))
+            yield
 
     def _lost(self, chunk: Chunk, index: int) -> TrainingError:
         return StuckError(
@@ -443,12 +454,14 @@ def _work(
     """A worker's life."""
     torch.set_num_threads(1)
     use_one_tokenizer_thread()
+    draws.forget()
     while True:
         chunk, slot, layout, desk = inbox.receive()
         tell_into(notes, desk * NOTE_BYTES)
         found: Fetched | Exception
         try:
-            values, skipped, cost = clocked(source, chunk, bad_samples)
+            with draws.reading(chunk.seeds.tolist(), everywhere=True):
+                values, skipped, cost = clocked(source, chunk, bad_samples)
             found = Fetched(cost, skipped, *_delivered(values, arena, slot, layout, chunk))
         except Exception as error:
             found = picklable(error)

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpumix.data import draws
 from gpumix.data.arena import Arena
+from gpumix.data.course import NO_INDICES, Part
 from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
 from gpumix.data.fetch import Chunk, Cost, Fetched, Skipped
 from gpumix.data.layout import Batch, Layout
@@ -58,7 +60,7 @@ class _Ahead:
     """
 
     number: int
-    indices: np.ndarray
+    part: Part
     missing: dict[int, Chunk]
     begun: set[int] = field(default_factory=set)
     layout: Layout | None = None
@@ -72,6 +74,10 @@ class _Ahead:
     error: Exception | None = None
     dropped: bool = False
 
+    @property
+    def rows(self) -> int:
+        return len(self.part.indices)
+
     def give_back(self) -> None:
         """Its slot."""
         if self.slot is not None and self.arena is not None:
@@ -83,6 +89,7 @@ class Feed:
     """What a loader takes its batches from. All of it may be called from one thread only.
 
     Args:
+        seed: of what samples draw at random.
         pin: the CUDA device whose copies want pinned memory.
         timeout_s: after that long over one chunk a worker process counts as stuck.
     """
@@ -91,12 +98,14 @@ class Feed:
         self,
         source: Source,
         *,
+        seed: int = 0,
         bad_samples: BadSamples,
         pin: torch.device | None,
         timeout_s: float,
     ) -> None:
         self._source, self._bad_samples = source, bad_samples
         self._pin, self._timeout_s = pin, timeout_s
+        self._key = draws.key_of(f"gpumix samples {seed}")
         self._setting = Setting()
         self._crew: Crew | None = None
         self._lacking: MachineError | None = None  # why there is none
@@ -128,7 +137,7 @@ class Feed:
         with self._changed:
             self._dispatch()
 
-    def want(self, position: int, indices: Callable[[], np.ndarray]) -> None:
+    def want(self, position: int, part: Callable[[], Part]) -> None:
         """Have the batch at `position` fetched, if it is not under way."""
         under_way = position in self._by_position
         if self._crew is None and self._lacking is None:
@@ -137,7 +146,7 @@ class Feed:
             return
         with self._changed:
             if not under_way:
-                self._add(position, indices())
+                self._add(position, part())
             self._dispatch()
 
     def is_ready(self, position: int) -> bool:
@@ -174,7 +183,7 @@ class Feed:
         del self._by_position[position]
         self._skipped += [one for start in sorted(batch.skipped) for one in batch.skipped[start]]
         self.batch_bytes = max(self.batch_bytes, sum(t.nbytes for t in batch.done.values()))
-        return batch.done, batch.indices
+        return batch.done, batch.part.indices
 
     def forget(self) -> None:
         """All that is under way."""
@@ -221,7 +230,7 @@ class Feed:
                 setting.workers,
                 timeout_s=self._timeout_s,
             )
-        layout = self._layout(max((len(b.indices) for b in self._by_position.values()), default=0))
+        layout = self._layout(max((b.rows for b in self._by_position.values()), default=0))
         known = max(self.batch_bytes, 0 if layout is None else layout.nbytes)
         self._arena = Arena(SLOTS, LARGER * known or UNKNOWN_BYTES)
         return Processes(
@@ -246,14 +255,17 @@ class Feed:
             for position, batch in self._by_position.items():
                 if batch.done is None:
                     batch.give_back()
-                    self._add(position, batch.indices)
+                    self._add(position, batch.part)
 
-    def _add(self, position: int, indices: np.ndarray) -> None:
+    def _add(self, position: int, part: Part) -> None:
         self._number += 1
+        indices, seeds = part.indices, draws.seeds_of(self._key, part.positions)
         size = self._setting.chunk if self._source.splits else max(1, len(indices))
         starts = range(0, len(indices), size) if len(indices) else (0,)
-        chunks = {s: Chunk(self._number, s, indices[s : s + size]) for s in starts}
-        batch = _Ahead(self._number, indices, chunks)
+        chunks = {
+            s: Chunk(self._number, s, indices[s : s + size], seeds[s : s + size]) for s in starts
+        }
+        batch = _Ahead(self._number, part, chunks)
         self._by_position[position] = self._by_number[batch.number] = batch
         self._pending.extend(chunks.values())
 
@@ -269,7 +281,7 @@ class Feed:
     def _place(self, batch: _Ahead) -> Place:
         """Where rows of a batch go: decided when its first chunk is begun."""
         if len(batch.begun) == 1:
-            batch.layout = self._layout(len(batch.indices))
+            batch.layout = self._layout(batch.rows)
             if self._arena is not None:
                 fits = batch.layout is None or batch.layout.nbytes <= self._arena.slot_bytes
                 batch.slot = self._arena.take() if fits else None
@@ -283,7 +295,8 @@ class Feed:
         if not self._source.splits:
             return None
         if self._empty is None:
-            self._empty = self._source.rows(np.empty(0, dtype=np.int64))
+            with draws.put_back():
+                self._empty = self._source.rows(NO_INDICES)
         return Layout.of(self._empty, rows)
 
     def _made(self, layout: Layout) -> Batch:
@@ -363,7 +376,7 @@ class Feed:
 
 def _spans(batch: _Ahead) -> list[tuple[int, int]]:
     starts = sorted(batch.begun)
-    return list(zip(starts, [*starts[1:], len(batch.indices)]))
+    return list(zip(starts, [*starts[1:], batch.rows]))
 
 
 def _rows(there: Batch | None, start: int, stop: int) -> Batch:

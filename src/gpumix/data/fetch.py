@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from gpumix.data import draws
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.order import GlobalOrder
 from gpumix.data.reading import BadSamples, Reading, StuckError, in_time
@@ -24,6 +26,9 @@ from gpumix.spec.errors import (
     in_a_line,
 )
 
+T = TypeVar("T")
+
+_BY_NUMBER = draws.key_of("gpumix, by number")
 TRIES = 8  # of samples that could take the place of a bad one
 # What a dataset may end with; `sys.exit` in one must not end a worker without a word.
 FAILURES = (Exception, SystemExit)
@@ -41,11 +46,13 @@ class Chunk:
     Attributes:
         batch: the position of the batch in the global order, `start` of the rows in the batch.
         indices: of the samples in the dataset.
+        seeds: of what they draw at random, by their places in the global order.
     """
 
     batch: int
     start: int
     indices: np.ndarray
+    seeds: np.ndarray
 
     @property
     def rows(self) -> slice:
@@ -119,12 +126,13 @@ def _one_by_one(
     """After an error: find whose it is; the samples to take. What does not happen again is over."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
-        problem = problem_at(source.rows, index)
-        if problem is None:
-            continue
-        if bad_samples == "stop":
-            raise in_words(source.name, source.number(index), problem)
-        taken[place] = _instead(source, index, problem)
+        with draws.only(place):
+            problem = problem_at(source.rows, index)
+            if problem is None:
+                continue
+            if bad_samples == "stop":
+                raise in_words(source.name, source.number(index), problem)
+            taken[place] = _instead(source, index, problem)
         skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
     return taken, tuple(skipped)
 
@@ -132,16 +140,18 @@ def _one_by_one(
 def fetch_in_time(
     source: Source, indices: np.ndarray, reading: Reading, *, specimen: bool = False
 ) -> Batch:
-    """As `fetch`, for a thread that must not get stuck.
+    """As `fetch`, for a thread that must not get stuck, and waits: what samples draw at random goes
+    by their numbers.
 
     Raises:
         StuckError: a sample does not come.
     """
-    return in_time(
-        lambda: fetch(source, indices, reading.bad_samples, specimen=specimen)[0],
-        source.name,
-        reading.timeout_s,
-    )
+
+    def read() -> Batch:
+        return fetch(source, indices, reading.bad_samples, specimen=specimen)[0]
+
+    seeds = draws.seeds_of(_BY_NUMBER, indices).tolist()
+    return _undisturbed(read, seeds, source.name, reading)
 
 
 def readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
@@ -154,7 +164,7 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
     first: BaseException | None = None
     for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
         try:
-            in_time(partial(read, index), name, reading.timeout_s)
+            _undisturbed(partial(read, index), [_BY_NUMBER], name, reading)
         except StuckError:
             raise
         except FAILURES as error:
@@ -165,6 +175,19 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
     if reading.bad_samples == "stop":
         raise in_words(name, 0, first)
     raise _none_instead(name, 0, first, index)
+
+
+def _undisturbed(read: Callable[[], T], seeds: list[int], name: str, reading: Reading) -> T:
+    """What `read` returns, while this thread waits; who draws at random later draws as if nothing
+    had been read."""
+
+    def drawing() -> T:
+        with draws.reading(seeds, everywhere=True):
+            draws.begin(0)
+            return read()
+
+    with draws.put_back():
+        return in_time(drawing, name, reading.timeout_s)
 
 
 def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:

@@ -114,13 +114,15 @@ class Loader(Iterator[Batch]):
         safe = True if kind == "threads" else None
         self._share = share_of(shares, rank)
         reading = Reading(bad_samples, timeout_s)
-        self._source = _source_of(dataset, self._share.total, transform, collate, safe, reading)
+        self._source = _source_of(
+            dataset, self._share.total, transform, collate, safe, seed, reading
+        )
         self._rank = rank
         self._by_length = by_length
         mark = mark_of(self._source.fingerprint, by_length, self._share.total)
         self._cursor = Cursor(seed, len(self._source), mark)
         self.course = self._course_of(shares)
-        self._bounds = Bounds(
+        bounds = Bounds(
             cores=cores_for(shares, rank) if cores is None else cores,
             processes=can_fork() and not self._source.once,
             threads=self._source.thread_safe or kind == "threads",
@@ -129,9 +131,11 @@ class Loader(Iterator[Batch]):
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
         )
+        self._bounds = bounds.where_it_draws() if self._source.draws else bounds
         pin = pin_device(device)
         self._feed = Feed(
             self._source,
+            seed=seed,
             bad_samples=bad_samples,
             pin=pin,
             timeout_s=timeout_s,
@@ -184,7 +188,8 @@ class Loader(Iterator[Batch]):
         self._cursor = self._cursor.advanced(self.global_batch)
         waited_s = time.perf_counter() - asked_s
         self._tune(waited_s, asked_s, ready)
-        self._fetch_ahead()
+        if not self._only_waiting:
+            self._fetch_ahead()
         self._copy_ahead()
         self._returned_s = time.perf_counter()
         return batch
@@ -255,10 +260,16 @@ class Loader(Iterator[Batch]):
 
     def _fetch_ahead(self) -> None:
         """Have the next batches under way: at first one alone, to see what it takes."""
-        ahead = self._feed.setting.ahead if self._tuner.knows else 1
+        one = not self._tuner.knows or self._only_waiting
+        ahead = 1 if one else self._feed.setting.ahead
         for k in range(ahead):
             position = self._cursor.position + k * self.global_batch
-            self._feed.want(position, partial(self.course.indices, position))
+            self._feed.want(position, partial(self.course.part, position))
+
+    @property
+    def _only_waiting(self) -> bool:
+        """Whether samples are read only while `next` waits: nobody else may draw then."""
+        return self._source.draws and self._feed.setting.kind == "threads"
 
     def _copy_ahead(self) -> None:
         """Have the next batch on its way to the device, if it is there."""
@@ -305,12 +316,19 @@ def _source_of(
     transform: Callable[[Any], Any] | None,
     collate: Callable[[list[Any]], Batch] | None,
     thread_safe: bool | None,
+    seed: int,
     reading: Reading,
 ) -> Source:
     if is_stream(dataset):
         name = getattr(dataset, "__name__", type(dataset).__name__)
         return StreamSource(
-            dataset, name, global_batch, transform=transform, collate=collate, reading=reading
+            dataset,
+            name,
+            global_batch,
+            transform=transform,
+            collate=collate,
+            seed=seed,
+            reading=reading,
         )
     if transform is not None:
         raise InputError(

@@ -63,6 +63,10 @@ class TokenizedTexts(Ragged):
         return bool(self._content)
 
     @property
+    def draws(self) -> bool:
+        return self._dataset.draws
+
+    @property
     def fingerprint(self) -> str:
         content = self._content or self.name
         return digest(content, len(self), self._tokenizer.fingerprint, self.longest)

@@ -67,6 +67,10 @@ class OwnSamples(Ragged):
         )
 
     @property
+    def draws(self) -> bool:
+        return self._source.draws
+
+    @property
     def fingerprint(self) -> str:
         return self._mark
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpumix.data import draws
 from gpumix.data.fetch import FAILURES, in_words, problem_at
 from gpumix.data.first_fit import WINDOW, Packs, first_fit
 from gpumix.data.ragged import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
@@ -46,6 +47,10 @@ class PackedDocuments(Source):
         self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
 
     @property
+    def draws(self) -> bool:
+        return self._documents.draws
+
+    @property
     def fingerprint(self) -> str:
         return self._mark
 
@@ -66,7 +71,8 @@ class PackedDocuments(Source):
         packs = [self.documents_in(int(k)) for k in indices]
         packs = packs or [np.array([self._documents.template])]
         numbers = np.concatenate(packs)
-        documents = iter(self._checked(numbers, self._read(numbers)))
+        with draws.parts([row for row, pack in enumerate(packs) for _ in pack]):
+            documents = iter(self._checked(numbers, self._read(numbers)))
         filled = [self._filled([next(documents) for _ in pack]) for pack in packs]
         return {
             key: torch.stack([pack[key] for pack in filled])[: len(indices)] for key in filled[0]
@@ -77,8 +83,9 @@ class PackedDocuments(Source):
         try:
             return self._documents.samples(numbers)
         except FAILURES:
-            for number in numbers.tolist():
-                problem = problem_at(self._documents.samples, number)
+            for place, number in enumerate(numbers.tolist()):
+                with draws.only(place):
+                    problem = problem_at(self._documents.samples, number)
                 if problem is not None:
                     raise in_words(self.name, number, problem) from problem
             return self._documents.samples(numbers)  # what does not happen again is over

@@ -43,6 +43,11 @@ class Source(ABC):
     once: bool = False
 
     @property
+    def draws(self) -> bool:
+        """Whether reading a sample draws at random from generators of the process."""
+        return False
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes when the samples or their order do; does not depend on where the files lie."""
@@ -131,6 +136,10 @@ class DerivedSource(Source):
         self.in_order = whole.in_order
         self.parallel = whole.parallel
         self.once = whole.once
+
+    @property
+    def draws(self) -> bool:
+        return self._whole.draws
 
     @property
     def fingerprint(self) -> str:

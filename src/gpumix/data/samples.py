@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpumix.data import draws
 from gpumix.data.fetch import DataChangedError, readable
 from gpumix.data.layout import Batch
 from gpumix.data.reading import AS_USUAL, Reading, begins, ends
@@ -59,11 +60,11 @@ class SampleSource(Source):
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
-        first = readable(self._stack_like, len(self), name, reading)
-        self._stack = self._stack_like(first)
+        readable(self._learn, len(self), name, reading)
 
-    def _stack_like(self, index: int) -> Stack:
-        return Stack(self.name, self._dataset.fetch([index])[0], index)
+    @property
+    def draws(self) -> bool:
+        return self._dataset.draws
 
     @property
     def fingerprint(self) -> str:
@@ -76,6 +77,10 @@ class SampleSource(Source):
         if not len(indices):
             return self._stack.empty
         return self._stack.of(indices, self._dataset.fetch(indices.tolist()))
+
+    def _learn(self, index: int) -> None:
+        """By one sample, what all are like."""
+        self._stack = Stack(self.name, self._dataset.fetch([index])[0], index)
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
         """The samples at `indices`, of any shapes."""
@@ -213,11 +218,16 @@ class CollatedSource(Source):
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         self._collate = collate
-        first = readable(self._alone, len(self), name, reading)
-        self._empty = {key: value[:0] for key, value in self._alone(first).items()}
+        self._collate_draws = False
+        readable(self._learn, len(self), name, reading)
 
-    def _alone(self, index: int) -> Batch:
-        return self.rows(np.array([index]))
+    def _learn(self, index: int) -> None:
+        alone = self.rows(np.array([index]))
+        self._empty = {key: value[:0] for key, value in alone.items()}
+
+    @property
+    def draws(self) -> bool:
+        return self._dataset.draws or self._collate_draws
 
     @property
     def fingerprint(self) -> str:
@@ -230,7 +240,11 @@ class CollatedSource(Source):
         if not len(indices):
             return self._empty
         wanted = [int(i) for i in indices]
-        return collated(self._collate, self._dataset.fetch(wanted), self.name)
+        samples = self._dataset.fetch(wanted)
+        with draws.watched() as drawn:
+            batch = collated(self._collate, samples, self.name)
+        self._collate_draws |= drawn.of_process
+        return batch
 
 
 def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
@@ -239,6 +253,7 @@ def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
     Raises:
         InputError: it is no batch of them.
     """
+    draws.begin_together()
     batch = collate(list(samples))
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
@@ -259,6 +274,12 @@ class MapStyle:
     """A dataset with `len` and indexing; one that offers `__getitems__` (a list of indices to a
     list of samples) is asked that way.
 
+    Once it was seen to draw at random its samples are read one by one, each by what its place in
+    the order is to draw.
+
+    Attributes:
+        draws: whether it draws from generators of the process.
+
     Raises:
         InputError: it is not map-style, or it is empty.
     """
@@ -268,6 +289,7 @@ class MapStyle:
         self._len = _length(dataset, name)
         said = bool(getattr(dataset, "thread_safe", False))
         self.thread_safe = said if thread_safe is None else thread_safe
+        self.draws = self._one_by_one = False
         # A dataset of the user's need not be safe for two threads.
         self._lock = nullcontext() if self.thread_safe else threading.Lock()
 
@@ -289,13 +311,29 @@ class MapStyle:
                     fix="begin a new run, or let the dataset keep its length",
                 )
             try:
-                if hasattr(self._dataset, "__getitems__"):
-                    begins(indices[0], self._name)
-                    samples: Sequence[Any] = self._dataset.__getitems__(indices)
-                    return samples
-                return [self._one(i) for i in indices]
+                return self._read(indices)
             finally:
                 ends()
+
+    def _read(self, indices: list[int]) -> Sequence[Any]:
+        if not self._one_by_one:
+            with draws.watched() as drawn:
+                samples = self._together(indices)
+            if not drawn:
+                return samples
+            self._one_by_one, self.draws = True, self.draws or drawn.of_process
+        found: list[Any] = []
+        for row, index in enumerate(indices):
+            draws.begin(row)
+            found += self._together([index])
+        return found
+
+    def _together(self, indices: list[int]) -> Sequence[Any]:
+        if hasattr(self._dataset, "__getitems__"):
+            begins(indices[0], self._name)
+            samples: Sequence[Any] = self._dataset.__getitems__(indices)
+            return samples
+        return [self._one(i) for i in indices]
 
     def _one(self, index: int) -> Any:
         begins(index, self._name)

@@ -217,7 +217,9 @@ class _Opened:
         if isinstance(made, Source):
             source = made
         elif is_stream(made):
-            source = StreamSource(made, reference, self._job.global_batch, reading=self._reading)
+            source = StreamSource(
+                made, reference, self._job.global_batch, seed=self._job.seed, reading=self._reading
+            )
         else:
             source = SampleSource(made, reference, reading=self._reading)
         sample = source.rows(np.empty(0, dtype=np.int64))

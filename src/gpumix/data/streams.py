@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from gpumix.data.fetch import TRIES, readable
+from gpumix.data import draws
+from gpumix.data.fetch import TRIES, fetch_in_time, readable
 from gpumix.data.layout import Batch
-from gpumix.data.reading import AS_USUAL, Reading, begins, ends, in_time
+from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import KeptRows, Source, View, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import InputError
@@ -40,6 +41,7 @@ class StreamSource(Source):
         transform: what a worker makes of each sample.
         collate: makes a batch of samples; default: they are stacked.
         passed_over: global batches at the beginning of each pass that are left out.
+        seed: of what a stream itself draws at random, such as the order of its files.
         reading: how long its first samples are waited for.
 
     Raises:
@@ -60,10 +62,14 @@ class StreamSource(Source):
         transform: Transform | None = None,
         collate: Collate | None = None,
         passed_over: int = 0,
+        seed: int = 0,
         reading: Reading = AS_USUAL,
     ) -> None:
         self.name = name
         self._reading = reading
+        self._seed = seed
+        self._key = draws.key_of(f"gpumix stream {seed}")
+        self._draws = self._stream_draws = False
         self.once = isinstance(stream, Iterator)
         self.parallel = transform is not None and not self.once
         self.splits = collate is None
@@ -76,6 +82,12 @@ class StreamSource(Source):
         self._stack: Stack | None = None
         self._most = 1  # samples that were asked for at once
         readable(self._learn, 1 + TRIES, name, reading)
+        if self._stream_draws and not self.once:
+            self._open = {}  # it was begun before it was known that it draws
+
+    @property
+    def draws(self) -> bool:
+        return self._draws
 
     @property
     def fingerprint(self) -> str:
@@ -90,7 +102,8 @@ class StreamSource(Source):
         if not len(indices):
             return self._empty
         self._most = max(self._most, len(indices))
-        return self._batch(indices, [self._sample(position) for position in indices.tolist()])
+        samples = [self._sample(row, position) for row, position in enumerate(indices.tolist())]
+        return self._batch(indices, samples)
 
     def specimen(self, indices: np.ndarray) -> Batch:
         """The first sample, so many times: nothing is read."""
@@ -113,23 +126,28 @@ class StreamSource(Source):
             transform=self._transform,
             collate=self._collate,
             passed_over=batches,
+            seed=self._seed,
             reading=self._reading,
         )
         if not read:
             return rest, View(self, 0, 0)
         wanted = np.arange(batches * self._lanes * self._of_lane)
-        first = in_time(partial(self.rows, wanted), self.name, self._reading.timeout_s)
-        return rest, KeptRows(self.name, first)
+        return rest, KeptRows(self.name, fetch_in_time(self, wanted, self._reading))
 
     def _learn(self, position: int) -> None:
         """By one sample, what all are like."""
-        self._first = self._sample(position)
-        if self._collate is None:
-            self._stack = Stack(self.name, self._first, position)
-            self._empty = self._stack.empty
-        else:
-            alone = self._batch(np.array([position]), [self._first])
-            self._empty = {key: value[:0] for key, value in alone.items()}
+        with draws.watched() as drawn:
+            self._raw(position)
+        self._stream_draws = bool(drawn)
+        with draws.watched() as drawn_later:
+            self._first = self._sample(0, position)
+            if self._collate is None:
+                self._stack = Stack(self.name, self._first, position)
+                self._empty = self._stack.empty
+            else:
+                alone = self._batch(np.array([position]), [self._first])
+                self._empty = {key: value[:0] for key, value in alone.items()}
+        self._draws = drawn.of_process or drawn_later.of_process
 
     def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
         if self._collate is not None:
@@ -137,7 +155,14 @@ class StreamSource(Source):
         assert self._stack is not None, "there is one or the other"
         return self._stack.of(indices, samples)
 
-    def _sample(self, position: int) -> Any:
+    def _sample(self, row: int, position: int) -> Any:
+        sample = self._raw(position)
+        if self._transform is None:
+            return sample
+        draws.begin(row)
+        return self._transform(sample)
+
+    def _raw(self, position: int) -> Any:
         if os.getpid() != self._opener:  # what another process opened, files say, it reads on
             self._open, self._opener = {}, os.getpid()
         step, row = divmod(position, self._lanes * self._of_lane)
@@ -148,9 +173,14 @@ class StreamSource(Source):
                 self.name,
                 once=self.once,
                 passed_over=self._passed_over,
+                before=partial(self._before, draws.mixed(self._key, lane)),
             )
-        sample = self._open[lane].at(step * self._of_lane + place, kept=self._most + TRIES)
-        return sample if self._transform is None else self._transform(sample)
+        return self._open[lane].at(step * self._of_lane + place, kept=self._most + TRIES)
+
+    def _before(self, key: int, place: int) -> None:
+        """Before a lane reads what has this place in it."""
+        if self._stream_draws:
+            draws.begin_with(draws.mixed(key, place))
 
     def _begun(self, lane: int, epoch: int) -> Iterator[Any]:
         """A pass through a lane."""
@@ -172,13 +202,22 @@ class _Lane:
         begin: a pass, by its number.
         once: there is only one.
         passed_over: samples that each lacks at its beginning.
+        before: is told the place of each sample that is read next.
     """
 
     def __init__(
-        self, begin: Callable[[int], Iterator[Any]], name: str, *, once: bool, passed_over: int
+        self,
+        begin: Callable[[int], Iterator[Any]],
+        name: str,
+        *,
+        once: bool,
+        passed_over: int,
+        before: Callable[[int], None],
     ) -> None:
         self._begin, self._name, self._once = begin, name, once
         self._passed_over = passed_over
+        self._before = before
+        before(0)  # a pass may draw when it is begun
         self._passes = begin(0)
         self._epoch, self._next, self._of_pass = 0, 0, 0
         self._kept: dict[int, Any] = {}
@@ -198,11 +237,13 @@ class _Lane:
                     why="an iterator can be read once, in order",
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
+            self._before(0)
             self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
             self._broken = None
         try:
             while self._next <= place:
                 begins(self._next, self._name)
+                self._before(self._next)
                 sample = self._read()
                 self._next += 1
         finally:

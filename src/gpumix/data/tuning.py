@@ -34,6 +34,7 @@ FREE = 0.8  # of the cores in use, below which workers do not wait for them
 FORGETS = 0.1  # of what was measured before, each step
 TRIED = 4  # chunks that two threads are tried with
 AT_FIRST = "as fast as the cores can, at first"
+DRAWS = "samples draw from this process's generators, so they are read while `next` waits"
 UNEVEN = 2.0  # times what a batch takes, that the slowest chunk took
 UNEVEN_BUSY = 0.6  # of the time, that workers have something to do then
 MUCH = 3.0  # times a starved share; that is no noise
@@ -58,6 +59,7 @@ class Bounds:
         threads: whether several threads may read the dataset at once.
         memory_bytes: for batches ahead.
         kind, workers, ahead: pinned, if not None.
+        draws: see `where_it_draws`.
     """
 
     cores: float
@@ -67,6 +69,14 @@ class Bounds:
     kind: str | None = None
     workers: int | None = None
     ahead: int | None = None
+    draws: bool = False
+
+    def where_it_draws(self) -> Bounds:
+        """For samples that draw from generators of the process that reads them: in a process of its
+        own they may; of the process that trains one thread may while `next` waits."""
+        if self.kind == "threads" or self.workers == 0 or not self.processes:
+            return replace(self, kind="threads", workers=1, ahead=1, threads=False, draws=True)
+        return replace(self, threads=False, draws=True)
 
     def ahead_for(self, wanted: int, batch_bytes: int) -> int:
         """How many batches may lie ahead, where so many are wanted."""
@@ -128,9 +138,11 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
 
 
 def _kind(found: Measured, bounds: Bounds, workers: int) -> str:
-    if not bounds.processes:
+    if not bounds.processes or bounds.workers == 0:
         return "threads"
-    if bounds.workers == 0 or found.wall_s < CHEAP_S:
+    if bounds.draws:
+        return "processes"
+    if found.wall_s < CHEAP_S:
         return "threads"
     if bounds.threads and (found.threads_gain or 0.0) >= THREADS_GAIN:
         return "threads"
@@ -185,6 +197,8 @@ class Tuner:
         if "workers" in given:
             given["workers"] = max(1, given["workers"])
         self.setting = replace(self.setting, **given)  # type: ignore[arg-type]
+        if self.bounds.draws and self.bounds.kind == "threads":
+            self.reasons.append((0, f"{describe(self.setting)}: {DRAWS}"))
 
     @property
     def knows(self) -> bool:
@@ -197,7 +211,7 @@ class Tuner:
         self._tail_s = max((c.wall_s for c in costs), default=0.0)
         self._rows = rows
         found = self._measured(batch_bytes, 0.0)
-        if found.wall_s < CHEAP_S or not rows:
+        if not rows or (found.wall_s < CHEAP_S and not self.bounds.draws):
             return self.setting
         if self.bounds.threads and self.bounds.kind is None and self.bounds.workers is None:
             self._tried = []

@@ -1,0 +1,294 @@
+"""What samples draw at random goes by their places in the order, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from gpumix.data import draws
+from gpumix.data.crew import Processes
+from gpumix.data.draws import sample_generator
+from gpumix.data.loader import Loader, evaluation_batches
+from gpumix.data.order import GlobalOrder
+from gpumix.data.own_samples import OwnSamples
+from gpumix.data.packing import PackedDocuments
+
+N, BATCH, STEPS = 40, 8, 12  # more than two epochs
+
+
+def drawn() -> dict[str, Any]:
+    """From each generator that a dataset may draw from; numpy's normal numbers come in pairs."""
+    return {
+        "python": random.random(),
+        "numpy": np.random.randn(),
+        "torch": torch.rand(2),
+        "own": torch.rand((), generator=sample_generator()),
+    }
+
+
+class Augmented:
+    def __init__(self, draw: Callable[[], dict[str, Any]] = drawn) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"k": k, **self.draw()}
+
+
+class Together(Augmented):
+    """Samples come many at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[k] for k in indices]
+
+
+def own() -> dict[str, Any]:
+    return {"x": torch.rand(2, generator=sample_generator())}
+
+
+Rows = list[tuple[float, ...]]
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> Rows:
+    columns = [
+        value.double().reshape(len(value), -1).T for _, value in sorted(batch.items()) if len(value)
+    ]
+    return [tuple(row) for row in torch.cat(columns).T.tolist()] if columns else []
+
+
+def together(loaders: list[Loader], steps: int) -> Rows:
+    return [row for _ in range(steps) for loader in loaders for row in rows_of(next(loader))]
+
+
+def life(dataset: Any, cut: list[int], **given: Any) -> Rows:
+    """The samples of all ranks, step by step."""
+    loaders = [Loader(dataset, cut, rank, seed=3, **given) for rank in range(len(cut))]
+    try:
+        return together(loaders, STEPS)
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+READERS: list[dict[str, Any]] = [
+    {},
+    {"workers": 0},
+    {"workers": 1, "kind": "processes"},
+    {"workers": 3, "kind": "processes", "prefetch": 5},
+    {"workers": 3, "kind": "threads"},
+]
+
+
+@pytest.fixture(scope="module")
+def truth() -> Rows:
+    found = life(Augmented(), [BATCH], workers=1, kind="processes")
+    assert len(set(found)) == len(found) == BATCH * STEPS  # each epoch draws anew
+    assert [int(row[0]) for row in found] == GlobalOrder(N, 3).span(0, BATCH * STEPS).tolist()
+    return found
+
+
+@pytest.mark.parametrize("cut", [[8], [5, 3], [0, 1, 7]])
+@pytest.mark.parametrize("given", READERS)
+def test_draws_are_the_same_whoever_reads(truth, cut, given):
+    assert life(Augmented(), cut, **given) == truth
+
+
+@pytest.mark.parametrize("given", READERS)
+def test_samples_that_come_many_at_once_draw_what_each_would_alone(truth, given):
+    assert life(Together(), [5, 3], **given) == truth
+
+
+def test_a_resume_and_a_new_plan_repeat_them(truth):
+    with Loader(Augmented(), [5, 3], 1, seed=3, workers=0) as first:
+        found = together([first], 4)
+        state = first.state_dict()
+    with Loader(Augmented(), [2, 6], 1, seed=3, workers=2, kind="processes") as other:
+        together([other], 1)
+        other.load_state_dict(state)
+        found += together([other], 3)
+        other.replan([8, 0])
+        together([other], 1)
+        other.replan([0, 8])
+        found += together([other], 2)
+    steps = [truth[first : first + BATCH] for first in range(0, len(truth), BATCH)]
+    expected = [step[5:] for step in steps[:4]] + [step[2:] for step in steps[4:7]]
+    assert found == [row for part in expected + steps[8:10] for row in part]
+
+
+def test_what_takes_a_killed_workers_place_repeats_them(truth):
+    found = []
+    with Loader(Augmented(), [BATCH], 0, seed=3, workers=2, kind="processes") as loader:
+        for _ in range(STEPS):
+            found += rows_of(next(loader))
+            crew = loader._feed._crew
+            assert isinstance(crew, Processes)
+            os.kill(crew.pids[0], signal.SIGKILL)
+    assert found == truth
+
+
+@pytest.mark.parametrize("given", READERS)
+def test_a_generator_of_the_samples_own_serves_threads_too(given):
+    found = life(Augmented(own), [5, 3], **given)
+    assert found == life(Augmented(own), [8], workers=2, kind="processes")
+    assert len(set(found)) == len(found)
+
+
+def test_threads_stay_where_samples_draw_from_a_generator_of_their_own():
+    """Nobody waits for them then."""
+    with Loader(Augmented(own), [8], 0, workers=3, kind="threads", prefetch=4) as loader:
+        next(loader), next(loader)
+        assert (loader.setting.workers, loader.setting.ahead) == (3, 4)
+
+
+def test_where_samples_draw_from_the_processs_generators_processes_are_chosen():
+    with Loader(Augmented(), [8], 0) as loader:
+        next(loader)
+        assert loader.setting.kind == "processes"
+    with Loader(Augmented(), [8], 0, kind="threads", workers=3) as loader:
+        next(loader)
+        assert (loader.setting.kind, loader.setting.workers) == ("threads", 1)
+        ((step, why),) = loader.reasons
+        assert step == 0 and "they are read while `next` waits" in why
+
+
+def of_trainer() -> tuple[Any, ...]:
+    return random.random(), np.random.randn(), torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("given", READERS)
+@pytest.mark.parametrize("dataset", [Augmented(), Together(), Augmented(own)])
+def test_who_trains_draws_as_if_nothing_were_read(dataset, given):
+    def trained(loader: Iterator[Any]) -> list[Any]:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        found = []
+        for _ in range(6):
+            found.append(of_trainer())
+            next(loader)
+        return found
+
+    alone = trained(iter(range(6)))
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with Loader(dataset, [8], 0, **given) as loader:
+        assert of_trainer() == alone[0]  # a sample was read
+        assert trained(loader) == alone
+
+
+def test_other_samples_in_the_places_of_bad_ones_draw_the_same_in_every_plan():
+    class Bad(Augmented):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            if k % 9 == 5:
+                raise ValueError("no such picture")
+            return super().__getitem__(k)
+
+    one = life(Bad(), [8], bad_samples="skip", workers=2, kind="processes")
+    assert one == life(Bad(), [3, 5], bad_samples="skip", workers=0)
+
+
+def test_a_batch_draws_by_its_first_sample():
+    """As far as it is the same batch: with other shares it is another one."""
+
+    def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        noise = np.random.rand(len(samples)) + random.random() + float(torch.rand(()))
+        return {"k": torch.tensor([s["k"] for s in samples]), "noise": torch.from_numpy(noise)}
+
+    plain = Augmented(dict)
+    every = [life(plain, [5, 3], collate=masked, **given) for given in READERS]
+    assert all(one == every[0] for one in every)
+    assert len(set(every[0])) == len(every[0])
+
+
+class Documents(Augmented):
+    lengths = np.arange(N) % 4 + 1
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"input_ids": torch.randint(10**9, (int(self.lengths[k]),))}
+
+
+def test_documents_in_packs_draw_by_the_places_of_the_packs():
+    def packs() -> PackedDocuments:
+        documents = OwnSamples(Documents(), "documents", longest=8)
+        return PackedDocuments(documents, seed=0, predicts_next=True)
+
+    one = life(packs(), [8], workers=2, kind="processes")
+    assert one == life(packs(), [6, 2], workers=0)
+    tokens = [row[:8] for row in one]  # two documents of a pack are never alike
+    assert all(len({t for t in row if t}) == sum(map(bool, row)) for row in tokens)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def numbers() -> Iterator[dict[str, Any]]:
+    yield from ({"k": k} for k in range(N))
+
+
+def augmented(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, **drawn()}
+
+
+class Shuffled(IterableDataset):
+    """Its files come in another order each time, and it draws as it reads."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        files = list(range(4))
+        random.shuffle(files)
+        for file in files:
+            for k in range(10):
+                yield {"k": 100 * file + k, **drawn()}
+
+
+@pytest.mark.parametrize(
+    ("stream", "given"), [(numbers, {"transform": augmented}), (Shuffled(), {})]
+)
+@pytest.mark.parametrize("cut", [[8], [5, 3]])
+@pytest.mark.parametrize("workers", [{}, {"workers": 0}, {"workers": 2, "kind": "processes"}])
+def test_streams_draw_by_their_places(stream, given, cut, workers):
+    found = life(stream, cut, **given, **workers)
+    assert found == life(stream, [8], workers=1, kind="processes", **given)
+    assert len(set(found)) == len(found)
+
+
+def test_a_streams_own_order_goes_by_the_seed():
+    orders = []
+    for seed in (1, 2, 3, 1):
+        with Loader(Shuffled(), [N], 0, seed=seed) as loader:
+            orders.append([int(k) for k in next(loader)["k"]])
+    assert orders[0] == orders[3] and len(set(map(tuple, orders))) > 1
+
+
+# -- evaluations, and by hand ----------------------------------------------------------------------
+
+
+def test_an_evaluation_draws_the_same_each_time():
+    def evaluated(cut: list[int]) -> Rows:
+        ranks = [
+            list(evaluation_batches(Augmented(), cut, rank, batches=3)) for rank in range(len(cut))
+        ]
+        return [row for step in zip(*ranks) for batch, _ in step for row in rows_of(batch)]
+
+    before = torch.get_rng_state()
+    assert evaluated([8]) == evaluated([5, 3]) == evaluated([8])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_loader_the_generator_is_torchs_own():
+    assert sample_generator() is torch.default_generator
+
+
+def test_seeds_are_those_of_one_place_each():
+    places = np.array([0, 1, 2**40, 2**62])
+    seeds = draws.seeds_of(17, places).tolist()
+    assert seeds == [draws.mixed(17, place) for place in places.tolist()]
+    many = draws.seeds_of(draws.key_of("a"), np.arange(10**5))
+    assert len(np.unique(many)) == 10**5
+    assert not set(many[:100]) & set(draws.seeds_of(draws.key_of("b"), np.arange(10**5)).tolist())
