@@ -163,14 +163,39 @@ def test_workers_end_with_a_trainer_that_is_killed():
     until(lambda: not any(map(alive, some)))
 
 
-def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost():
+def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost(caplog):
     with processes(Squares()) as loader:
         found = take(loader, 3)
-        for _ in range(5):
-            os.kill(pids(loader)[0], signal.SIGKILL)
+        for number in range(5):
+            caplog.clear()
+            killed = pids(loader)[0]
+            os.kill(killed, signal.SIGKILL)
             found += take(loader, 4)
+            until(lambda: loader.lost_workers == number + 1)  # noqa: B023
+            until(lambda: len(caplog.records) > 0)
+            (told,) = caplog.records
+            assert told.levelname == "WARNING"
+            assert told.getMessage().startswith(f"worker {killed} of the data was lost at ")
+            assert told.getMessage().endswith("another has its place: killed by SIGKILL")
         assert found == expected(23)
-        assert len(pids(loader)) == 2
+        assert len(pids(loader)) == 2 and killed not in pids(loader)
+
+
+def test_the_sample_at_which_a_worker_died_is_told(caplog, tmp_path):
+    """Also where it goes well the second time."""
+    bad, once = expected(4)[-1], tmp_path / "once"
+
+    def read(k: int) -> None:
+        if k == bad and not once.exists():
+            once.touch()
+            os._exit(3)
+
+    with processes(Squares(read=read)) as loader:
+        assert take(loader, 6) == expected(6)
+        assert loader.lost_workers == 1
+    assert (
+        f"was lost at sample {bad} of Squares, another has its place: it left with 3" in caplog.text
+    )
 
 
 def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):

@@ -70,6 +70,8 @@ class Crew(ABC):
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self.lost = 0
+        """Workers that died or were stuck."""
 
     @property
     @abstractmethod
@@ -405,26 +407,36 @@ class Processes(Crew):
                 return
             connection = hand.worker.connection
             how = self._nursery.end(hand.worker)
+            how = why or how
+            self.lost += 1
             if not hand.leaving:
                 self._hire()  # or it is known, with the chunks of this one, that none can be had
+                self._tell_of_loss(hand, how)
             del self._hands[connection]
-            how = why or how
             failed: tuple[Chunk, TrainingError] | None = None
             if hand.given:  # the first is the one that it was at
                 chunk = hand.given[0][0]
                 key = (chunk.batch, chunk.start)
                 self._tries[key] = self._tries.get(key, 0) + 1
                 if self._tries[key] >= TRIES:
+                    failed = chunk, self._lost(hand, self._at(hand), how)
                     hand.given.popleft()
-                    failed = chunk, self._lost(hand, chunk, how)
             for chunk, place in hand.given:
                 self._give(min(self._staff, key=lambda h: len(h.given)), chunk, place)
         if failed is not None:
             self._done(*failed)
 
-    def _lost(self, hand: _Hand, chunk: Chunk, how: str) -> TrainingError:
+    def _tell_of_loss(self, hand: _Hand, how: str) -> None:
+        at = f"at {self._at(hand)}" if hand.given else "at no sample"
+        told = hand.worker.pid, at, self._source.name, how
+        _LOG.warning("worker %d of the data was lost %s of %s, another has its place: %s", *told)
+
+    def _at(self, hand: _Hand) -> str:
+        """What a worker read that was given something."""
+        return _some_of(hand.given[0][0], told_in(self._notes, hand.desk * NOTE_BYTES)[0])
+
+    def _lost(self, hand: _Hand, at: str, how: str) -> TrainingError:
         killed = "SIGKILL" in how
-        at = _some_of(chunk, told_in(self._notes, hand.desk * NOTE_BYTES)[0])
         return TrainingError(
             f"worker {hand.worker.pid} of the data was lost at {at} of {self._source.name}, as was "
             f"one before it: {how}",

@@ -120,6 +120,12 @@ class Feed:
         self._skipped: list[Skipped] = []
         self.batch_bytes = 0
         """Of the largest batch so far."""
+        self._lost_before = 0
+
+    @property
+    def lost_workers(self) -> int:
+        """How many died or were stuck."""
+        return self._lost_before + (0 if self._crew is None else self._crew.lost)
 
     @property
     def setting(self) -> Setting:
@@ -248,6 +254,7 @@ class Feed:
         if crew is None:
             return
         crew.close()
+        self._lost_before += crew.lost
         with self._changed:
             self._arena = None
             self._pending.clear()

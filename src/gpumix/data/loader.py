@@ -165,6 +165,11 @@ class Loader(Iterator[Batch]):
         return self._feed.setting
 
     @property
+    def lost_workers(self) -> int:
+        """Processes that died or were stuck so far; others have taken their places."""
+        return self._feed.lost_workers
+
+    @property
     def reasons(self) -> list[tuple[int, str]]:
         """Why: each change with the number of steps before it."""
         return list(self._tuner.reasons)

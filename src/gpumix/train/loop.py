@@ -398,6 +398,7 @@ class Trainer:
             starved_share=self.watch.starvation.share,
             input_limit=self.loader.limit,
             skipped=len(self.loader.skipped),
+            lost_workers=self.loader.lost_workers,
             not_copied=self.keeping.not_copied,
             **self._speed(watched.steps),
         )

@@ -65,8 +65,9 @@ class RankRecord:
 
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
-    `skipped` counts the samples that it could not read so far. `not_copied` is why its state is not
-    copied into memory any more. MFU and HFU are None where FLOPs or peak are not known.
+    `skipped` counts the samples that it could not read so far, `lost_workers` its processes for the
+    data that died or were stuck. `not_copied` is why its state is not copied into memory any more.
+    MFU and HFU are None where FLOPs or peak are not known.
     """
 
     device: str
@@ -79,6 +80,7 @@ class RankRecord:
     starved_share: float | None = None
     input_limit: str = ""
     skipped: int = 0
+    lost_workers: int = 0
     not_copied: str = ""
     tokens_per_s: float = 0.0
     mfu: float | None = None
