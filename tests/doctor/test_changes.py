@@ -35,6 +35,14 @@ def test_a_tuned_file_is_the_job_with_the_changes(job):
     assert read_job(job).data.workers == 0
 
 
+def test_a_tuned_file_begins_with_what_comes_with_its_changes(job):
+    tuned = job.with_name("tuned.yaml")
+    write_tuned(job, tuned, CHANGES, ["`data.prefetch: 3` (takes memory)"])
+    first, second, *_ = tuned.read_text().splitlines()
+    assert first == "# job.yaml as gpumix doctor would have it"
+    assert second == "# `data.prefetch: 3` (takes memory)"
+
+
 WRITTEN = """# what I think of it
 model: {config: {model_type: gpt2}}   # small
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from jobs import gpumix, write_job
 
+from gpumix.cli.doctor import doctor
+from gpumix.doctor.report import Finding, Report, Suspect
+from gpumix.doctor.verdict import Gain
 from gpumix.spec.read import read_job
 
 
@@ -25,6 +28,23 @@ def test_a_fault_is_found_measured_and_mended(tmp_path):
     tuned = read_job(tmp_path / "job.tuned.yaml")
     assert tuned.data.workers == "auto" and tuned.steps == read_job(job).steps
     assert not (tmp_path / "run").exists()  # nothing was written where the job would write
+
+
+def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch, capsys):
+    """One finding that changes what is trained, and one that gives something up."""
+    gain = Gain(1.5, 1.4, 1.6, pairs=5)
+    order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
+    rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
+    findings = (Finding(order, gain), Finding(rarer, gain))
+    report = Report(findings, (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
+    monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
+    job = write_job(tmp_path)
+    doctor(str(job), apply=True)
+    tuned = tmp_path / "job.tuned.yaml"
+    assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
+    assert "# `checkpoint.every_steps: 50` (older ones)\n" in tuned.read_text()
+    told = " ".join(capsys.readouterr().err.split())
+    assert "left to you, for it changes what is trained: `data.bucketing: true`" in told
 
 
 def test_a_job_that_does_not_run_says_why(tmp_path):

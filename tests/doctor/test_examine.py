@@ -87,6 +87,7 @@ def test_what_changes_the_training_is_told_and_not_done():
     assert report.changes == {"tenth": True} and report.gain == pytest.approx(1 / 0.9)
     assert patient.log[-1] == ("tenth",) or patient.log[-2] == ("tenth",)
     assert [one["changes_training"] for one in report.as_dict()["findings"]] == [True, False]
+    assert report.left == ["mend it"] and report.notes == []
 
 
 def test_what_does_not_run_is_told_and_left():

@@ -138,7 +138,7 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.4, fused=True),)),
             "batch",
             {"batch_size": {"train.py:5": 32}},
-            "batch_size=32) at train.py:5 (the gain is per sample",
+            "batch_size=32) at train.py:5",
         ),
         (
             replace(SEEN, retries=4),
@@ -153,6 +153,7 @@ def test_what_is_suspected(seen, name, changes, fix):
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
+    assert ("the gain is per sample" in found.mended_by) == found.changes_training
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"efficiency.attention": "sdpa"},
         ),
         (
+            {
+                "data": {
+                    "dataset": "texts",
+                    "column": "text",
+                    "packing": "documents",
+                    "tokenize": "on-the-fly",
+                }
+            },
+            {"input_share": 0.2},
+            "tokenize",
+            {"data.tokenize": "ahead"},
+        ),
+        (
             data(packing="none"),
             {"padding_share": 0.3},
             "padding",
@@ -123,12 +136,40 @@ def test_small_batches_come_last_and_are_left_to_the_user():
     assert found.changes_training and "`global_batch: 8`" in found.mended_by
 
 
+def test_another_order_of_samples_is_left_to_the_user():
+    (found,) = suspects(seen(data(packing="none"), padding_share=0.3))
+    assert found.changes_training
+    assert "another order" in found.mended_by and "cannot be gone on from" in found.mended_by
+
+
+@pytest.mark.parametrize(
+    ("job", "given", "told"),
+    [
+        (
+            {"checkpoint": {"every_steps": 2}},
+            {"save": Interlude(0.1)},
+            "`checkpoint.every_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
+        ),
+        (
+            {"evaluation": {"every_steps": 1}},
+            {"evaluation": Interlude(0.2)},
+            "`evaluation.every_steps: 100` (the loss of evaluation is known every 100 steps, every "
+            "1 as it is)",
+        ),
+    ],
+)
+def test_what_is_given_up_is_told(job, given, told):
+    (found,) = suspects(seen(job, **given))
+    assert found.mended_by == told and not found.changes_training
+
+
 @pytest.mark.parametrize(
     ("job", "given"),
     [
         ({}, {"foretold_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
         ({}, {"foretold_s": lambda changes: 0.05, "input_share": 0.2}),
         (data(workers=0), {"input_share": 0.02}),
+        (data(packing="documents", tokenize="on-the-fly"), {"input_share": 0.2}),
         ({"precision": "fp32"}, {}),  # what its classes compute in by themselves
         ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan

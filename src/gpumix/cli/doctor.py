@@ -75,8 +75,11 @@ def doctor(
             console.print(remark)
     if apply and report.changes:
         tuned = tuned_path(Path(target))
-        write_tuned(Path(target), tuned, report.changes)
+        write_tuned(Path(target), tuned, report.changes, report.notes)
         console.print(f"the job with these changes: {tuned}")
+    if apply:
+        for one in report.left:
+            console.print(f"left to you, for it changes what is trained: {one}")
 
 
 def _is_function(target: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ def default_of(key: str) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def write_tuned(job: Path, tuned: Path, changes: Changes) -> None:
-    """The job file with the changes made, as another file. Its comments and its order are kept,
-    unless values are written in a way that cannot be changed in place."""
+def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] = ()) -> None:
+    """The job file with the changes made, as another file, which begins with the notes on them. Its
+    comments and its order are kept, unless values are written in a way that cannot be changed in
+    place."""
     text = job.read_text(encoding="utf-8")
     content = yaml.safe_load(text)
     made = {k: v for k, v in changes.items() if v != default_of(k) or _is_in(content, k)}
@@ -56,7 +57,7 @@ def write_tuned(job: Path, tuned: Path, changes: Changes) -> None:
         kept = yaml.safe_load(text) == content
     except (ValueError, yaml.YAMLError):
         kept = False
-    head = f"# {job.name} as gpumix doctor would have it\n"
+    head = "".join(f"# {line}\n" for line in (f"{job.name} as gpumix doctor would have it", *notes))
     body = text if kept else yaml.safe_dump(content, sort_keys=False)
     tuned.write_text(head + body, encoding="utf-8")
 

@@ -10,8 +10,8 @@ from gpumix.doctor.change import Changes, in_words
 from gpumix.doctor.verdict import Gain
 
 BATCH_NOTE = (
-    " (the gain is per sample; this changes what is trained: steps are fewer, and the learning "
-    "rate may have to be higher)"
+    "the gain is per sample; this changes what is trained: steps are fewer, and the learning rate "
+    "may have to be higher"
 )
 
 
@@ -24,6 +24,7 @@ class Suspect:
         what: it is, in words; `why` it is suspected.
         changes: that would mend it: of a job, or of what a function does.
         fix: what its user must change, where that is code; empty: `changes` are keys of a job.
+        note: what comes with it, or is given up for it.
         changes_training: beyond rounding; that is told, and left to the user.
     """
 
@@ -32,12 +33,14 @@ class Suspect:
     why: str
     changes: Changes
     fix: str = ""
+    note: str = ""
     changes_training: bool = False
 
     @property
     def mended_by(self) -> str:
         """In words."""
-        return self.fix or in_words(self.changes)
+        made = self.fix or in_words(self.changes)
+        return f"{made} ({self.note})" if self.note else made
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Finding:
             "why": self.suspect.why,
             "changes": dict(self.suspect.changes),
             "changes_training": self.suspect.changes_training,
+            "note": self.suspect.note,
             "fix": self.suspect.mended_by,
             "gain": self.gain.factor,
             "gain_low": self.gain.low,
@@ -88,6 +92,16 @@ class Report:
     @property
     def changes(self) -> dict[str, Any]:
         return {key: value for one in self._safe for key, value in one.suspect.changes.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """What comes with `changes`."""
+        return [one.suspect.mended_by for one in self._safe if one.suspect.note]
+
+    @property
+    def left(self) -> list[str]:
+        """Changes that would help, and are left to the user."""
+        return [one.suspect.mended_by for one in self.findings if one.suspect.changes_training]
 
     @property
     def gain(self) -> float:

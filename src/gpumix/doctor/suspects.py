@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumix.cost.input import STARVED_SHARE
-from gpumix.doctor.change import Changes, default_of, in_words
+from gpumix.doctor.change import Changes, default_of
 from gpumix.doctor.report import BATCH_NOTE, Suspect
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.job import Job
@@ -22,6 +22,7 @@ FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to 
 BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
 PADDING = 0.05  # part of a batch
 SMALL_BATCH = 0.15  # part of a step that the cost model must promise for twice the batch
+OTHER_DATA = "checkpoints of the job as it is cannot be gone on from"
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,14 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
     }
     if pinned:
         yield Suspect("workers", "too few workers, or batches ahead", why, pinned)
-    if data.tokenize == "on-the-fly":
-        changes = {"data.tokenize": "ahead"}
-        yield Suspect("tokenize", "texts are tokenised again in each epoch", why, changes)
+    if data.tokenize == "on-the-fly" and data.factory is None:  # whose texts are known to it alone
+        yield Suspect(
+            name="tokenize",
+            what="texts are tokenised again in each epoch",
+            why=why,
+            changes={"data.tokenize": "ahead"},
+            note=f"token files take room on the disk; {OTHER_DATA}",
+        )
 
 
 def _pins(seen: Evidence) -> Iterator[Suspect]:
@@ -170,15 +176,33 @@ def _padding(seen: Evidence) -> Iterator[Suspect]:
         return
     if data.packing == "none" and not data.bucketing:
         why = f"{seen.padding_share:.0%} of a batch are padding"
-        changes = {"data.bucketing": True}
-        yield Suspect("padding", "samples of unlike length meet in a batch", why, changes)
+        yield Suspect(
+            name="padding",
+            what="samples of unlike length meet in a batch",
+            why=why,
+            changes={"data.bucketing": True},
+            note=f"samples come in another order; {OTHER_DATA}",
+            changes_training=True,
+        )
 
 
 def _beside(seen: Evidence) -> Iterator[Suspect]:
     """What is done beside steps, too often."""
-    for name, section, took, what in (
-        ("checkpoints", "checkpoint", seen.save, "checkpoints are saved too often"),
-        ("evaluation", "evaluation", seen.evaluation, "it is evaluated too often"),
+    for name, section, took, what, given_up in (
+        (
+            "checkpoints",
+            "checkpoint",
+            seen.save,
+            "checkpoints are saved too often",
+            "what is on the disk is up to {} steps old, {} as it is",
+        ),
+        (
+            "evaluation",
+            "evaluation",
+            seen.evaluation,
+            "it is evaluated too often",
+            "the loss of evaluation is known every {} steps, every {} as it is",
+        ),
     ):
         every = getattr(seen.job, section).every_steps
         each_s = took.each_s(every * seen.step_s)
@@ -186,8 +210,14 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
             continue
         share = each_s / (each_s + every * seen.step_s)
         wanted_s = max((took.still_s + took.settle_s) / BESIDE, took.beside_s)
-        changes = {f"{section}.every_steps": max(every, round(wanted_s / seen.step_s))}
-        yield Suspect(name, what, f"that is {share:.0%} of the run", changes)
+        rarer = max(every, round(wanted_s / seen.step_s))
+        yield Suspect(
+            name=name,
+            what=what,
+            why=f"that is {share:.0%} of the run",
+            changes={f"{section}.every_steps": rarer},
+            note=given_up.format(rarer, every),
+        )
 
 
 def _batch(seen: Evidence) -> Iterator[Suspect]:
@@ -203,6 +233,6 @@ def _batch(seen: Evidence) -> Iterator[Suspect]:
         what="batches are small",
         why=f"the cost model promises {seen.planned_s / foretold_s:.2f} times the samples a second",
         changes=changes,
-        fix=in_words(changes) + BATCH_NOTE,
+        note=BATCH_NOTE,
         changes_training=True,
     )

@@ -258,8 +258,8 @@ def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
         what="batches are small",
         why=why,
         changes={"batch_size": doubled},
-        fix="; ".join(f"DataLoader(..., batch_size={n}) at {p}" for p, n in doubled.items())
-        + BATCH_NOTE,
+        fix="; ".join(f"DataLoader(..., batch_size={n}) at {p}" for p, n in doubled.items()),
+        note=BATCH_NOTE,
         changes_training=True,
     )
 
