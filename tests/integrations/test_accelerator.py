@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from gpumix.report.page import page
+from gpumix.report.run import Run, read_run
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
@@ -39,6 +42,10 @@ def outside_ranks() -> Any:
     return plan_for(Outside(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
 
 
+def project(folder: Path, world: int, *, inside: bool = True, accumulates: int = 1) -> str:
+    return str(folder / f"project-{world}-{'inside' if inside else 'outside'}-{accumulates}")
+
+
 def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> dict[str, Any]:
     """The script."""
     as_launched(folder)
@@ -49,6 +56,7 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
         from gpumix import Accelerator
 
         more["plan"] = PLANS[world]() if inside else outside_ranks()
+        more["project_dir"] = project(folder, world, inside=inside, accumulates=accumulates)
     accelerator = Accelerator(gradient_accumulation_steps=accumulates, **more)
     torch.manual_seed(11)
     network = model() if inside else Outside()
@@ -92,6 +100,8 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
         if columns is None:
             total.append(outputs.loss.item())
     state = accelerator.get_state_dict(network)
+    if world == 3:
+        accelerator.end_training()  # others just end
     return {
         "losses": losses,
         "norms": norms,
@@ -145,6 +155,32 @@ def test_the_whole_model_comes_out(stock, ours):
     assert all(rank["names"] == [] for rank in ours[1:])
 
 
+def record_of(*args: Any, **kwargs: Any) -> Run:
+    return read_run(Path(project(*args, **kwargs), "gpumix"))
+
+
+def test_top_and_report_read_what_a_loop_leaves(stock, ours, folder):
+    run = record_of(folder, len(ours))
+    expected = [loss for loss, _ in stock["losses"]]
+    assert [one.step for one in run.history.steps] == list(range(1, len(expected) + 1))
+    assert [one.loss for one in run.history.steps] == pytest.approx(expected, rel=1e-5)
+    norms = [one.gradient_norm for one in run.history.steps]
+    assert norms == pytest.approx(stock["norms"], rel=1e-4)
+    assert [one.learning_rate for one in run.history.steps] == [1e-2] * len(expected)
+    assert [one.step for one in run.history.windows] == [10]
+    assert [one.step for one in run.history.events] == [5]  # a checkpoint
+    assert run.record is not None and run.record.script is not None
+    assert run.record.script.plans == "Accelerator"
+    assert run.progress.steps is None and run.progress.step == len(expected)
+    assert "step 10" in page(run)
+
+
+def test_a_record_is_finished_by_the_program_s_word(ours, folder):
+    """Ranks of the harness end without what an interpreter does at its end."""
+    expected = "finished" if len(ours) == 3 else "training"
+    assert record_of(folder, len(ours)).progress.state == expected
+
+
 def test_a_loss_of_the_loops_own_is_the_same(folder):
     """Means over samples of one length: the ranks' losses, weighted, are the stock one."""
     (stock,) = run_ranks(_outside, 1, folder, 1)
@@ -157,6 +193,8 @@ def test_a_loss_of_the_loops_own_is_the_same(folder):
     for rank in ranks:
         assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
         assert rank["predictions"] == stock["predictions"]
+    recorded = [one.loss for one in record_of(folder, 2, inside=False).history.steps]
+    assert recorded == pytest.approx([loss for loss, _ in stock["losses"]], rel=1e-5)
 
 
 def _outside(folder: Path, world: int) -> dict[str, Any]:
@@ -168,6 +206,11 @@ def test_gradients_accumulate(folder):
     for rank in run_ranks(_accumulated, 2, folder, 2, timeout_s=120):
         assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
         assert len(rank["norms"]) == 2 * 3  # the last batch of an epoch steps too
+    steps = record_of(folder, 2, accumulates=2).history.steps
+    losses = [loss for loss, _ in stock["losses"]]
+    parts = [losses[:2], losses[2:4], losses[4:5], losses[5:7], losses[7:9], losses[9:]]
+    assert [one.loss for one in steps] == pytest.approx([sum(p) / len(p) for p in parts], rel=1e-5)
+    assert steps[-1].tokens == EPOCHS * int((Texts().rows["labels"][:, 1:] != -100).sum())
 
 
 def _accumulated(folder: Path, world: int) -> dict[str, Any]:
@@ -177,15 +220,18 @@ def _accumulated(folder: Path, world: int) -> dict[str, Any]:
 def test_a_run_goes_on_by_another_plan(folder, stock, ours):
     """From the state after the first epoch."""
     world = 2 if len(ours) == 3 else 3
+    shutil.copytree(project(folder, len(ours)), folder / f"again-{world}")
     for rank in run_ranks(_resumed, world, folder, len(ours), world, timeout_s=120):
         assert rank == pytest.approx([loss for loss, _ in stock["losses"][5:]], rel=1e-4)
+    steps = read_run(folder / f"again-{world}" / "gpumix").history.steps
+    assert [one.loss for one in steps] == pytest.approx([n for n, _ in stock["losses"]], rel=1e-4)
 
 
 def _resumed(folder: Path, saved: int, world: int) -> list[float]:
     from gpumix import Accelerator
 
     as_launched(folder)
-    accelerator = Accelerator(plan=PLANS[world]())
+    accelerator = Accelerator(plan=PLANS[world](), project_dir=str(folder / f"again-{world}"))
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
     torch.manual_seed(12)

@@ -45,8 +45,10 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
     else:
         from transformers import TrainerCallback
 
+        from gpumix.integrations import recorded
         from gpumix.integrations.transformers import Trainer
 
+        recorded.CLASSES_STEPS = 4
         made = other_ranks() if resumes else PLANS[plan]()
         more, world = {"plan": made}, len(made.workers)
 
@@ -178,3 +180,21 @@ def test_top_and_report_read_what_a_run_leaves(stock, unlike):
     assert [one.loss for one in run.history.evaluations] == pytest.approx(
         unlike[0]["eval_losses"][:2]
     )
+
+
+def test_how_devices_did_is_told_while_the_run_goes_on(unlike):
+    run = read_run(Path(unlike[0]["output"], "gpumix"))
+    assert [window.step for window in run.history.windows] == [4, 8, STEPS]
+    for window in run.history.windows:
+        assert sum(one.samples for one in window.classes) == GLOBAL_BATCH
+        assert all(0 < one.busy_share <= 1 for one in window.classes)
+    assert [one.device for one in run.history.ranks] == [w.device for w in run.plan.workers]
+    assert all(one.sent_bytes > 0 for one in run.history.ranks)
+
+
+def test_the_script_is_recorded(unlike):
+    record = read_run(Path(unlike[0]["output"], "gpumix")).record
+    assert record is not None and record.script is not None
+    assert record.script.plans == "Trainer"
+    assert record.script.processes == len(unlike)
+    assert {"torch", "transformers", "accelerate"} <= record.packages.keys()

@@ -1,7 +1,12 @@
-"""`run.json`: the job as it was understood, in a form that reads back to the same job."""
+"""`run.json`: the job as it was understood, in a form that reads back to the same job; or the
+script as it was started."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +14,7 @@ from jobs import EMULATED, toy, write_job
 
 from gpumix.spec.cluster_file import written
 from gpumix.spec.read import read_cluster, read_job
-from gpumix.train.run_record import RunRecord
+from gpumix.train.run_record import RunRecord, Script
 
 CLUSTERS = {
     "emulated": EMULATED,
@@ -59,6 +64,57 @@ def test_it_is_a_document(tmp_path):
     record.save(tmp_path / "run.json")
     assert RunRecord.load(tmp_path / "run.json") == record
     assert record.packages["torch"]
+
+
+SCRIPT = """\
+from pathlib import Path
+
+from gpumix.train.run_record import RunRecord
+
+RunRecord.of_script("Trainer").save(Path("run.json"))
+"""
+
+
+def script_of(folder: Path, *words: str, **env: str) -> Script:
+    """What a process records of itself that is started by such words."""
+    (folder / "loop.py").write_text(SCRIPT)
+    kept = {k: v for k, v in os.environ.items() if k not in ("RAY_JOB_ID", "GPUMIX_CLUSTER")}
+    subprocess.run([sys.executable, *words], cwd=folder, env=kept | env, check=True, timeout=100)
+    record = RunRecord.load(folder / "run.json")
+    assert record.folder == str(folder) and record.job == {}
+    assert record.script is not None
+    return record.script
+
+
+def test_a_script_is_known_by_its_words(tmp_path):
+    found = script_of(tmp_path, "-u", "loop.py", "--lr", "3e-4")
+    assert found.words == ["loop.py", "--lr", "3e-4"]
+    assert (found.processes, found.launcher, found.cluster) == (1, None, None)
+    assert script_of(tmp_path, "-m", "loop", "x").words == ["-m", "loop", "x"]
+
+
+def test_what_is_typed_is_no_script(tmp_path):
+    assert script_of(tmp_path, "-c", SCRIPT).words == []
+
+
+def test_secrets_are_left_out(tmp_path):
+    words = ["--hub_token", "t0p", "--api-key=t0p", "hub.token=t0p", "--eos_token", "<eos>"]
+    words += ["--max_tokens", "5", "--password"]
+    found = script_of(tmp_path, "loop.py", *words)
+    assert "t0p" not in (tmp_path / "run.json").read_text()
+    assert found.words[1:] == [
+        *("--hub_token", "...", "--api-key=...", "hub.token=...", "--eos_token", "<eos>"),
+        *("--max_tokens", "5", "--password"),
+    ]
+
+
+def test_who_started_it_is_known(tmp_path):
+    (tmp_path / "cluster.yaml").write_text("- {class: d, count: 1, memory: 1 GiB, emulate: 1e12}\n")
+    launch = ("-m", "gpumix", "launch", "--cluster", "cluster.yaml", "loop.py")
+    found = script_of(tmp_path, *launch)
+    assert (found.launcher, found.cluster) == ("gpumix launch", str(tmp_path / "cluster.yaml"))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "loop.py")
+    assert script_of(tmp_path, *torchrun, PET_STANDALONE="1").launcher == "torchrun"
 
 
 def test_a_cluster_written_out_is_the_same_cluster(tmp_path):

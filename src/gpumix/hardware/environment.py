@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from gpumix.hardware.efficiency import Installed
 
@@ -36,9 +36,11 @@ STARTS = "GPUMIX_STARTS"
 APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
+OWN_RUN = "gpumix"  # the name of runs that `gpumix launch` starts
 STDERR = 2
 NICENESS = 10
 LOOPBACKS = ("lo", "lo0")
+Launcher = Literal["gpumix launch", "torchrun", "Ray"]
 COMPILERS = ("g++", "c++", "clang++")
 # Libraries of trackers tell their makers how they are used, unless they are told not to.
 UNTOLD = {
@@ -196,7 +198,7 @@ def rank_settings(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_RUN_ID": "gpumix",
+        "TORCHELASTIC_RUN_ID": OWN_RUN,
         APART: 1,
     }
     threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
@@ -247,6 +249,14 @@ def world_size() -> int:
     """How many processes a launcher says that it started; 1 where there is none."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
+
+
+def launcher() -> Launcher | None:
+    """What started this process as one of several, where it says so."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is not None:
+        return "gpumix launch" if run == OWN_RUN else "torchrun"
+    return "Ray" if "RAY_JOB_ID" in os.environ else None
 
 
 def ranks_here() -> int:

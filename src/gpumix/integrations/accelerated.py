@@ -26,10 +26,11 @@ from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.gathering import all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, rank, world
+from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
-from gpumix.integrations.saving import Saver, dtypes_of
+from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
@@ -83,10 +84,13 @@ class Optimizer(AcceleratedOptimizer):
     """Steps only once the backward has been done."""
 
     model: Looped
+    record: LoopRecord
 
     def step(self, closure: Any = None) -> None:
         self.model.check_done()
         super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.record.stepped(self.param_groups[0]["lr"])
 
 
 class Accelerator(accelerate.Accelerator):
@@ -167,7 +171,8 @@ class Accelerator(accelerate.Accelerator):
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
         )
-        self._engine = host(model, training, plan=self._given, own=objective)
+        folder = Path(self.project_dir, STATE) if self.project_dir else None
+        self._engine = host(model, training, plan=self._given, own=objective, folder=folder)
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
             raise InputError(
                 "the plan has several stages, or teams",
@@ -175,7 +180,8 @@ class Accelerator(accelerate.Accelerator):
                 fix="make one with techniques.most_stages=1 and techniques.tensor=1",
             )
         self._saver = Saver(self._engine, dtypes, ranks_here())
-        self._looped = Looped(model, self._engine, self._at)
+        self._record = LoopRecord(self._engine, folder, type(self).__name__)
+        self._looped = Looped(model, self._engine, self._at, self._record)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, Looped):
@@ -192,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
             )
         taken_over(optimizer, self._engine, self._names)
         prepared = Optimizer(optimizer, device_placement=False, scaler=None)
-        prepared.model = self._looped
+        prepared.model, prepared.record = self._looped, self._record
         self._optimizers.append(prepared)
         return prepared
 
@@ -229,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
         assert self._looped is not None
-        self._looped.backward_done(more_follows=not self.sync_gradients)
+        self._looped.backward_done(loss.detach(), more_follows=not self.sync_gradients)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Of all gradients of the model."""
@@ -237,7 +243,9 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
         if not self.sync_gradients or self._engine is None:
             return None
-        return self._engine.clip_grad_norm_(max_norm)
+        norm = self._engine.clip_grad_norm_(max_norm)
+        self._record.clipped(norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.sync_gradients and self._engine is not None:
@@ -260,6 +268,11 @@ class Accelerator(accelerate.Accelerator):
             input_data = tree_map(lambda t: t if t.dim() == 0 else t[:0], input_data)
         return self.gather(input_data)
 
+    def end_training(self) -> None:
+        if self._engine is not None:
+            self._record.finish()
+        super().end_training()
+
     # -- saving ------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +293,8 @@ class Accelerator(accelerate.Accelerator):
             folder = super().save_state(output_dir, *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._saver.save(Path(folder), self.step, optimizers[0].optimizer)
+        self._saver.save(Path(folder), self._record.done, optimizers[0].optimizer)
+        self._record.checkpoint(Path(folder))
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -289,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._saver.load(Path(input_dir), optimizers[0].optimizer)
+        self._record.done = self._saver.load(Path(input_dir), optimizers[0].optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:

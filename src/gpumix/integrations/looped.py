@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.objective import number_of_labels
+from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.own_batches import Given
 from gpumix.spec.errors import InputError
 
@@ -44,10 +45,18 @@ class Looped(nn.Module):
     Args:
         module: the model, sharded by `engine`.
         at: this rank's part of the batch that the loop is at; None if it is at none.
+        record: is told what the loop does.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, at: Callable[[], Given | None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        at: Callable[[], Given | None],
+        record: LoopRecord,
+    ) -> None:
         super().__init__()
+        self._record = record
         self.module = module
         self._engine = engine
         self._at = at
@@ -59,7 +68,10 @@ class Looped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = {ARGS: args, KWARGS: kwargs}
         if not (self.training and torch.is_grad_enabled()):
-            return self._evaluated(batch)
+            evaluated = self._evaluated(batch)
+            self._record.rest()
+            return evaluated
+        self._record.begin()
         if self._begun is not None:
             raise InputError(
                 "the model is called again before the backward of its last loss",
@@ -83,9 +95,9 @@ class Looped(nn.Module):
         self._begun = _Begun(batch, leaves, inside=False)
         return _with(outputs, leaves)
 
-    def backward_done(self, *, more_follows: bool) -> None:
-        """The loop's backward has come to what the model returned; now gradients of parameters are
-        there, or are kept until there are all.
+    def backward_done(self, loss: Tensor, *, more_follows: bool) -> None:
+        """The loop's backward from `loss` has come to what the model returned; now gradients of
+        parameters are there, or are kept until there are all.
 
         Raises:
             InputError: there was no call of the model, or the loss does not depend on it.
@@ -106,6 +118,7 @@ class Looped(nn.Module):
             rows = _rows(begun.batch)  # the loop's loss is a mean over them
             wanted = [_gradient(leaf) * rows for leaf in begun.leaves]
             self._engine.step({**begun.batch, GRADIENTS: wanted}, samples=self._samples)
+        self._record.computed(loss, None if begun.inside else _rows(begun.batch))
         self._add_up(more_follows)
 
     def check_done(self) -> None:

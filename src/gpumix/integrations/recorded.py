@@ -1,5 +1,5 @@
 """What another library's loop leaves of a run for `gpumix top` and `gpumix report`: the same files
-as a run of `gpumix train`, but for its job."""
+as a run of `gpumix train`, with the script in place of the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from gpumix.engine.engine import Engine
 from gpumix.hardware.runtime import device_in_use
 from gpumix.integrations.gathering import all_texts
 from gpumix.spec.errors import Interrupted
+from gpumix.train import run_files
 from gpumix.train.metrics import RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
+from gpumix.train.run_record import RunRecord
+
+CLASSES_STEPS = 10  # after so many it is told how ranks and classes did
 
 
 class Recorded:
@@ -19,27 +23,37 @@ class Recorded:
 
     Args:
         folder: of the run's files.
-        steps: how many there will be; `done` of them are.
+        plans: the class that takes the plan in the program.
+        steps: how many there will be, None where nobody knows; `done` of them are.
     """
 
-    def __init__(self, engine: Engine, folder: Path, *, steps: int, done: int) -> None:
+    def __init__(
+        self, engine: Engine, folder: Path, *, plans: str, steps: int | None, done: int
+    ) -> None:
         self._engine = engine
-        self._times: list[float] = []
-        self._tokens: list[float] = []
+        self._tokens_of_batches = 0
         self._all_tokens = 0
+        self._label_a_token = False
         self._stack = ExitStack()
         self._log: RunLog | None = None
         if engine.comm.rank == 0:
             log = RunLog(folder, engine.plan, steps, done=done)
             self._log = self._stack.enter_context(log)
-        self._waited_s = engine.comm.clock.total_s()
-        self._begun = self._last = time.perf_counter()
+            RunRecord.of_script(plans).save(folder / run_files.RUN)
+        self._begin_anew()
+        self.rest()
+
+    def batch(self) -> None:
+        """One of several that a step is made of was computed."""
+        self._tokens_of_batches += self._tokens_of_batch()
 
     def step(self, number: int, *, loss: float, learning_rate: float, norm: float) -> None:
-        """One that is done."""
-        now = time.perf_counter()
-        step_s, self._last = now - self._last, now
-        tokens = self._tokens_of_step()
+        """One that is done. Collective after every `CLASSES_STEPS`."""
+        step_s = time.perf_counter() - self._last
+        self._waited_s += self._engine.comm.clock.total_s() - self._waited_before_s
+        self._sent_bytes += self._engine.comm.sent.total() - self._sent_before
+        self.rest()
+        tokens, self._tokens_of_batches = self._tokens_of_batches or self._tokens_of_batch(), 0
         self._times.append(step_s)
         self._tokens.append(tokens)
         self._all_tokens += tokens
@@ -54,10 +68,30 @@ class Recorded:
                 tokens=self._all_tokens,
             )
             self._log.step(record)
+        if len(self._times) == CLASSES_STEPS:
+            self._classes(number)
+            self.rest()
+
+    def _classes(self, step: int) -> None:
+        """How ranks and classes did since it was told last. Collective."""
+        told = all_texts(self._own().to_json(), self._engine.comm, "gathering of records")
+        self._begin_anew()
+        if self._log is not None:
+            records = [RankRecord.from_json(text) for text in told]
+            self._log.classes(step, by_class(self._engine.plan, records))
+            self._log.ranks(step, records)
+
+    def _begin_anew(self) -> None:
+        """With what steps came to since it was told how ranks did."""
+        self._times: list[float] = []
+        self._tokens: list[float] = []
+        self._waited_s = self._sent_bytes = 0.0
 
     def rest(self) -> None:
         """What was done since the last step is no part of the next one."""
         self._last = time.perf_counter()
+        self._waited_before_s = self._engine.comm.clock.total_s()
+        self._sent_before = self._engine.comm.sent.total()
 
     def evaluation(self, step: int, loss: float) -> None:
         if self._log is not None:
@@ -73,11 +107,12 @@ class Recorded:
 
     def finish(self, step: int) -> None:
         """All steps are done. Collective."""
-        told = all_texts(self._own().to_json(), self._engine.comm, "gathering of records")
-        if self._log is not None:
-            records = [RankRecord.from_json(text) for text in told]
-            self._log.ranks(step, records)
-            self._log.classes(step, by_class(self._engine.plan, records))
+        if self._times:
+            self._classes(step)
+        self.close()
+
+    def close(self) -> None:
+        """The program ends, and other ranks may be gone."""
         self._stack.close()
 
     def fail(self, error: BaseException) -> None:
@@ -88,7 +123,6 @@ class Recorded:
     def _own(self) -> RankRecord:
         engine, plan = self._engine, self._engine.plan
         worker = plan.workers[engine.comm.rank]
-        waited_s = engine.comm.clock.total_s() - self._waited_s
         step_s = typical_s(self._times)
         tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
         speed = speed_of(plan, engine.comm.rank, step_s, tokens)
@@ -96,16 +130,18 @@ class Recorded:
         return RankRecord(
             device=worker.device,
             device_class=worker.device_class,
-            busy_share=max(0.0, 1.0 - waited_s / max(sum(self._times), 1e-9)),
+            busy_share=max(0.0, 1.0 - self._waited_s / max(sum(self._times), 1e-9)),
             peak_bytes=None if runtime is None else runtime.peak_bytes(),
             overruns=0 if runtime is None else runtime.overruns,
-            sent_bytes=engine.comm.sent.total() / max(1, len(self._times)),
+            sent_bytes=self._sent_bytes / max(1, len(self._times)),
             tokens_per_s=speed.tokens_per_s,
             mfu=speed.mfu,
             hfu=speed.hfu,
         )
 
-    def _tokens_of_step(self) -> int:
-        """Those that have labels; of samples with one label each all."""
+    def _tokens_of_batch(self) -> int:
+        """Those that have labels; of samples with one label each all. The last batch of an epoch
+        may be small."""
         counted, plan = int(self._engine.losses_counted.item()), self._engine.plan
-        return counted if counted > plan.global_batch else plan.global_batch * plan.sequence_length
+        self._label_a_token = self._label_a_token or counted > plan.global_batch
+        return counted if self._label_a_token else plan.global_batch * plan.sequence_length

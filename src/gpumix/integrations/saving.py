@@ -63,25 +63,27 @@ class Saver:
         cursor = {GROUPS: [_settings(group) for group in optimizer.param_groups]}
         self._in(folder).save(step, self._engine, optimizer, cursor=cursor)
 
-    def load(self, folder: Path, optimizer: Optimizer | None) -> None:
-        """Go on from a checkpoint, or with its weights alone. Collective.
+    def load(self, folder: Path, optimizer: Optimizer | None) -> int:
+        """Go on from a checkpoint, or with its weights alone: after so many steps, where it says.
+        Collective.
 
         Raises:
             InputError: it is of another model, or holds no weights of the whole model.
         """
         if (folder / self._name).is_dir():
-            saved = self._in(folder).load(self._engine, optimizer).cursor.get(GROUPS, [])
+            state = self._in(folder).load(self._engine, optimizer)
+            saved = state.cursor.get(GROUPS, [])
             groups = [] if optimizer is None else optimizer.param_groups
             if len(saved) == len(groups):
                 for group, settings in zip(groups, saved):
                     group.update({k: tuple(v) if isinstance(v, list) else v for k, v in settings})
-            return
+            return state.step
         if optimizer is not None:
             _LOG.warning(
                 "%s was not saved by gpumix: its weights are taken, the optimizer begins anew",
                 folder,
             )
-            return
+            return 0
         files = sorted(folder.glob("model*.safetensors"))
         if not files:
             raise InputError(
@@ -90,6 +92,7 @@ class Saver:
                 fix="save with save_only_model=False, so that there is a state to load",
             )
         self.load_weights({n: t for file in files for n, t in load_file(file).items()})
+        return 0
 
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Those of the whole model."""

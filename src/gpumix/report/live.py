@@ -52,9 +52,9 @@ def _title(facts: Facts) -> Text:
 
 def _bar(facts: Facts, width: int) -> RenderableType:
     progress = facts.run.progress
+    told = words.how_far(progress.step, progress.steps)
     if not progress.steps:
-        return Text("no step yet", style="dim")
-    told = f"step {progress.step:,} of {progress.steps:,}"
+        return Text(told, style="" if progress.step else "dim")
     if progress.live and progress.remaining_s:
         told += f", {words.seconds(progress.remaining_s)} left"
     row = Table.grid(padding=(0, 2))

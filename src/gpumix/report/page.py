@@ -92,7 +92,7 @@ def _head(facts: Facts, name: str) -> list[Markup]:
     progress = run.progress
     devices = ", ".join(f"{one.devices} × {one.device_class}" for one in facts.classes)
     done = 0.0 if not progress.steps else progress.step / progress.steps
-    how = f"step {progress.step:,} of {progress.steps:,}" if progress.steps else "no step yet"
+    how = words.how_far(progress.step, progress.steps)
     parts = [
         el("p", "gpumix run", class_="eyebrow"),
         el("h1", name),
@@ -105,14 +105,17 @@ def _head(facts: Facts, name: str) -> list[Markup]:
             class_="stand",
         ),
         el("p", devices, " ", labels(facts), class_="devices"),
-        picture(
-            how,
-            6,
-            bar(0, 1, y=0, height=6, class_="track"),
-            bar(0, done, y=0, height=6, class_="c0"),
-            class_="done",
-        ),
     ]
+    if progress.steps:
+        parts.append(
+            picture(
+                how,
+                6,
+                bar(0, 1, y=0, height=6, class_="track"),
+                bar(0, done, y=0, height=6, class_="c0"),
+                class_="done",
+            )
+        )
     if progress.why and progress.state in ("failed", "interrupted", "restarting"):
         parts.append(el("p", progress.why, class_="why"))
     return parts

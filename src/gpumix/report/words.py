@@ -62,5 +62,12 @@ def some(names: tuple[str, ...], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
+def how_far(step: int, steps: int | None) -> str:
+    """Of a run; how many steps there will be is not always known."""
+    if steps:
+        return f"step {step:,} of {steps:,}"
+    return f"step {step:,}" if step else "no step yet"
+
+
 def plural(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -205,13 +205,14 @@ def _mean_shares(every: Sequence[Shares | None]) -> Shares | None:
 class RunLog:
     """Writes a run's files while its `with` block runs. Only the first rank has one.
 
+    `steps` is how many there will be, None where nobody knows: the progress then has no end.
     `done` is the last step: at first the one that the run goes on from. Records of later steps,
     which a run wrote that died without saving them, are dropped, so that no step is there twice.
     """
 
     folder: Path
     plan: Plan
-    steps: int
+    steps: int | None
     done: int = 0
     loss: float | None = None
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -299,7 +300,7 @@ class RunLog:
             "tokens_per_s": self.tokens_per_s(),
             "step_s": self.step_s(),
             "predicted_step_s": self.predicted_step_s,
-            "remaining_s": (self.steps - self.done) * self.step_s(),
+            "remaining_s": None if self.steps is None else (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
         write_at_once(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")

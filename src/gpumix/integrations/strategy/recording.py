@@ -13,7 +13,7 @@ from gpumix.integrations.recorded import Recorded
 
 
 class Recording:
-    """The record of one fit; of a trainer without a logger, or without an end, there is none."""
+    """The record of one fit; of a trainer without a logger there is none."""
 
     def __init__(self) -> None:
         self._recorded: Recorded | None = None
@@ -22,9 +22,14 @@ class Recording:
     def begin(self, trainer: Any, engine: Engine, folder: Path | None) -> None:
         steps = trainer.estimated_stepping_batches
         self._recorded, self._loss = None, None
-        if folder is not None and steps > 0 and not math.isinf(steps):
-            done = trainer.global_step
-            self._recorded = Recorded(engine, folder, steps=int(steps), done=done)
+        if folder is not None and steps > 0:
+            self._recorded = Recorded(
+                engine,
+                folder,
+                plans=type(trainer.strategy).__name__,
+                steps=None if math.isinf(steps) else int(steps),
+                done=trainer.global_step,
+            )
 
     def computed(self, loss: Tensor) -> None:
         self._loss = loss

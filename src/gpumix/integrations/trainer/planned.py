@@ -279,7 +279,11 @@ class Planned:
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
         self._recorded = Recorded(
-            self._engine, self._folder, steps=max_steps, done=self.state.global_step
+            self._engine,
+            self._folder,
+            plans=type(self).__name__,
+            steps=max_steps,
+            done=self.state.global_step,
         )
         return Handle(self, self._engine, self._looks), train_dataloader
 

@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Iterator
 
+from gpumix.hardware.environment import CLUSTER
 from gpumix.report import words
 from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section, table
 from gpumix.train import run_files
-from gpumix.train.run_record import RunRecord
+from gpumix.train.run_record import HIDDEN, RunRecord, Script
 
 JOB = "job.yaml"
 
 
 def reproduce(facts: Facts) -> Markup:
     record = facts.run.record
+    commands = _commands(facts)
     return section(
         facts,
         "reproduce",
         "How to do the same again",
-        aside(
-            f"Save the job below as {JOB} in {record.folder}, where its code is looked for."
-            if record is not None and _calls(record)
-            else f"Save the job below as {JOB}."
-            if record is not None
-            else "The run's folder has no run.json, so the job itself is not known: give the file "
-            "that it was started with."
-        ),
-        el("pre", el("code", "\n".join(_commands(facts)))),
+        *(aside(line) for line in _before(facts)),
+        el("pre", el("code", "\n".join(commands))) if commands else None,
         table("What it ran by", ["what", "is"], _known(facts)),
         el("details", el("summary", "The job"), el("pre", el("code", record.job_text())))
-        if record is not None
+        if record is not None and record.script is None
         else None,
     )
+
+
+def _before(facts: Facts) -> Iterator[str]:
+    """What the commands take for granted."""
+    record = facts.run.record
+    if record is None:
+        yield (
+            "The run's folder has no run.json, so the job itself is not known: give the file that "
+            "it was started with."
+        )
+    elif record.script is not None:
+        yield from _before_script(facts, record, record.script)
+    else:
+        where = f" in {record.folder}, where its code is looked for" if _calls(record) else ""
+        yield f"Save the job below as {JOB}{where}."
+
+
+def _before_script(facts: Facts, record: RunRecord, script: Script) -> Iterator[str]:
+    if script.words:
+        yield f"Start it in {record.folder}."
+    else:
+        by = f" by {script.launcher}" if script.launcher else ""
+        yield f"It was no script of its own, but called{by} in {record.folder}: call it again."
+    if HIDDEN in " ".join(script.words):
+        yield f"Put in what stands as {HIDDEN}: values that look secret are not kept."
+    plan = facts.run.folder / run_files.PLAN
+    yield f"To train by the same plan say so in it: {script.plans}(..., plan={str(plan)!r})."
 
 
 def _calls(record: RunRecord) -> list[str]:
@@ -44,25 +68,51 @@ def _calls(record: RunRecord) -> list[str]:
 
 
 def _commands(facts: Facts) -> list[str]:
+    """Each with what it is for."""
     run = facts.run
-    folder = shlex.quote(str(run.folder))
-    plan = shlex.quote(str(run.folder / run_files.PLAN))
-    allowed = (
-        "".join(f" --allow {shlex.quote(m)}" for m in _calls(run.record)) if run.record else ""
-    )
-    train = f"gpumix train {JOB}{allowed}"
-    commands = [
-        (f"{train} --plan {plan} --set output=runs/again", "the same plan"),
-        (f"{train} --set output=runs/again", "measured and planned anew"),
-    ]
-    if run.checkpoints and run.progress.state in ("interrupted", "failed"):
-        commands.insert(0, (f"{train} --resume", "go on where it stopped"))
+    script = run.record.script if run.record is not None else None
+    commands = [*(_of_job(facts) if script is None else _of_script(facts, script))]
     if run.profile is not None:
+        plan = shlex.quote(str(run.folder / run_files.PLAN))
         commands.append((f"gpumix simulate {plan}", "what binds a step"))
     if run.checkpoints:
+        folder = shlex.quote(str(run.folder))
         commands.append((f"gpumix inspect {folder}", "what its checkpoints hold"))
-    width = max(len(command) for command, _ in commands)
+    width = max((len(command) for command, _ in commands), default=0)
     return [f"{command:<{width}}  # {why}" for command, why in commands]
+
+
+def _of_job(facts: Facts) -> Iterator[tuple[str, str]]:
+    run = facts.run
+    plan = shlex.quote(str(run.folder / run_files.PLAN))
+    calls = _calls(run.record) if run.record is not None else []
+    train = f"gpumix train {JOB}{''.join(f' --allow {shlex.quote(m)}' for m in calls)}"
+    if run.checkpoints and run.progress.state in ("interrupted", "failed"):
+        yield f"{train} --resume", "go on where it stopped"
+    yield f"{train} --plan {plan} --set output=runs/again", "the same plan"
+    yield f"{train} --set output=runs/again", "measured and planned anew"
+
+
+def _of_script(facts: Facts, script: Script) -> Iterator[tuple[str, str]]:
+    if script.words:
+        words = [*_started(facts, script), *script.words]
+        yield shlex.join(words), "what was measured is known, and planned anew"
+
+
+def _started(facts: Facts, script: Script) -> list[str]:
+    """Who starts a script's processes, and is told of their devices."""
+    hosts = Counter(worker.host for worker in facts.run.plan.workers)
+    if len(hosts) > 1:
+        on = ",".join(f"{host}:{processes}" for host, processes in hosts.items())
+        cluster = [] if script.cluster is None else ["--cluster", script.cluster]
+        return ["gpumix", "launch", *cluster, "--hosts", on]
+    if script.launcher == "torchrun" or script.processes == 1:
+        env = [] if script.cluster is None else ["env", f"{CLUSTER}={script.cluster}"]
+        torchrun = ["torchrun", "--nproc-per-node", str(script.processes)]
+        return [*env, *(torchrun if script.launcher == "torchrun" else ["python"])]
+    if script.cluster is None:
+        return ["gpumix", "launch", "--processes", str(script.processes)]
+    return ["gpumix", "launch", "--cluster", script.cluster]
 
 
 def _known(facts: Facts) -> list[list[str]]:
@@ -89,8 +139,9 @@ def _known(facts: Facts) -> list[list[str]]:
 
 def _versions(record: RunRecord) -> list[list[str]]:
     packages = ", ".join(f"{name} {version}" for name, version in record.packages.items())
+    by = record.script.launcher if record.script is not None else None
     return [
-        ["started", words.moment(record.started_at)],
+        ["started", f"{words.moment(record.started_at)}{f' by {by}' if by else ''}"],
         ["gpumix", record.gpumix],
         ["Python", f"{record.python} on {record.platform}"],
         ["packages", packages or words.UNKNOWN],

@@ -1,0 +1,121 @@
+"""The record of a loop that is the program's own: when it begins, what a step of it is, and how it
+ends, of which nobody tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.engine import Engine
+from gpumix.integrations.gathering import all_texts
+from gpumix.integrations.recorded import Recorded
+
+
+class LoopRecord:
+    """Counts the steps of a loop, and records them if there is a folder. Made on all ranks.
+
+    Args:
+        folder: of the run's files; the first rank's is taken.
+        plans: the class that takes the plan in the program.
+
+    Attributes:
+        done: steps; those too that a state brings which the loop goes on from.
+    """
+
+    def __init__(self, engine: Engine, folder: Path | None, plans: str) -> None:
+        self.done = 0
+        told = all_texts(str(folder or ""), engine.comm, "the folder of the record")[0]
+        self._folder = Path(told) if told else None
+        self._engine = engine
+        self._plans = plans
+        self._recorded: Recorded | None = None
+        self._ended = False
+        self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
+        self._norm = 0.0
+
+    def begin(self) -> None:
+        """A batch is about to be computed. Collective, the first time."""
+        if self._folder is None or self._recorded is not None or self._ended:
+            return
+        self._recorded = Recorded(
+            self._engine, self._folder, plans=self._plans, steps=None, done=self.done
+        )
+        atexit.register(self.close)
+        hook = sys.excepthook
+
+        def failed(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            self.fail(error)
+            hook(kind, error, trace)
+
+        sys.excepthook = failed
+
+    def computed(self, loss: Tensor, rows: int | None) -> None:
+        """The loop went backward from a loss.
+
+        Args:
+            rows: samples of this rank that it is a mean over; None where it is of all ranks.
+        """
+        if self._recorded is not None:
+            self._losses.append((loss.detach(), rows))
+            self._recorded.batch()
+
+    def clipped(self, norm: Tensor) -> None:
+        if self._recorded is not None:
+            self._norm = float(norm)
+
+    def stepped(self, rate: float) -> None:
+        """The optimizer made a step. Collective, where there is a record."""
+        self.done += 1
+        if self._recorded is None or not self._losses:
+            return
+        loss = sum(self._whole(*one) for one in self._losses) / len(self._losses)
+        self._recorded.step(self.done, loss=loss, learning_rate=rate, norm=self._norm)
+        self._losses, self._norm = [], 0.0
+
+    def rest(self) -> None:
+        """What was done since the last step is no part of the next one."""
+        if self._recorded is not None:
+            self._recorded.rest()
+
+    def checkpoint(self, path: Path) -> None:
+        if self._recorded is not None:
+            self._recorded.checkpoint(self.done, path)
+
+    def finish(self) -> None:
+        """The loop says that it has ended. Collective."""
+        recorded = self._taken()
+        if recorded is not None:
+            recorded.finish(self.done)
+
+    def close(self) -> None:
+        """The program ends."""
+        recorded = self._taken()
+        if recorded is not None:
+            recorded.close()
+
+    def fail(self, error: BaseException) -> None:
+        recorded = self._taken()
+        if recorded is not None:
+            recorded.fail(error)
+
+    def _taken(self) -> Recorded | None:
+        self._ended = True
+        recorded, self._recorded = self._recorded, None
+        return recorded
+
+    def _whole(self, loss: Tensor, rows: int | None) -> float:
+        """The loss of all ranks' samples."""
+        if rows is None:
+            return loss.item()
+        own = loss.item() * rows if rows else 0.0
+        sums = torch.tensor([own, rows], dtype=torch.float64, device=self._engine.device)
+        total, samples = self._engine.comm.all_reduce(sums, "loss of a record").tolist()
+        return float(total / samples)
