@@ -14,6 +14,8 @@ from jobs import checkpoints
 from transformers import AutoModelForCausalLM
 from verbs import gpumix
 
+from gpumix.spec.plan import Plan
+
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALLER = [
     "model.config.hidden_size=32",
@@ -23,7 +25,7 @@ SMALLER = [
     "sequence_length=16",
     "global_batch=8",
     "evaluation.every_steps=2",
-    "cluster=[{class: one, accelerator: cpu, memory: 64 MiB, count: 2}]",
+    "cluster=cluster.yaml",
     "profile.cache=profiles",
 ]
 
@@ -45,6 +47,7 @@ def commands() -> list[list[str]]:
 def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(block_after("A job is one YAML file"), encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(block_after("a file `cluster.yaml`"), encoding="utf-8")
     (tmp_path / "my-texts").mkdir()
     (tmp_path / "my-texts" / "one.txt").write_text(README * 4, encoding="utf-8")
     steps = {"train": ["steps=3"], "resume": ["steps=5"]}
@@ -59,6 +62,8 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
     assert ran == [
         "devices", "plan", "train", "resume", "simulate", "top", "report", "export", "inspect",
     ]  # fmt: skip
+    plan = Plan.load(tmp_path / "runs" / "first" / "plan.json")
+    assert {worker.device_class for worker in plan.workers} == {"big", "small"}
     assert checkpoints(tmp_path / "runs" / "first")[-1] == "step-00000005"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
     assert model.config.hidden_size == 32

@@ -48,6 +48,15 @@ def test_every_tracker_is_there_and_every_name_that_it_gets():
     assert not [what for what in OF_CLASS.values() if f"/{what}`" not in TRACKERS]
 
 
+def test_every_benchmark_and_all_results_are_listed():
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    scripts = [path.name for path in folder.glob("*.py") if path.name != "common.py"]
+    assert not [name for name in scripts if f"| `{name}` |" not in page]
+    results = [path.name for path in (folder / "results").glob("*.md")]
+    assert results and not [name for name in results if f"(results/{name})" not in page]
+
+
 def test_every_package_is_in_the_house():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     packages = [f.parent.name for f in (ROOT / "src" / "gpumix").glob("*/__init__.py")]
