@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,43 @@ def saved(folder: Path) -> dict[str, np.ndarray]:
 
     found = LlamaForCausalLM.from_pretrained(folder).state_dict()
     return {name: value.numpy() for name, value in found.items()}
+
+
+# -- what programs find on their disks -------------------------------------------------------------
+
+
+def tokenizer(words: int = 60) -> Any:
+    """Knows so many words, `w0` and the others, one token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<unk>", "<pad>", "<eos>", *(f"w{number}" for number in range(words))]
+    levels = models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="<unk>")
+    splits = Tokenizer(levels)
+    splits.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=splits, **special)
+
+
+def in_folder(network: Any, folder: Path) -> str:
+    """A model's folder, as `save_pretrained` makes it, with the tokenizer."""
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}-{os.getpid()}")  # ranks do so at once
+        network.save_pretrained(making)
+        tokenizer().save_pretrained(making)
+        with suppress(OSError):
+            making.rename(folder)
+    return str(folder)
+
+
+def in_hub_cache(network: Any, cache: Path) -> str:
+    """The name of a model that lies in the cache of the hub, which this process cannot reach."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(cache), True
+    model = cache / "models--owner--small"
+    (model / "refs").mkdir(parents=True, exist_ok=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots").mkdir(exist_ok=True)
+    in_folder(network, model / "snapshots" / ("0" * 40))
+    return "owner/small"

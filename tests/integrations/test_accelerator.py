@@ -18,6 +18,7 @@ from gpumix.report.run import Run, read_run
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
+from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +38,6 @@ class Outside(nn.Module):
 
 
 def outside_ranks() -> Any:
-    from reference import Share, plan_for
-
     return plan_for(Outside(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
 
 
@@ -49,7 +48,11 @@ def project(folder: Path, world: int, *, inside: bool = True, accumulates: int =
 def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> dict[str, Any]:
     """The script."""
     as_launched(folder)
+    from accelerate.utils import DataLoaderConfiguration
+
     more: dict[str, Any] = {}
+    if not inside:
+        more["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     if world == 1:
         from accelerate import Accelerator
     else:
@@ -90,13 +93,16 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
         if len(losses) == len(loader):
             accelerator.save_state(str(folder / f"state-{world}"))
     network.eval()
-    predictions, total = [], []
+    predictions, total, texts = [], [], []
     for batch in evaluated:
         with torch.no_grad():
             outputs = network(**batch) if columns is None else network(batch["input_ids"])
         logits = outputs.logits if columns is None else outputs
         found = accelerator.gather_for_metrics((logits.argmax(-1), batch["labels"]))
         predictions += torch.stack(found).transpose(0, 1).tolist()
+        own = batch["labels"].tolist()
+        texts += accelerator.gather_for_metrics([f"labels {row}" for row in own])
+        texts += accelerator.gather_for_metrics(own, use_gather_object=True)
         if columns is None:
             total.append(outputs.loss.item())
     state = accelerator.get_state_dict(network)
@@ -107,6 +113,7 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
         "norms": norms,
         "predictions": predictions,
         "evaluated": total,
+        "texts": texts,
         "steps": len(loader),
         "names": sorted(state),
         "weights": {name: value.flatten()[:4].tolist() for name, value in state.items()},
@@ -145,6 +152,7 @@ def test_losses_and_norms_are_those_of_the_stock_script(stock, ours):
 def test_metrics_are_of_all_samples_in_order(stock, ours):
     for rank in ours:
         assert rank["predictions"] == stock["predictions"]
+        assert rank["texts"] == stock["texts"]
         assert rank["evaluated"] == pytest.approx(stock["evaluated"], rel=1e-5)
 
 
@@ -260,27 +268,37 @@ def test_an_epoch_goes_on_after_batches_that_are_skipped(stream, tmp_path):
         assert rank["again"] == rank["all"]  # the loader itself skips nothing
 
 
-def test_a_state_brings_the_settings_of_the_optimizer(tmp_path):
+def test_the_newest_state_brings_the_settings_of_the_optimizer(tmp_path):
     """As torch's do: also a rate that no prepared scheduler keeps."""
     assert run_ranks(_settings, 1, tmp_path)[0] == [(0.5, (0.8, 0.9)), (0.25, (0.8, 0.9))]
 
 
 def _settings(folder: Path) -> list[tuple[float, Any]]:
+    from accelerate.utils import ProjectConfiguration
+
     from gpumix import Accelerator
-    from reference import Share, plan_for
 
     as_launched(folder)
-    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    named = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]), project_config=named)
+    with pytest.raises(InputError, match=r"told no folder\n  why: there is none in .*checkpoints"):
+        accelerator.load_state()
     network = model()
     first, *others = network.parameters()
-    groups = [{"params": [first], "lr": np.float64(0.5)}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=0.25, betas=(0.8, 0.9))
+    groups = [{"params": [first], "lr": np.float64(4.0)}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=4.0, betas=(0.8, 0.9))
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    accelerator.save_state(str(folder / "state"))
+    for save in range(11):  # the tenth is not named after the ninth
+        for group, rate in zip(optimizer.param_groups, (0.5, 0.25)):
+            group["lr"] = rate if save == 10 else 3.0
+        if save in (0, 9, 10):
+            accelerator.save_state()
+        else:
+            accelerator.project_configuration.iteration += 1
     for group in optimizer.param_groups:
         group["lr"], group["betas"] = 0.125, (0.1, 0.2)
-    accelerator.load_state(str(folder / "state"))
+    accelerator.load_state()
     return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
 
 
@@ -326,8 +344,10 @@ WRONG = {
     "other loss": "the loss does not come from the last call",
     "twice": "the model is called again before the backward",
     "logits": "'logits' is not kept while training",
-    "plugin": "fsdp_plugin has no meaning",
+    "plugin": r"fsdp_plugin=.* has no meaning",
     "precision": "there is no mixed_precision 'fp61'",
+    "objects": "objects that do not cross between ranks: list of set",
+    "unnamed": "states are not named automatically",
 }
 
 
@@ -339,16 +359,19 @@ def test_what_goes_wrong_is_told(what, tmp_path):
 
 def _wrong(folder: Path, what: str) -> None:
     from gpumix import Accelerator
-    from reference import Share, plan_for
 
     as_launched(folder)
     if what == "plugin":
         Accelerator(fsdp_plugin=object())
     if what == "precision":
-        Accelerator(mixed_precision="fp61")
+        Accelerator(True, False, "fp61")
     accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
     network = model()
     optimizer = torch.optim.AdamW(network.parameters())
+    if what == "objects":
+        accelerator.gather_for_metrics([{1, 2}])
+    if what == "unnamed":
+        accelerator.load_state()
     if what == "no loader":
         accelerator.prepare(network, optimizer)
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH)

@@ -3,13 +3,14 @@ meaning is refused."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from gpumix.spec.plan import Plan
 from harness import run_ranks
@@ -42,6 +43,15 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(zip(*rows()))
+
+
+class Shards(IterableDataset):
+    """Each worker reads its own part."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return islice(zip(*rows()), first, None, step)
 
 
 def network(**changes: Any) -> Any:
@@ -87,6 +97,11 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "tuples": {},
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}, "batch": 6},
     "a stream": {"data": Stream, "trainer": {"max_epochs": 1}},
+    "a stream in shards": {
+        "data": Shards,
+        "trainer": {"max_epochs": 1},
+        "loader": {"num_workers": 2},
+    },
     "a weighted mean": {"weighted": True},
     "workers": {"loader": {"num_workers": 2, "drop_last": True}},
     "half": {"trainer": {"precision": "bf16-mixed"}},

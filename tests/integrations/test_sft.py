@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness import run_ranks
-from programs import as_launched
+from programs import as_launched, in_folder, in_hub_cache, tokenizer
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -22,17 +22,6 @@ pytest.importorskip("peft")
 TOLERANCE = 1e-5
 WORDS = [f"w{number}" for number in range(60)]
 SAMPLES = 30
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    known = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *WORDS])}
-    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def texts() -> Any:
@@ -70,8 +59,27 @@ def plan(adapted: bool) -> Any:
     return plan_for(whole, shares, length=16, zero_stage=3)
 
 
-def trained(folder: Path, world: int, adapted: bool) -> dict[str, Any]:
+KINDS = ("whole", "adapters", "a stream")
+
+
+def given(kind: str, folder: Path) -> dict[str, Any]:
+    """As programs say what is trained on what: in memory, by a name of the hub, by a folder."""
+    if kind == "adapters":
+        name = in_hub_cache(model(), folder / "hub")
+        return {"model": name, "train_dataset": texts(), "peft_config": adapters()}
+    if kind == "whole":
+        return {"model": model(), "train_dataset": texts(), "processing_class": tokenizer()}
+    stream = texts().to_iterable_dataset(num_shards=2).map(same)
+    return {"model": in_folder(model(), folder / "model"), "train_dataset": stream}
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    return {"text": row["text"]}
+
+
+def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
     as_launched(folder)
+    streams = kind == "a stream"
     from trl import SFTConfig
 
     more: dict[str, Any] = {}
@@ -80,15 +88,19 @@ def trained(folder: Path, world: int, adapted: bool) -> dict[str, Any]:
     else:
         from gpumix.integrations.trl import SFTTrainer
 
-        more["plan"] = plan(adapted)
-    output = folder / f"{world}-{adapted}"
+        more["plan"] = plan(kind == "adapters")
+    output = folder / f"{world}-{kind}"
     trainer = SFTTrainer(
-        model=model(),
         args=SFTConfig(
             output_dir=str(output),
             per_device_train_batch_size=8 // world,
             per_device_eval_batch_size=4,
             num_train_epochs=2,
+            max_steps=6 if streams else -1,
+            dataloader_num_workers=2 if streams else 0,
+            dataloader_multiprocessing_context="fork" if streams else None,  # TRL maps by closures
+            packing=streams,
+            packing_strategy="wrapped",
             learning_rate=1e-2,
             logging_steps=1,
             save_strategy="no",
@@ -99,10 +111,8 @@ def trained(folder: Path, world: int, adapted: bool) -> dict[str, Any]:
             seed=5,
             max_length=16,
         ),
-        train_dataset=texts(),
         eval_dataset=texts().select(range(9)),
-        processing_class=tokenizer(),
-        peft_config=adapters() if adapted else None,
+        **given(kind, folder),
         **more,
     )
     trainer.train()
@@ -121,7 +131,7 @@ def trained(folder: Path, world: int, adapted: bool) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapters"])
+@pytest.fixture(scope="module", params=KINDS)
 def both(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("sft")
     (stock,) = run_ranks(trained, 1, folder, 1, request.param, timeout_s=120)

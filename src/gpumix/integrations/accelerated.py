@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,30 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.hardware.environment import ranks_here
+from gpumix.integrations.accelerator_arguments import (
+    bound,
+    compiles,
+    refuse_divided,
+    refuse_without_meaning,
+)
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.gathering import all_rows
-from gpumix.integrations.hosted import Training, host, plan_of, rank, world
+from gpumix.integrations.gathering import all_objects, all_rows
+from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
+from gpumix.integrations.rows import PlannedRows
+from gpumix.integrations.samplers import prepared
 from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
+from gpumix.profiler.library import join
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -41,7 +52,6 @@ from gpumix.spec.space import EVERYTHING
 __all__ = ["Accelerator"]
 
 ONE_STAGE = EVERYTHING.model_copy(update={"most_stages": 1, "tensor": (1,)})
-NOT_HERE = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 PLACES_OF_A_RANK = 2**40
 
@@ -102,16 +112,12 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
-        for name in NOT_HERE:
-            if kwargs.get(name) is not None:
-                raise InputError(
-                    f"{name} has no meaning with gpumix",
-                    where="Accelerator",
-                    fix="leave it out: the plan decides who computes and who stores what",
-                )
+        given = bound(args, kwargs)
+        refuse_without_meaning(given)
+        self._compile, self._on_cpu = compiles(given), given.get("cpu", False)
         # The variable is set by `accelerate launch`.
         told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        said = str(kwargs.pop("mixed_precision", None) or told)
+        said = str(given.pop("mixed_precision", None) or told)
         if said not in PRECISIONS:
             raise InputError(
                 f"there is no mixed_precision '{said}' with gpumix",
@@ -119,7 +125,8 @@ class Accelerator(accelerate.Accelerator):
                 fix=f"take one of {', '.join(PRECISIONS)}",
             )
         self._precision = PRECISIONS[said]
-        super().__init__(*args, **kwargs)
+        super().__init__(**given)
+        refuse_divided(self.distributed_type)
         self._given = plan_of(plan)
         self._engine: Engine | None = None
         self._looped: Looped | None = None
@@ -156,6 +163,8 @@ class Accelerator(accelerate.Accelerator):
                 why="the devices are measured with its batches",
                 fix="accelerator.prepare(model, optimizer, loader)",
             )
+        if self._on_cpu:
+            refuse_gpu(join(), "cpu=True", where="Accelerator")
         batch_size = Batching.of(loaders[0]).batch_size
         specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn)
         inside = LABELS in specimen.batch(1)
@@ -167,6 +176,7 @@ class Accelerator(accelerate.Accelerator):
             loss=objective if inside else _stand_in_loss,
             optimizer=optimizer_like(optimizers[0]) if optimizers else None,
             precision=self._precision,
+            compile=self._compile,
             space=ONE_STAGE,
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
@@ -207,7 +217,11 @@ class Accelerator(accelerate.Accelerator):
             return data_loader
         given = Batching.of(data_loader)
         collate = Collated(data_loader.collate_fn, stand_ins=True)
-        loader = given.own_part(given.batch_size * world(), self._rows, collate, Loader)
+        config = self.dataloader_config
+        seedable, seed = config.use_seedable_sampler, config.data_seed
+        given = replace(given, sampler=prepared(given.sampler, seedable=seedable, seed=seed))
+        rows = PlannedRows(self._made, rows_of)
+        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device = self.device
         self._own_loaders.append(loader)
         return loader
@@ -220,10 +234,10 @@ class Accelerator(accelerate.Accelerator):
         skipping._iterator = None  # of workers that stay, which are the other's
         return skipping
 
-    def _rows(self, samples: int) -> Sequence[range]:
+    def _made(self) -> Engine:
         if self._engine is None:
             raise InputError("a loader is read before the model is prepared")
-        return rows_of(self._engine.plan, rank(), samples)
+        return self._engine
 
     def _at(self) -> Given | None:
         """This rank's part of the batch that the loop is at."""
@@ -256,15 +270,21 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is None:
             return super().gather(tensor)
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
-        rows = len(next(t for t in torch.utils._pytree.tree_leaves(lifted)))
+        rows = len(next(t for t in tree_leaves(lifted)))
         begin = self._engine.comm.rank * PLACES_OF_A_RANK
         found = all_rows({range(begin, begin + rows): lifted}, self._engine.comm, "gather")
         return tree_map(lambda t: t.to(self.device), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`; of a rank that has no samples of a batch nothing."""
+        """As `gather`; of a rank that has no samples of a batch nothing. Of a list of what JSON can
+        say, as texts, the lists of all ranks one behind the other."""
         given = self._at()
-        if given is not None and given.own == 0:
+        none = given is not None and given.own == 0
+        leaves = tree_leaves(input_data)
+        if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
+            comm = all_ranks(device_of_group()) if self._engine is None else self._engine.comm
+            return all_objects([] if none else input_data, comm, "gather_for_metrics")
+        if none:
             input_data = tree_map(lambda t: t if t.dim() == 0 else t[:0], input_data)
         return self.gather(input_data)
 
@@ -298,16 +318,31 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        folder = self._last_state() if input_dir is None else Path(input_dir).expanduser()
         optimizers, self._optimizers = self._optimizers, []
         try:
-            super().load_state(input_dir, *args, **kwargs)
+            super().load_state(str(folder), *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._record.done = self._saver.load(Path(input_dir), optimizers[0].optimizer)
+        self._record.done = self._saver.load(folder, optimizers[0].optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:
                 group["lr"] = rate
+
+    def _last_state(self) -> Path:
+        """The newest one, by the names that Accelerate gives."""
+        folder = Path(self.project_dir or ".") / "checkpoints"
+        named = self.project_configuration.automatic_checkpoint_naming
+        found = folder.glob("checkpoint_*") if named else ()
+        numbers = {int(one.name.rpartition("_")[2]): one for one in found}
+        if not numbers:
+            raise InputError(
+                "load_state is told no folder",
+                why=f"there is none in {folder}" if named else "states are not named automatically",
+                fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
+            )
+        return numbers[max(numbers)]
 
 
 def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -315,7 +350,7 @@ def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     outputs = model(*batch["args"], **batch["kwargs"])
     sums = [
         t.float().square().sum()
-        for t in torch.utils._pytree.tree_leaves(outputs)
+        for t in tree_leaves(outputs)
         if isinstance(t, Tensor) and t.is_floating_point()
     ]
     return torch.stack(sums).sum(), torch.tensor(1, device=sums[0].device)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gpumix.integrations.own_batches import Collated, L, Rows, own_loader
-from gpumix.integrations.samplers import Alike
+from gpumix.integrations.own_batches import Collated, L, own_loader
+from gpumix.integrations.rows import Rows
+from gpumix.integrations.samplers import alike
 from gpumix.spec.errors import InputError
 
 
@@ -34,6 +35,12 @@ class Batching:
                 why="the plan says who reads which samples of each, so it reads their dataset",
                 fix="give a torch.utils.data.DataLoader",
             )
+        if not loader.in_order:
+            raise InputError(
+                "the DataLoader gives batches out of order, with in_order=False",
+                why="each rank reads its part of the same batches",
+                fix="leave in_order out",
+            )
         if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
             return cls(loader, loader.batch_size, None, loader.drop_last)
         batches = loader.batch_sampler
@@ -48,15 +55,13 @@ class Batching:
 
     def own_part(self, batch_size: int, rows: Rows, collate: Collated, kind: type[L]) -> L:
         """This rank's part of the loader's samples, in its order, in batches of `batch_size`."""
-        loader, sampler = self.loader, self.sampler
-        if type(sampler) is RandomSampler and sampler.generator is None:
-            sampler = Alike(sampler)
+        loader = self.loader
         return own_loader(
             loader.dataset,
             batch_size=batch_size,
             rows=rows,
             collate=collate,
-            sampler=sampler,
+            sampler=alike(self.sampler),
             drop_last=self.drop_last,
             kind=kind,
             num_workers=loader.num_workers,

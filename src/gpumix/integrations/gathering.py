@@ -70,6 +70,38 @@ def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
     return tree_unflatten(found, treespec_loads(known["spec"]))
 
 
+def all_objects(own: Any, comm: Communicator, label: str) -> list[Any]:
+    """What all ranks have in lists, one list behind the other in rank order. Collective.
+
+    Raises:
+        InputError: it is no list, or holds what JSON does not give back as it was.
+    """
+    if not isinstance(own, list | tuple) or not all(_can_be_said(thing) for thing in own):
+        raise InputError(
+            f"{label} gets objects that do not cross between ranks: {_looks(own)}",
+            why="ranks tell each other numbers and text, never a pickle",
+            fix="give tensors, or a list, with one thing for each sample, of texts, numbers, lists "
+            "and dictionaries by texts",
+        )
+    every = all_texts(json.dumps(list(own)), comm, label)
+    return [thing for text in every for thing in json.loads(text)]
+
+
+def _can_be_said(value: Any) -> bool:
+    """Whether JSON gives it back as it was."""
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _can_be_said(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(_can_be_said(thing) for thing in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _looks(own: Any) -> str:
+    inside = {type(thing).__name__ for thing in own} if isinstance(own, list | tuple) else set()
+    of = f" of {', '.join(sorted(inside))}" if inside else ""
+    return f"{type(own).__name__}{of}"
+
+
 def _check(of: range, flat: Sequence[Tensor]) -> None:
     for tensor in flat:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != len(of):

@@ -127,6 +127,18 @@ def host(
     return prepare(model, plan, loss=own or training.loss, seed=training.seed)
 
 
+def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
+    """Of a program that `said` it computes on CPUs.
+
+    Raises:
+        InputError: the device is a GPU.
+    """
+    if device.type == "cuda":
+        raise InputError(
+            f"{said} on a host whose GPUs the plan is for", where=where, fix="leave it out"
+        )
+
+
 def _planned(
     model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
 ) -> Plan:

@@ -44,10 +44,12 @@ from gpumix.integrations.hosted import (  # noqa: E402
     host,
     plan_of,
     precision_of_weights,
+    refuse_gpu,
     world,
 )
 from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
 from gpumix.integrations.own_batches import collated_tree  # noqa: E402
+from gpumix.integrations.rows import PlannedRows, evaluated_rows  # noqa: E402
 from gpumix.integrations.saving import STATE, Saver, dtypes_of  # noqa: E402
 from gpumix.integrations.specimens import specimen_of  # noqa: E402
 from gpumix.integrations.strategy.checkpoints import Checkpoints  # noqa: E402
@@ -63,7 +65,7 @@ from gpumix.integrations.strategy.steps import Steps  # noqa: E402
 from gpumix.integrations.strategy.together import Together  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
 from gpumix.spec.plan import Plan  # noqa: E402
-from gpumix.spec.shares import rows_of, share_of  # noqa: E402
+from gpumix.spec.shares import rows_of  # noqa: E402
 from gpumix.spec.space import EVERYTHING, Space  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
@@ -151,12 +153,8 @@ class GpumixStrategy(Together, Checkpoints):
 
     def setup_environment(self) -> None:
         self.meet()
-        if self._device.type == "cuda" and isinstance(self.accelerator, CPUAccelerator):
-            raise InputError(
-                "accelerator='cpu' on a host whose GPUs the plan is for",
-                where="Trainer",
-                fix="leave it out",
-            )
+        if isinstance(self.accelerator, CPUAccelerator):
+            refuse_gpu(self._device, "accelerator='cpu'", where="Trainer")
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -252,9 +250,9 @@ class GpumixStrategy(Together, Checkpoints):
         samples = self._like.batch_size * world()
         assert self.lightning_module is not None
         if self.lightning_module.trainer.training:
-            return planned_loader(self._like, samples * self._accumulates, self._rows)
+            return planned_loader(self._like, samples * self._accumulates, self._rows(rows_of))
         most = samples if self._engine is None else self._engine.plan.global_batch
-        return planned_loader(self._like, min(samples, most), self._evaluated_rows)
+        return planned_loader(self._like, min(samples, most), self._rows(evaluated_rows))
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -266,11 +264,8 @@ class GpumixStrategy(Together, Checkpoints):
                 batch, device=torch.device("cpu"), dataloader_idx=dataloader_idx
             )
 
-    def _rows(self, samples: int) -> Sequence[range]:
-        return rows_of(self.engine.plan, self.engine.comm.rank, samples)
-
-    def _evaluated_rows(self, samples: int) -> Sequence[range]:
-        return share_of(self.engine.plan, self.engine.comm.rank).rows(samples)
+    def _rows(self, rows: Callable[[Plan, int, int], Sequence[range]]) -> PlannedRows:
+        return PlannedRows(lambda: self.engine, rows)
 
     # -- steps -------------------------------------------------------------------------------------
 

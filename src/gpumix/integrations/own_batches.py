@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from gpumix.hardware.memory import host_memory
+from gpumix.integrations.rows import Rows
 from gpumix.spec.errors import InputError
-
-Rows = Callable[[int], Sequence[range]]
-"""Of a global batch of so many samples those of this rank, micro-batch by micro-batch."""
 
 
 class Given(dict[str, Any]):
@@ -154,40 +152,54 @@ class Readable(Dataset[Any]):
 
 
 class OwnOfStream(IterableDataset[Any]):
-    """Of a stream the part of each batch that is this rank's. Every rank reads all of it; of
-    several workers each collates every so manieth batch."""
+    """Of a stream the part of each batch that is this rank's. Every rank reads all of it; each of
+    several workers makes batches of what the stream gives it, as those of torch's loader do."""
 
     def __init__(
         self,
-        stream: Any,
+        dataset: Any,
         batch_size: int,
         rows: Rows,
         collate: Collated,
         *,
         drop_last: bool,
     ) -> None:
-        self.stream = stream
+        self.dataset = dataset
         self._batch_size = batch_size
         self._rows = rows
         self._collate = collate
         self._drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.stream, "set_epoch"):
-            self.stream.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        samples = iter(self.stream)
+        samples = iter(self.dataset)
         with host_memory():
-            batches = iter(lambda: list(islice(samples, self._batch_size)), [])
-            for place, batch in enumerate(batches):
+            for batch in iter(lambda: list(islice(samples, self._batch_size)), []):
                 if len(batch) < self._batch_size and self._drop_last:
                     return
-                if place % workers == number:
-                    wanted = _wanted(batch, self._rows)
-                    yield self._collate((wanted.read, wanted))
+                wanted = _wanted(batch, self._rows)
+                yield self._collate((wanted.read, wanted))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Begins a worker as the program does: what reads its dataset is not what it looks for there.
+
+    Attributes:
+        begin: the program's own `worker_init_fn`.
+    """
+
+    begin: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # frozen
+        if self.begin is not None:
+            self.begin(worker)
 
 
 class OwnLoader(DataLoader[Any]):
@@ -237,6 +249,8 @@ def own_loader(  # a DataLoader has as many settings
         kind: of the loader.
         settings: of torch's `DataLoader`.
     """
+    if settings.get("num_workers"):
+        settings["worker_init_fn"] = Begun(settings.get("worker_init_fn"))
     if isinstance(dataset, IterableDataset):
         stream = OwnOfStream(dataset, batch_size, rows, collate, drop_last=drop_last)
         loader = kind(stream, batch_size=None, **settings)

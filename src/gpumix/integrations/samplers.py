@@ -3,54 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
 
 from gpumix.engine.groups import device_of_group
-from gpumix.integrations.hosted import world
+from gpumix.integrations.hosted import rank, world
 
 
-class Alike(Sampler[int]):
-    """A random sampler without a generator: it draws a seed whenever it is read, as it would
-    alone, and all ranks take the first one's.
+class Alike(Sampler[Any]):
+    """A sampler that draws from its process's numbers, on all ranks from the first one's. There it
+    draws what it would alone; the numbers of others are as if it had not been read.
 
     Args:
-        sampler: what is read so.
+        sampler: draws when its first index is asked for.
     """
 
-    def __init__(self, sampler: RandomSampler) -> None:
+    def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[int]:
-        seed = torch.empty((), dtype=torch.int64).random_()
-        if world() > 1:
-            there = seed.to(device_of_group())
-            dist.broadcast(there, 0)
-            seed = there.cpu()
-        generator = torch.Generator()
-        generator.manual_seed(int(seed))
-        again = RandomSampler(
-            self._sampler.data_source,
-            replacement=self._sampler.replacement,
-            num_samples=self._sampler._num_samples,
-            generator=generator,
-        )
-        yield from again
+    def __iter__(self) -> Iterator[Any]:
+        own = torch.get_rng_state()
+        torch.set_rng_state(_first_ranks(own))
+        indices = iter(self._sampler)
+        first = list(islice(indices, 1))
+        if rank() > 0:
+            torch.set_rng_state(own)
+        yield from chain(first, indices)
 
 
-def seeded(sampler: Any, seed: int | None) -> Any:
-    """A random sampler as Accelerate makes it for transformers: another order for each epoch, by a
-    seed. Others are as they are."""
+def alike(sampler: Any) -> Any:
+    """The same sampler, and if it has no generator of its own, the same order on all ranks."""
+    draws = hasattr(sampler, "generator") and sampler.generator is None
+    return Alike(sampler) if draws else sampler
+
+
+def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
+    """As Accelerate prepares it: a random one by a seed, another order for each epoch, if it is to
+    be so. Collective."""
     from accelerate.data_loader import SeedableRandomSampler
 
-    if type(sampler) is not RandomSampler:
-        return sampler
+    if not seedable or type(sampler) is not RandomSampler:
+        return alike(sampler)
+    if seed is None:
+        seed = int(_first_ranks(torch.tensor(torch.initial_seed() % 2**63)))
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -58,3 +61,12 @@ def seeded(sampler: Any, seed: int | None) -> Any:
         generator=sampler.generator,
         data_seed=seed,
     )
+
+
+def _first_ranks(own: Tensor) -> Tensor:
+    """What the first rank has, on the host. Collective."""
+    if world() == 1:
+        return own
+    there = own.to(device_of_group(), copy=True)
+    dist.broadcast(there, 0)
+    return there.cpu()

@@ -8,16 +8,14 @@ are those of all devices together, and who computes how many of them is planned.
 
 from __future__ import annotations
 
-from typing import Any
-
 from gpumix.integrations.missing import need, need_names
 
 need(__name__, "transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - what is missing is told first
 
+from gpumix.integrations.trainer.arguments import SEQ2SEQ  # noqa: E402
 from gpumix.integrations.trainer.planned import ARGUMENTS, STANDS_IN_FOR, Planned  # noqa: E402
-from gpumix.spec.errors import InputError  # noqa: E402
 
 TESTED = ">=5.15,<6"
 need_names(transformers.Trainer, STANDS_IN_FOR, package="transformers", tested=TESTED)
@@ -33,11 +31,4 @@ class Trainer(Planned, transformers.Trainer):
 class Seq2SeqTrainer(Planned, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer`, run by a plan. It evaluates by losses and logits."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.predict_with_generate:
-            raise InputError(
-                "predict_with_generate is not possible with gpumix",
-                why="no device has the whole model, which generating asks for token by token",
-                fix="leave it out, and generate with the saved model after training",
-            )
+    _arguments = (transformers.Seq2SeqTrainingArguments, SEQ2SEQ)

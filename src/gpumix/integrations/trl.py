@@ -16,12 +16,28 @@ need(__name__, "trl", "transformers", "accelerate", extra="trl")
 
 import trl  # noqa: E402 - what is missing is told first
 
+from gpumix.integrations.fields import Fields, no_meaning  # noqa: E402
 from gpumix.integrations.gathering import all_texts  # noqa: E402
+from gpumix.integrations.trainer.arguments import PLANNED, TRAINING  # noqa: E402
 from gpumix.integrations.trainer.planned import Planned  # noqa: E402
 
 __all__ = ["SFTTrainer"]
 
 TOKENS = "num_tokens"
+PACKED = "SFTConfig(packing=True, packing_strategy='wrapped') packs in the dataset"
+ARGUMENTS = Fields.of(
+    heard="packing packing_strategy",
+    theirs="""
+        model_init_kwargs trust_remote_code router_aux_loss_coef chat_template_path
+        dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token max_length
+        truncation_mode shuffle_dataset pad_to_multiple_of eval_packing completion_only_loss
+        assistant_only_loss loss_type ddp_find_unused_parameters
+    """,  # the last one is set by TRL itself for models that look at pictures
+    refused={
+        "activation_offloading": PLANNED,
+        "padding_free": f"leave it out: a batch is cut between its rows; {PACKED}",
+    },
+).and_of(TRAINING)
 
 
 class SFTTrainer(Planned, trl.SFTTrainer):
@@ -29,6 +45,15 @@ class SFTTrainer(Planned, trl.SFTTrainer):
 
     Its metrics are means over the micro-batches of all devices.
     """
+
+    _arguments = (trl.SFTConfig, ARGUMENTS)
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if self.args.packing and self.args.packing_strategy != "wrapped":
+            raise no_meaning(
+                f"packing_strategy={self.args.packing_strategy!r}", PACKED, where="SFTConfig"
+            )
 
     @contextmanager
     def _measured(self) -> Iterator[None]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart, Rows
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart
+from gpumix.integrations.rows import Rows
 
 BATCHES, NUMBERS = "batches", "random_numbers"
 

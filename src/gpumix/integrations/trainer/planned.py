@@ -15,18 +15,24 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
+from transformers.utils import is_datasets_available
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.hosted import Training, host, plan_of, world
+from gpumix.integrations.fields import Fields
+from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
-from gpumix.integrations.samplers import seeded
+from gpumix.integrations.rows import PlannedRows, evaluated_rows
+from gpumix.integrations.samplers import prepared
 from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.arguments import (
+    TRAINING,
     folded,
     precision_of,
     refuse_without_meaning,
@@ -40,10 +46,11 @@ from gpumix.integrations.trainer.subclasses import (
     overrides,
     refuse_not_called,
 )
+from gpumix.profiler.library import join
 from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
-from gpumix.spec.shares import rows_of, share_of
+from gpumix.spec.shares import rows_of
 
 # Of transformers' own trainer, without a promise that they stay.
 STANDS_IN_FOR = (
@@ -95,6 +102,7 @@ class Planned:
             made, when it is first needed.
     """
 
+    _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)
     args: Any
     model: Any
     state: Any
@@ -122,12 +130,19 @@ class Planned:
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first thing that is made, by arguments that are looked at before."""
-        refuse_without_meaning(self.args)
+        self._check_arguments()
         self._space = space_of(self.args)
         self.args = folded(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # A program's own loader is not split evenly: `_loaded` takes it apart.
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
+
+    def _check_arguments(self) -> None:
+        """
+        Raises:
+            InputError: one has no meaning here.
+        """
+        refuse_without_meaning(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It goes there in shards."""
@@ -151,6 +166,8 @@ class Planned:
         if self._engine is not None and self._engine.model is self.model:
             return self._engine
         model, args = self.model, self.args
+        if args.use_cpu:
+            refuse_gpu(join(), "use_cpu=True", where="TrainingArguments")
         self._looks = [
             nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
@@ -201,19 +218,22 @@ class Planned:
         """This rank's part of global batches, in the order of transformers' own sampler."""
         args = self.args
         collate: Any = self.data_collator  # type: ignore[attr-defined]
-        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+        if _in_columns(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
         else:
             collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
-        sampler = None
-        if sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset):
-            sampler = seeded(sampler_fn(dataset), args.data_seed)
+        sampler = begin = None
+        if not isinstance(dataset, torch.utils.data.IterableDataset):
+            sampler = None if sampler_fn is None else self._sampler(sampler_fn(dataset))
+            if is_training:
+                number, rank = args.dataloader_num_workers, args.process_index
+                begin = partial(seed_worker, num_workers=number, rank=rank)
         if not is_training:
             self._hosted(dataset, collate)
         return own_loader(
             dataset,
             batch_size=self._samples(batch_size, is_training),
-            rows=self._rows if is_training else self._evaluated_rows,
+            rows=self._rows(is_training),
             collate=Collated(collate),
             sampler=sampler,
             drop_last=is_training and args.dataloader_drop_last,
@@ -222,7 +242,13 @@ class Planned:
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=begin,
         )
+
+    def _sampler(self, sampler: Any) -> Any:
+        """Of transformers' own, as Accelerate makes it."""
+        seedable = self.args.accelerator_config.use_seedable_sampler
+        return prepared(sampler, seedable=seedable, seed=self.args.data_seed)
 
     def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
         """This rank's part of the batches of a loader that the program makes."""
@@ -239,21 +265,19 @@ class Planned:
                 )
         if not is_training:
             self._hosted(loader.dataset, loader.collate_fn)
-        rows = self._rows if is_training else self._evaluated_rows
-        samples = self._samples(given.batch_size, is_training)
+        samples, rows = self._samples(given.batch_size, is_training), self._rows(is_training)
         return given.own_part(samples, rows, Collated(loader.collate_fn), OwnLoader)
 
     def _samples(self, batch_size: int, is_training: bool) -> int:
         """Of all ranks' batch."""
         return self._global_batch if is_training else min(batch_size * world(), self._global_batch)
 
-    def _rows(self, samples: int) -> Sequence[range]:
-        assert self._engine is not None, "made before the first batch is read"
-        return rows_of(self._engine.plan, self._engine.comm.rank, samples)
+    def _rows(self, is_training: bool) -> PlannedRows:
+        return PlannedRows(self._made, rows_of if is_training else evaluated_rows)
 
-    def _evaluated_rows(self, samples: int) -> Sequence[range]:
-        assert self._engine is not None
-        return share_of(self._engine.plan, self._engine.comm.rank).rows(samples)
+    def _made(self) -> Engine:
+        assert self._engine is not None, "made before the first batch is read"
+        return self._engine
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -463,3 +487,13 @@ def _flops_per_token(model: Any) -> int:
     if not hasattr(model, "num_parameters"):
         return 0
     return 6 * int(model.num_parameters(exclude_embeddings=True))
+
+
+def _in_columns(dataset: Any) -> bool:
+    """Whether it knows its columns, of which those that no model takes can be left out; a stream of
+    `datasets` may not know them."""
+    if not is_datasets_available():
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset)

@@ -1,0 +1,43 @@
+"""Which rows of a batch are this rank's: by the plan, once there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from gpumix.engine.engine import Engine
+from gpumix.spec.plan import Plan
+from gpumix.spec.shares import share_of
+
+Rows = Callable[[int], Sequence[range]]
+"""Of a global batch of so many samples those of this rank, micro-batch by micro-batch."""
+
+
+class PlannedRows:
+    """By the plan of an engine that is made before the first batch is read. A worker of a loader
+    gets what the plan says, and nothing of the program.
+
+    Args:
+        engine: gives it.
+        rows: of a plan, a rank and a number of samples.
+    """
+
+    def __init__(
+        self, engine: Callable[[], Engine], rows: Callable[[Plan, int, int], Sequence[range]]
+    ) -> None:
+        self._engine = engine
+        self._rows = rows
+
+    def __call__(self, samples: int) -> Sequence[range]:
+        engine = self._engine()
+        return self._rows(engine.plan, engine.comm.rank, samples)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        engine = self._engine()
+        return partial, (self._rows, engine.plan, engine.comm.rank)
+
+
+def evaluated_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
+    """Of a batch that is not trained on."""
+    return share_of(plan, rank).rows(samples)
