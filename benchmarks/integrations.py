@@ -4,10 +4,11 @@ what does their loop cost beside the bare engine?
     python benchmarks/integrations.py [--json] [--rounds 7]
                                       [--only losses trainer accelerator lightning]
 
-*Losses*: `examples/run_clm.py` (transformers' Trainer), `examples/sft_lora.py` (TRL's SFTTrainer,
-adapters) and `examples/clm_no_trainer.py` (Accelerate) as their libraries run them in one process,
-beside what they do on two emulated devices of unlike speed, by a plan that is measured and made
-there. `scripts` is how many, `worst_relative_error` the largest difference of a step's loss.
+*Losses*: `examples/run_clm.py` and `examples/run_classification.py` (transformers' Trainer),
+`examples/sft_lora.py` (TRL's SFTTrainer, adapters) and `examples/clm_no_trainer.py` (Accelerate) as
+their libraries run them in one process, beside what they do by `gpumix launch` on two emulated
+devices of unlike speed, by a plan that is measured and made there. `scripts` is how many,
+`worst_relative_error` the largest difference of a step's loss.
 
 *Overhead*: two ranks, nothing emulated, train the same GPT-2 by the same plan through Trainer,
 through Accelerator and through Lightning, in turns with a plain loop over an engine of its own.
@@ -40,12 +41,12 @@ BATCH, STEPS = 8, 12  # of each rank; of a round
 
 
 def losses(folder: Path) -> Figures:
-    from changed_imports import SCRIPTS, losses_of
+    from changed_imports import SCRIPTS, launched, losses_before
 
     worst = 0.0
     for name in SCRIPTS:
-        before = losses_of(name, folder, changed=False)
-        after = losses_of(name, folder, changed=True)
+        before = losses_before(name, folder)
+        after = launched(name, folder).losses
         errors = [abs(found / wanted - 1) for found, wanted in zip(after, before, strict=True)]
         print(f"{name}: {max(errors):.1e} over {len(errors)} steps")
         worst = max(worst, *errors)

@@ -1,6 +1,7 @@
-"""The examples whose import alone is changed, run as they are and as they were.
+"""The examples whose import alone is changed, run as they were and as they are.
 
-In ranks of the harness, so that what they import is imported once.
+As they were in a process of the harness, which has imported what they need; as they are by
+`gpumix launch`, as their first lines say, on unlike emulated devices.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import re
 import runpy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from commands import environment, run
 from harness import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -31,11 +32,15 @@ TRAINER = [
 ]
 SCRIPTS = {
     "run_clm": (TRAINER, "--per_device_train_batch_size"),
+    "run_classification": (TRAINER, "--per_device_train_batch_size"),
     "sft_lora": ([*TRAINER, "--bf16", "False"], "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
+LOSSES = "losses.json"
+TORCHRUN = ["torch.distributed.run", "--standalone"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
 
 def stock(script: Path) -> str:
@@ -45,46 +50,69 @@ def stock(script: Path) -> str:
     return OURS.sub(f"from {line['of'] or 'accelerate'} import {line['name']}", text)
 
 
-def ran(script: Path, name: str, folder: Path, world: int) -> list[float]:
-    """The losses that a script writes down."""
-    os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    if world > 1:
-        rank = _rank()
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ.update({key: str(value) for key, value in place.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        os.environ["GPUMIX_CLUSTER"] = str(folder / "cluster.yaml")
+def arguments_of(name: str, folder: Path, world: int) -> list[str]:
+    """Of an example, whose batch of all processes is always as large; it writes into `folder`."""
     settings, batch = (SCRIPTS | MORE)[name]
-    output = folder / f"{name}-{world}"
-    output.mkdir(exist_ok=True)
-    trains = batch == "--per_device_train_batch_size"
-    where = ["--output_dir", str(output)] if trains else ["--losses", str(output / "losses.json")]
-    where += ["--output_dir", str(output)] if name in MORE else []
-    sys.argv = [str(script), *settings, batch, str(BATCH // world), *where]
-    runpy.run_path(str(script), run_name="__main__")
-    if _rank() != 0:
-        return []
-    if not trains:
-        return json.loads((output / "losses.json").read_text())
-    state: dict[str, Any] = json.loads((output / "trainer_state.json").read_text())
+    where = [] if name == "clm_no_trainer" else ["--output_dir", str(folder)]
+    where += [] if _trains(name) else ["--losses", str(folder / LOSSES)]
+    return [*settings, batch, str(BATCH // world), *where]
+
+
+def _trains(name: str) -> bool:
+    """Whether it is one with a trainer of transformers, which writes its losses down itself."""
+    return (SCRIPTS | MORE)[name][1] == "--per_device_train_batch_size"
+
+
+def _written(name: str, folder: Path) -> list[float]:
+    if not _trains(name):
+        found: list[float] = json.loads((folder / LOSSES).read_text())
+        return found
+    state: dict[str, Any] = json.loads((folder / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _ran(script: Path, name: str, folder: Path) -> None:
+    """A script as it was, in this process."""
+    os.environ.update(ENVIRONMENT)
+    sys.argv = [str(script), *arguments_of(name, folder, 1)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
-def losses_of(name: str, folder: Path, *, changed: bool) -> list[float]:
-    """Of an example on unlike emulated devices, or, with the library's own import, of one process.
+def losses_before(name: str, folder: Path) -> list[float]:
+    """Of an example with the library's own import, in one process.
 
     Args:
         folder: that what is written goes into.
     """
-    (folder / "cluster.yaml").write_text(DEVICES)
     script = EXAMPLES / f"{name}.py"
-    if changed:
-        return run_ranks(ran, 2, script, name, folder, 2, timeout_s=200)[0]
-    before = folder / f"{name}.py"
+    before, output = folder / f"{name}.py", folder / f"{name}-before"
+    output.mkdir()
     before.write_text(stock(script).replace("__file__", repr(str(script))))
-    return run_ranks(ran, 1, before, name, folder, 1, timeout_s=120)[0]
+    run_ranks(_ran, 1, before, name, output, timeout_s=120)
+    return _written(name, output)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What an example did on unlike devices: its losses, and of a step the samples that each device
+    computes, as it prints them; `output` is its folder."""
+
+    losses: list[float]
+    samples: list[int]
+    output: Path
+
+
+def launched(name: str, folder: Path, *, torchrun: bool = False) -> Launched:
+    """An example on two unlike emulated devices, started as a user does."""
+    cluster, output = folder / "cluster.yaml", folder / f"{name}-after"
+    cluster.write_text(DEVICES)
+    output.mkdir()
+    by = ["launch", "--cluster", str(cluster)]
+    start = [*TORCHRUN, "--nproc-per-node", "2"] if torchrun else ["gpumix", *by]
+    script = [str(EXAMPLES / f"{name}.py"), *arguments_of(name, output, 2)]
+    env = environment(folder / "cache") | ENVIRONMENT
+    env |= {"GPUMIX_CLUSTER": str(cluster)} if torchrun else {}
+    done = run([sys.executable, "-m", *start, *script], folder=folder, env=env, timeout_s=240)
+    assert done.code == 0, done.err[-4000:]
+    samples = [int(found) for found in re.findall(r"(\d+) samples a step", done.out)]
+    return Launched(_written(name, output), samples, output)

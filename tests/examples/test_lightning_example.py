@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import changed_imports
-from changed_imports import STEPS, losses_of
+from changed_imports import BATCH, STEPS, launched, losses_before
 
 pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -24,7 +24,8 @@ def test_two_lines_are_changed_and_the_losses_are_the_same(tmp_path, monkeypatch
         return text
 
     monkeypatch.setattr(changed_imports, "stock", stock)
-    expected = losses_of(NAME, tmp_path, changed=False)
-    found = losses_of(NAME, tmp_path, changed=True)
+    expected = losses_before(NAME, tmp_path)
+    found = launched(NAME, tmp_path)
     assert len(expected) == STEPS and expected[-1] < expected[0]
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert found.losses == pytest.approx(expected, rel=1e-5)
+    assert found.samples[0] > found.samples[1] and sum(found.samples) == BATCH
