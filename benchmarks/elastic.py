@@ -97,7 +97,7 @@ def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
             _until(folder, lambda step=step: _last(folder) >= step, first)
             done, at = _last(folder), time.time()
             for name in NAMES[1:][::-1]:
-                if len(agents) > devices:
+                if name in agents and len(agents) > devices:
                     _lose(folder, name, agents.pop(name))
             for name in NAMES:
                 if len(agents) < devices and name not in agents:

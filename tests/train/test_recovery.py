@@ -122,6 +122,15 @@ def test_a_stopped_rank_is_found_long_before_the_timeout(tmp_path, undisturbed, 
     assert [one["why"].endswith("stopped answering") for one in restarts] == [True]
 
 
+@pytest.mark.slow
+def test_a_call_that_keeps_pythons_lock_is_waited_for(tmp_path, undisturbed, monkeypatch):
+    """The heart stands still for longer than that of a process that is stopped may."""
+    monkeypatch.setattr("gpumix.train.launch.STOPPED_S", 2.0)
+    job = disturbed(tmp_path, "hold-lock")
+    train(job, plan=plan_for(job))
+    assert not check_same(tmp_path / "run", undisturbed)
+
+
 def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):
     saving = {"every_steps": 3, "memory_every_steps": 0}
     saved = tmp_path / "run" / "checkpoints" / "step-00000003"

@@ -6,6 +6,7 @@ can come to harm.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -23,6 +24,7 @@ from torch.utils.data import IterableDataset
 
 VOCABULARY = 32
 FOREVER_S = 60
+LOCKED_S = 6
 SLOW_READ_S = 0.02
 ANSWER_S = 0.006
 
@@ -402,6 +404,12 @@ def _stuck_disk() -> float:
     return 1.0
 
 
+def _hold_lock() -> float:
+    """A call that keeps Python's lock: no other thread of the process runs, its heart neither."""
+    ctypes.PyDLL(None).sleep(LOCKED_S)
+    return 1.0
+
+
 def _hang() -> float:
     time.sleep(FOREVER_S)
     return 1.0
@@ -422,5 +430,6 @@ FAULTS: dict[str, Callable[[], float]] = {
     "ctrl-c": _ctrl_c,
     "small-disk": _small_disk,
     "hang": _hang,
+    "hold-lock": _hold_lock,
     "stuck-disk": _stuck_disk,
 }

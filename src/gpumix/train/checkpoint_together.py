@@ -63,7 +63,7 @@ class Together:
 
     def collect(self, text: str, doing: str) -> list[str]:
         """The texts of all ranks, for rank 0; the others get nothing. Collective."""
-        if self.group is None:
+        if self.group is None or self.world == 1:
             return [text]
         with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
             mine, sizes = self._padded(text)
@@ -98,7 +98,7 @@ class Together:
 
     def _all(self, text: str, doing: str) -> list[str]:
         """Those of all ranks."""
-        if self.group is None:
+        if self.group is None or self.world == 1:
             return [text]
         with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
             mine, sizes = self._padded(text)

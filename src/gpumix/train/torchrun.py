@@ -103,8 +103,7 @@ class TorchrunRunner:
         return self._met or cluster.in_rank_order()
 
     def warm_up(self) -> None:
-        if self.speaks and self._place.agents_open:
-            stderr().print(AGENTS_OPEN, style="yellow")
+        return
 
     def started_again(self, output: Path) -> Lessons | None:
         """Collective."""
@@ -186,6 +185,8 @@ class TorchrunRunner:
                 begun=begun(process),
             )
             self._arrived = arrive(store, place.rank, place.world, own)
+            if self.speaks and place.agents_open and not place.starts:
+                stderr().print(AGENTS_OPEN, style="yellow")
         return self._arrived
 
     def _meet_anew(self) -> None:
