@@ -425,7 +425,9 @@ class Job(Value):
         "first",
     )
     timeout: Seconds = Field(
-        default=300.0, description="how long a rank waits for another before it names it"
+        default=300.0,
+        description="how long a rank waits for another before it names it; one that died is known "
+        "at once, one that was stopped or whose host is gone after 20 s",
     )
 
     @model_validator(mode="after")
