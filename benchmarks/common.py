@@ -33,6 +33,17 @@ def print_figures(figures: Figures, *, as_json: bool) -> None:
     print(json.dumps(figures) if as_json else words)
 
 
+def print_counted(figures: Figures, *, as_json: bool) -> int:
+    """The same of figures that count only without `overruns`; the exit code that says so."""
+    print_figures(figures, as_json=as_json)
+    if figures["overruns"]:
+        told = (
+            "emulated devices fell behind their speed: this does not count, run it on an idle host"
+        )
+        print(told, file=sys.stderr)
+    return int(figures["overruns"] != 0)
+
+
 def environment(*folders: Path) -> dict[str, str]:
     """For processes that import what stands in these folders and in this one."""
     paths = [*map(str, (*folders, BENCHMARKS)), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -20,19 +20,21 @@ are measured in turns.
 Figures: `cases`, of which `cases_in_stages` have several stages in the plan of `optimal` and
 `cases_alone` are those in which no rival fits; `cases_lost` (a rival is faster, or fits where
 `optimal` does not); `worst_ratio` (its step / that of the best rival); the same of those that ran:
-`measured`, `measured_lost` (by more than `NOISE`), `worst_measured_ratio`; `overruns`.
+`measured`, `measured_lost` (by more than `NOISE`), `worst_measured_ratio`; `overruns` (must be 0 to
+count, else the exit code is 1).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, product
 
-from common import print_figures
+from common import print_counted
 from emulated.even_stages import EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.time import can
@@ -117,7 +119,7 @@ class Case:
         return f"{self.name}: {own} in {self.stages} stages; {rivals or 'no rival fits'}"
 
 
-def main() -> None:
+def main() -> int:
     arguments = _arguments()
     begun = time.perf_counter()
     every = []
@@ -131,7 +133,7 @@ def main() -> None:
         own = turns.pop("optimal")
         ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))
         overruns += own.overruns + sum(t.overruns for t in turns.values())
-    print_figures(
+    return print_counted(
         {
             "cases": len(every),
             "cases_in_stages": sum(case.stages > 1 for case in every),
@@ -255,4 +257,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,8 @@ Figures: `cases`, `picked_faster` (in all cases the plan of `optimal` is at leas
 others; what is within `TIE` of each other counts as the same), `worst_prediction_error` (of the
 step times of all plans, as a fraction), `staged_vs_one_stage` (one stage's step / that of `staged`,
 where stages gain the most; `least_staged_vs_one_stage` where they gain the least), `overruns` (must
-be 0 to count). Medians of rounds. Needs root, for namespaces; takes five minutes.
+be 0 to count, else the exit code is 1). Medians of rounds. Needs root, for namespaces; takes five
+minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common import print_figures
+from common import print_counted
 from emulated.hosts import HOSTS, CannotEmulateError, Host, TwoHosts, two_hosts
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.planner.base import PlanRequest, predicted
@@ -115,7 +116,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 3
     gains = [o.gain for o in outcomes]
-    print_figures(
+    return print_counted(
         {
             "cases": len(outcomes),
             "picked_faster": all(o.picked_faster for o in outcomes),
@@ -127,7 +128,6 @@ def main() -> int:
         },
         as_json=arguments.json,
     )
-    return 0
 
 
 def outcome(case: Case, hosts: Mapping[str, Host], steps: int, rounds: int) -> Outcome:
