@@ -9,7 +9,7 @@ from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
 from gpumix.planner.manner import ALONE, Manner, Team
-from gpumix.planner.way import Way, assemble_stages
+from gpumix.planner.way import Way, assemble_stages, rounds_of
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.simulate.trace import trace_of
@@ -42,6 +42,14 @@ def cluster(
     return in_a_row(found, message=line(MESSAGE))
 
 
+def that_splits(found: Profile) -> Profile:
+    """The same where it is known how long the parts of a split backward take."""
+    parts = {"gradient": line(2 * S), "inputs": line(S), "weights": line(S)}
+    (card,) = found.classes
+    units = card.units | {"block": card.units["block"].model_copy(update=parts)}
+    return found.model_copy(update={"classes": (card.model_copy(update={"units": units}),)})
+
+
 def staged(
     found: Profile, groups: list[int], batches: int, *, team: Team = ALONE, **settings
 ) -> Plan:
@@ -49,11 +57,10 @@ def staged(
     for size in groups:
         row.append(tuple(devices[at : at + size]))
         at += size
-    calls = len(found.model.calls)
-    cut = tuple(calls * (n + 1) // len(groups) for n in range(len(groups)))
-    way = Way(
-        tuple(row), (Manner(team, Mode()),) * len(groups), settings.pop("schedule", "1f1b"), 1
-    )
+    calls, schedule = len(found.model.calls), settings.pop("schedule", "1f1b")
+    stages = len(groups) * rounds_of(schedule)
+    cut = tuple(calls * (n + 1) // stages for n in range(stages))
+    way = Way(tuple(row), (Manner(team, Mode()),) * stages, schedule, 1)
     workers = [size // team.degree for size in groups]
     counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
     return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
@@ -65,6 +72,12 @@ PLANS = {
     "gpipe": ([1, 1], {"schedule": "gpipe"}),
     "unequal groups": ([2, 1], {"zero_stage": 1}),
     "waves": ([2, 2], {"zero_stage": 3, "waves": 2}),
+    "eager-1f1b": ([1, 1, 1], {"schedule": "eager-1f1b"}),
+    "eager waves": ([2, 2], {"schedule": "eager-1f1b", "zero_stage": 3, "waves": 4}),
+    "zero-bubble": ([1, 1, 1], {"schedule": "zero-bubble"}),
+    "zero-bubble, unequal": ([1, 2], {"schedule": "zero-bubble", "zero_stage": 1}),
+    "interleaved": ([1, 1], {"schedule": "interleaved"}),
+    "interleaved waves": ([2, 2], {"schedule": "interleaved", "zero_stage": 3, "waves": 2}),
 }
 
 
@@ -72,7 +85,7 @@ PLANS = {
 @pytest.mark.parametrize("overhead", [0.0, 0.01])
 def test_each_moment_of_each_rank_is_told(name, overhead):
     groups, settings = PLANS[name]
-    found = cluster(sum(groups), overhead=overhead)
+    found = that_splits(cluster(sum(groups), overhead=overhead))
     plan = staged(found, groups, 8, **settings)
     replay = simulate(found, plan)
     assert replay.step_s == pytest.approx(replay.predicted_s)
@@ -85,7 +98,7 @@ def test_each_moment_of_each_rank_is_told(name, overhead):
 @pytest.mark.parametrize("name", PLANS)
 def test_the_critical_path_has_no_gap(name):
     groups, settings = PLANS[name]
-    found = cluster(sum(groups), overhead=0.01)
+    found = that_splits(cluster(sum(groups), overhead=0.01))
     replay = simulate(found, staged(found, groups, 8, **settings))
     path = critical_path(replay)
     assert path[0].start == 0.0 and path[-1].end == replay.step_s
@@ -102,11 +115,8 @@ def test_the_bubble_is_the_textbooks():
 
 
 def test_gradients_that_are_put_off_are_reduced_when_all_is_computed():
-    link, parts = 1e5, {"gradient": line(2 * S), "inputs": line(S), "weights": line(S)}
-    found = cluster(3, link=link)
-    (card,) = found.classes
-    units = card.units | {"block": card.units["block"].model_copy(update=parts)}
-    found = found.model_copy(update={"classes": (card.model_copy(update={"units": units}),)})
+    link = 1e5
+    found = that_splits(cluster(3, link=link))
     replay = simulate(found, staged(found, [1, 2], 8, schedule="zero-bubble"))
     own = [event for event in replay.events if event.lane == 1]
     computed = max(event.end for event in own if event.kind == "weights")

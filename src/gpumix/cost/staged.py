@@ -135,11 +135,11 @@ class StagedStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the step."""
+        """Of the step; a rank updates all of its stages when the last of them is reduced."""
         updated = (
-            self.reductions[-1].end_of(number) + cost.update_s(worker)
-            for number, cost in enumerate(self.stages)
-            for worker in range(len(cost.workers))
+            max(self.reductions[-1].end_of(number) for number in stages)
+            + sum(self.stages[number].update_s(self.place_of[number, rank]) for number in stages)
+            for rank, stages in enumerate(self._stages_of)
         )
         return max(updated) + self.profile.step_overhead_s
 
