@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.shares import share_of
 from harness import run_ranks
@@ -289,6 +291,22 @@ def test_optimizers_of_whole_matrices_are_refused(layout):
 
 def _layout(plan_json: str) -> None:
     staged_engine("gpt2", Plan.model_validate_json(plan_json)).layout()
+
+
+PRIVATE = "torch.distributed.pipelining._backward"
+
+
+def test_a_torch_that_splits_no_backward_is_told_of():
+    plan = staged_plan("gpt2", rows([6], [6], mode=KEPT), schedule="zero-bubble", zero_stage=1)
+    with pytest.raises(MachineError, match="backward passes cannot be split here") as caught:
+        run_ranks(_without_split, len(plan.workers), plan.model_dump_json())
+    assert "cannot import name" in caught.value.why
+    assert "1f1b" in caught.value.fix
+
+
+def _without_split(plan_json: str) -> None:
+    sys.modules[PRIVATE] = ModuleType(PRIVATE)
+    staged_engine("gpt2", Plan.model_validate_json(plan_json))
 
 
 @pytest.mark.parametrize("layout", ["1 + 1", "two teams"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from sweeps import ROWS, costly_model, measure, virtual_time
@@ -81,3 +84,18 @@ def test_flops_are_of_one_sample_forward():
     assert kind.flops == 2 * ROWS * WIDTH * WIDTH
     assert found.device_class.units[kind.name].forward.values[0] == pytest.approx(kind.flops / 1e6)
     assert found.model.root.flops > 0
+
+
+def test_a_torch_that_splits_no_backward_is_measured_without(monkeypatch):
+    private = "torch.distributed.pipelining._backward"
+    monkeypatch.setitem(sys.modules, private, ModuleType(private))
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=GIB)
+    with open_device(one, 0) as runtime:
+        found = measure(runtime, lambda: Regression([Gated(), Gated()]), largest=2)
+    (kind,) = found.model.kinds
+    assert kind.split is None and kind.split_backward is None
+    assert kind.saved is not None
+    assert all(
+        times.inputs is None and times.weights is None
+        for times in found.device_class.units.values()
+    )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gpumix.cost.of_model import check_ends, check_names
+from gpumix.engine import split_backward
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -83,6 +84,8 @@ def prepare(
     plan = _bound(plan, comm)
     anatomy = dissect(model, units)
     _check(plan, anatomy, comm)
+    if plan.schedule == "zero-bubble":
+        split_backward.refuse_unable()
     _refuse_other_holders(model)
     switch_off_caches(model)
     worker = plan.workers[comm.rank]

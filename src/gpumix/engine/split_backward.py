@@ -3,7 +3,8 @@
 Both run through the graph of a kept forward pass. Where a path to a parameter leaves the paths to
 inputs, the first part notes the gradient that comes by; the second part begins there. What lies at
 these places (the backward of a layer norm, say) runs in both parts; a linear layer's products are
-each computed once. `torch.distributed.pipelining` finds the places.
+each computed once. `torch.distributed.pipelining` finds the places, by functions that are private
+to it: where they are not, the profiler measures no split, and schedule `zero-bubble` is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,37 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from gpumix.spec.errors import MachineError, first_line
+
 Gradients = tuple[torch.Tensor | None, ...]
+
+
+def why_not() -> str:
+    """Why this torch splits no backward; "" if it does."""
+    try:
+        from torch.distributed.pipelining._backward import (  # noqa: F401
+            _get_grad_fn_or_grad_acc,
+            construct_reverse_graph,
+            get_param_groups,
+        )
+    except ImportError as error:
+        return first_line(error)
+    return ""
+
+
+def refuse_unable() -> None:
+    """
+    Raises:
+        MachineError: this torch splits no backward.
+    """
+    if why := why_not():
+        raise MachineError(
+            "backward passes cannot be split here, as schedule 'zero-bubble' does",
+            where=f"torch {torch.__version__}",
+            why=why,
+            fix="make a plan by another schedule: `techniques: {schedules: [1f1b, eager-1f1b, "
+            "gpipe, interleaved]}`",
+        )
 
 
 class SplitBackward:
@@ -33,7 +64,6 @@ class SplitBackward:
         inputs: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        # Private to torch: should it move, other schedules do without.
         from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
 
         nodes = [edge.node for edge in edges]

@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.cost.curves import undisturbed
+from gpumix.engine import split_backward
 from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.efficient import channels_last
@@ -195,6 +196,7 @@ class _Measurement:
         self._specimens = specimens
         self._runtime = runtime
         self._memory = memory
+        self._splits = not split_backward.why_not()
         self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
         self.ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -360,7 +362,8 @@ class _Measurement:
         with self._listening(kind, "gradient"):
             point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
         del kept
-        self._count_split(kind, call)
+        if self._splits:
+            self._count_split(kind, call)
         if point.size == 1:
             self._count_backward_flops(kind, call)
 
@@ -425,14 +428,19 @@ class _Measurement:
             self._point.forward_s[kind] = _median(forward)
             self._point.backward_s[kind] = _median(backward)
             self._point.gradient_s[kind] = _median(gradient)
-            halved = self._specimens.cut(call, recompute=False)
-            halved.forward()
-            _give_gradients(halved.leaves)
-            first = self._timed(partial(halved.backward, splits=True))[0]
-            second = 0.0
-            if halved.weights is not None:  # else it had no path to an input
-                second = self._timed(halved.weights.backward)[0]
-            self._point.parts_s[kind] = first, second
+            if self._splits:
+                self._point.parts_s[kind] = self._parts_timed(call)
+
+    def _parts_timed(self, call: UnitCall) -> tuple[float, float]:
+        """Both parts of a split backward."""
+        halved = self._specimens.cut(call, recompute=False)
+        halved.forward()
+        _give_gradients(halved.leaves)
+        first = self._timed(partial(halved.backward, splits=True))[0]
+        second = 0.0
+        if halved.weights is not None:  # else it had no path to an input
+            second = self._timed(halved.weights.backward)[0]
+        return first, second
 
     def _time_root(self, batch: Batch, calls: int) -> None:
         specimens, point = self._specimens, self._point

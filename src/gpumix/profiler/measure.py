@@ -344,8 +344,8 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
 
 def _part(found: Sweep, kind: str, part: int) -> Curve | None:
     """A part of a split backward. It was timed once at each size: so the median over sizes says how
-    it compares with the whole backward."""
-    if kind == ROOT:
+    it compares with the whole backward. None where nothing is split."""
+    if kind == ROOT or not found.points[0].parts_s:
         return None
     ratios = [
         p.parts_s[kind][part] / p.gradient_s[kind] for p in found.points if p.gradient_s[kind] > 0
@@ -363,6 +363,7 @@ def _model_profile(
 ) -> ModelProfile:
     kind_of = {unit.name: unit.kind for unit in anatomy.units}
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
+    splits = bool(found.points[0].split)
     return ModelProfile(
         fingerprint=anatomy.fingerprint(),
         compute_dtype=compute_dtype,
@@ -382,8 +383,10 @@ def _model_profile(
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
                 forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
                 backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
-                split=_curve(found, [p.split[kind] for p in found.points]),
-                split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points]),
+                split=_curve(found, [p.split[kind] for p in found.points]) if splits else None,
+                split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points])
+                if splits
+                else None,
                 flops=found.points[0].flops[kind],
                 backward_flops=found.points[0].backward_flops[kind],
                 rerun_flops=found.points[0].rerun_flops[kind],
