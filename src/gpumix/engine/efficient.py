@@ -7,6 +7,7 @@ torch's own, and the process's: it is switched on where it was chosen, never off
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from gpumix.spec.efficiency import Efficiency
 from gpumix.spec.errors import InputError, MachineError, first_line
 
+_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}  # of transformers
 
 
@@ -78,7 +80,11 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Three linear layers around a product with SiLU."""
+    """Three linear layers around a product with SiLU, and nothing else: a dropout or a clamp would
+    be lost, and agreement of one sample does not show it."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if not _GATED.issuperset(forward.__code__.co_names):
+        return False
     layers = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
     act = getattr(module, "act_fn", None)
     silu = isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"
