@@ -21,8 +21,13 @@ BATCH = 128
 ONE_STAGE = Space(most_stages=1, tensor=1, leave_out=False)
 
 
-def hosts(cpu_s: float, cores: tuple[float, float] = (4, 12)) -> Profile:
-    """A fast card on a host with few cores, a slow one where there are many."""
+def hosts(
+    cpu_s: float,
+    cores: tuple[float, float] = (4, 12),
+    most: tuple[float | None, float | None] = (None, None),
+) -> Profile:
+    """A fast card on a host with few cores, a slow one where there are many. `most`: samples a
+    second that their disks give."""
     cards = [
         Card("fast", 1, GIB, steady(0.5e-3), per_host=1),
         Card("slow", 1, GIB, steady(1.5e-3), per_host=1),
@@ -32,7 +37,8 @@ def hosts(cpu_s: float, cores: tuple[float, float] = (4, 12)) -> Profile:
     )
     names = [device.host for device in found.cluster.devices]
     inputs = tuple(
-        HostInput(host=host, cores=n, cpu_s_per_sample=cpu_s) for host, n in zip(names, cores)
+        HostInput(host=host, cores=n, cpu_s_per_sample=cpu_s, most_samples_per_s=rate)
+        for host, n, rate in zip(names, cores, most)
     )
     return found.model_copy(update={"inputs": inputs})
 
@@ -44,7 +50,18 @@ def samples(plan: Plan) -> tuple[int, ...]:
 @pytest.mark.parametrize("cpu_s", [0.0, 1e-3, 4e-3, 10e-3, 16e-3, 50e-3])
 def test_the_plan_is_that_of_brute_force(cpu_s):
     """Over all ways to divide the batch."""
-    found = hosts(cpu_s)
+    _is_best(hosts(cpu_s))
+
+
+@pytest.mark.parametrize("cpu_s", [0.0, 4e-3])
+@pytest.mark.parametrize(
+    "most", [(200.0, None), (None, 50.0), (300.0, 300.0), (1e6, None), (40.0, 1000.0)]
+)
+def test_the_plan_is_that_of_brute_force_where_a_disk_or_a_network_is_slow(most, cpu_s):
+    _is_best(hosts(cpu_s, most=most))
+
+
+def _is_best(found: Profile) -> None:
     plan = make_plan(found, BATCH, space=ONE_STAGE)
     best = min(plan_seconds(found, _with(plan, n)) for n in range(BATCH + 1))
     assert predicted(plan).step_s == pytest.approx(best, rel=0.01)
@@ -76,6 +93,18 @@ def test_a_fast_card_gets_no_more_than_its_host_can_prepare():
     assert fast < slow < BATCH  # the card itself is three times as fast
     naive = make_plan(found.model_copy(update={"inputs": ()}), BATCH, space=ONE_STAGE)
     assert samples(naive)[0] > 2 * samples(naive)[1]
+    assert plan_seconds(found, naive) > 1.5 * predicted(plan).step_s
+
+
+def test_a_fast_card_gets_no_more_than_its_disk_gives():
+    """However many cores there are."""
+    found = hosts(1e-6, (64, 64), most=(100.0, None))
+    plan = make_plan(found, BATCH, space=ONE_STAGE)
+    fast, slow = samples(plan)
+    assert fast < slow < BATCH
+    naive = make_plan(hosts(1e-6, (64, 64)), BATCH, space=ONE_STAGE)
+    assert samples(naive)[0] > 2 * samples(naive)[1]
+    assert input_seconds(found, naive) == samples(naive)[0] / 100.0
     assert plan_seconds(found, naive) > 1.5 * predicted(plan).step_s
 
 

@@ -149,6 +149,34 @@ def test_a_device_that_slows_down_gets_fewer_samples_within_five_steps():
     assert change.samples == (12, 12, 12, 12)
 
 
+def test_what_a_host_cannot_read_is_not_given_to_its_device():
+    """The first device computes three times as fast, and its host reads half as many samples a
+    second as the second one computes: a plan that knows is left alone, and one that does not is
+    put right."""
+    reads = {"fast": 0.5}
+
+    def observed(*samples: int) -> tuple[int, ...]:
+        (stage,) = plan(*samples).stages
+        workers = tuple(
+            worker.model_copy(update={"host": host})
+            for worker, host in zip(stage.workers, ("fast", "slow"))
+        )
+        known = plan(*samples).model_copy(
+            update={"stages": (stage.model_copy(update={"workers": workers}),)}
+        )
+        room = Roomy([PLENTY] * 2)
+        rebalancer = Rebalancer(known, room, steps=10**6, read_per_s=reads)
+        for _ in range(2 * WINDOW_STEPS):
+            rebalancer.observe([n * s for n, s in zip(rebalancer.samples, (1 / 3, 1.0))])
+        return rebalancer.samples
+
+    best = min(range(1, TOTAL), key=lambda n: max(n / 3, n / reads["fast"], TOTAL - n))
+    assert observed(best, TOTAL - best) == (best, TOTAL - best)
+    assert observed(36, 12) == (best, TOTAL - best)
+    reads = {}
+    assert observed(best, TOTAL - best) == (36, 12)
+
+
 def test_a_step_that_takes_long_once_changes_nothing():
     run = Run(12, 12, 12, 12)
     run.steps(5)

@@ -4,11 +4,13 @@ compute sets the pace of all:
 
     step >= max over hosts (samples of its ranks x core seconds of a sample / cores)
 
-Samples that only wait, for a network say, take no cores: workers are added for those.
+Samples that only wait, for a network say, take no cores: workers are added for those, up to what
+the disk or the network gives all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from gpumix.spec.plan import Plan, Prediction
@@ -21,7 +23,7 @@ STARVED_SHARE = 0.03
 def input_seconds(profile: Profile, plan: Plan) -> float:
     """To read the samples of a step, on the host where that takes longest; 0 if nothing is known
     of that."""
-    rates = {one.host: samples_per_s(one) for one in profile.inputs}
+    rates = rates_of(profile)
     if not rates:
         return 0.0
     read: Counter[str] = Counter()
@@ -31,8 +33,14 @@ def input_seconds(profile: Profile, plan: Plan) -> float:
 
 
 def samples_per_s(one: HostInput) -> float:
-    """That a host can read with all of its cores."""
-    return one.cores / one.cpu_s_per_sample if one.cpu_s_per_sample else float("inf")
+    """That a host can read, with all of its cores and as many readers as help."""
+    by_cores = one.cores / one.cpu_s_per_sample if one.cpu_s_per_sample else math.inf
+    return min(by_cores, one.most_samples_per_s or math.inf)
+
+
+def rates_of(profile: Profile) -> dict[str, float]:
+    """Of each host that is known, samples a second."""
+    return {one.host: samples_per_s(one) for one in profile.inputs}
 
 
 def no_faster_than_input(profile: Profile, plan: Plan, found: Prediction) -> Prediction:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 
 from gpumix.cost.curves import seconds_at
-from gpumix.cost.input import samples_per_s
+from gpumix.cost.input import rates_of
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted
 from gpumix.spec.curve import Curve
@@ -38,16 +38,15 @@ def held_back(profile: Profile) -> Profile | None:
 
 def least_step_s(profile: Profile, batch: int) -> float:
     """No plan takes less, however the samples are divided over the hosts."""
-    rates = [samples_per_s(one) for one in profile.inputs]
-    known = {one.host for one in profile.inputs}
-    if not rates or any(device.host not in known for device in profile.cluster.devices):
+    rates = rates_of(profile)
+    if not rates or any(device.host not in rates for device in profile.cluster.devices):
         return 0.0
-    return batch / sum(rates)
+    return batch / sum(rates.values())
 
 
 def _least_seconds(profile: Profile) -> dict[str, float]:
     """By class: for a sample, on the host that reads most slowly."""
-    rates = {one.host: samples_per_s(one) for one in profile.inputs}
+    rates = rates_of(profile)
     speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
     there: dict[str, Counter[str]] = defaultdict(Counter)
     for device in profile.cluster.devices:

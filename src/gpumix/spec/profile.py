@@ -388,6 +388,11 @@ class HostInput(Value):
     host: str
     cores: float = Field(gt=0, description="that processes there may use")
     cpu_s_per_sample: float = Field(ge=0, description="seconds of one core to read one sample")
+    most_samples_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="of any number of readers, where a disk or a network sets that; else none",
+    )
 
 
 class InputMeasurement(Document):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
 
+from gpumix.cost.input import rates_of
 from gpumix.cost.predict import predict
 from gpumix.hardware.environment import torchrun_place
 from gpumix.spec.errors import PlanOutdated
@@ -83,7 +84,12 @@ class Balancing:
             return None
         if self._rebalancer is None:
             steps = self._context.job.steps
-            self._rebalancer = Rebalancer(self._planned, self._room(), steps=steps)
+            self._rebalancer = Rebalancer(
+                self._planned,
+                self._room(),
+                steps=steps,
+                read_per_s=rates_of(self._profile) if self._profile is not None else {},
+            )
         before = self._rebalancer.samples
         change = self._rebalancer.observe(compute_s)
         if change is None:

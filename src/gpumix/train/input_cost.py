@@ -1,13 +1,17 @@
-"""Measures what reading samples takes of a host's cores."""
+"""Measures what reading samples takes of a host's cores, and how many a disk or network gives."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import count
+from queue import SimpleQueue
 
 import numpy as np
 
-from gpumix.data.fetch import fetch_in_time
+from gpumix.data.arena import Arena
+from gpumix.data.crew import Crew, Place, Processes, Threads
+from gpumix.data.fetch import Chunk, Cost, Fetched, fetch_in_time
 from gpumix.data.host import cores_here
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
@@ -17,6 +21,13 @@ from gpumix.spec.profile import HostInput
 
 LONGEST_S = 0.5
 MOST_SAMPLES, AT_ONCE = 512, 32
+READERS = (4, 16)  # that read at once
+WAITS = 2.0  # seconds by the clock for each of a core, from which on more readers are tried
+SCALES = 1.5  # times the rate of the fewer, that the more have where nothing holds them back
+BUSY = 0.8  # of a core (of all cores, for processes): readers that compute so much wait for that
+CHUNK_S = 0.01  # that one reader is to take for a chunk; many that end together tell too much
+ROUNDS = 4  # of all readers, that are waited for
+MOST_S = 4.0  # that any number of readers is looked at
 
 
 def measure_input(
@@ -40,15 +51,21 @@ def measure_input(
     told = ""
     if [device.host for device in devices].index(own) == ranks.rank:
         cores = cores_here() / (len(hosts) if cluster.emulated else 1)
-        one = HostInput(host=own, cores=cores, cpu_s_per_sample=cpu_s_per_sample(source, reading))
+        alone = cost_alone(source, reading)
+        one = HostInput(
+            host=own,
+            cores=cores,
+            cpu_s_per_sample=alone.cpu_s / alone.samples,
+            most_samples_per_s=most_samples_per_s(source, reading, alone, cores),
+        )
         told = one.model_dump_json()
     # Who reads may wait as long for a sample as the others for it; it says so itself.
     every = ranks.gather("input", told, patience_s=reading.timeout_s)
     return tuple(HostInput.model_validate_json(text) for text in every if text)
 
 
-def cpu_s_per_sample(source: Source, reading: Reading) -> float:
-    """Seconds of one core, in the mean over some samples; what they wait for does not count."""
+def cost_alone(source: Source, reading: Reading) -> Cost:
+    """Of some samples, by one reader."""
     drawn = np.random.default_rng(0)
     fetch_in_time(source, drawn.integers(0, len(source), 1), reading)  # opens what it has to open
     read, begun_s, cpu_s = 0, time.perf_counter(), time.process_time()
@@ -56,4 +73,77 @@ def cpu_s_per_sample(source: Source, reading: Reading) -> float:
         size = min(AT_ONCE, max(1, read))
         fetch_in_time(source, drawn.integers(0, len(source), size), reading)
         read += size
-    return (time.process_time() - cpu_s) / read
+    return Cost(read, time.perf_counter() - begun_s, time.process_time() - cpu_s)
+
+
+def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: float) -> float | None:
+    """That any number of readers gets; None where cores set that, or more readers always get more.
+
+    What mostly waits is read by few and by many at once: a disk or a network that gives the many
+    little more than the few gives nobody more.
+    """
+    if alone.wall_s < WAITS * alone.cpu_s:
+        return None
+    wall_s = alone.wall_s / alone.samples
+    rates = []
+    for readers in READERS:
+        found = _read_at_once(source, reading, readers, max(1, min(AT_ONCE, int(CHUNK_S / wall_s))))
+        # Threads that compute wait for the interpreter: one core is all they have.
+        most_cores = 1.0 if source.thread_safe else cores
+        if found.cpu_s > BUSY * most_cores * found.wall_s:
+            return None
+        rates.append(found.samples / found.wall_s)
+    few, many = rates
+    return many if many < SCALES * few else None
+
+
+def _read_at_once(source: Source, reading: Reading, readers: int, size: int) -> Cost:
+    """By so many readers, in chunks of `size`, from when each of them has read one: seconds by the
+    clock, and of cores in all."""
+    drawn, numbers = np.random.default_rng(readers), count()
+    done: SimpleQueue[Fetched | Exception] = SimpleQueue()
+    crew = _crew(source, reading, readers, done)
+
+    def begin() -> None:
+        indices = drawn.integers(0, len(source), size)
+        crew.begin(Chunk(next(numbers), 0, indices), Place())
+
+    def end() -> Cost:
+        found = done.get()
+        if isinstance(found, Exception):
+            raise found
+        return found.cost
+
+    try:
+        for _ in range(readers):
+            begin()
+        for _ in range(readers):
+            end()
+            begin()
+        samples, cpu_s, begun_s = 0, 0.0, time.perf_counter()
+        took_s, wanted = 0.0, ROUNDS * readers * size
+        while took_s < LONGEST_S or (samples < wanted and took_s < MOST_S):
+            cost = end()
+            begin()
+            samples, cpu_s = samples + cost.samples, cpu_s + cost.cpu_s
+            took_s = time.perf_counter() - begun_s
+        for _ in range(readers):  # nobody is ended in the middle of a sample, with a lock in hand
+            end()
+    finally:
+        crew.close()
+    return Cost(samples, took_s, cpu_s)
+
+
+def _crew(
+    source: Source, reading: Reading, readers: int, done: SimpleQueue[Fetched | Exception]
+) -> Crew:
+    """As a loader would have it: threads where the dataset is safe for them."""
+
+    def tell(_: Chunk, found: Fetched | Exception) -> None:
+        done.put(found)
+
+    policy, timeout_s = reading.bad_samples, reading.timeout_s
+    if source.thread_safe:
+        return Threads(source, policy, tell, readers, timeout_s=timeout_s)
+    arena = Arena(1, 1)  # nothing is written there: what was read is handed over
+    return Processes(source, policy, tell, readers, arena=arena, timeout_s=timeout_s)

@@ -6,16 +6,18 @@ that was wrong. Pure: all ranks see the same times and come to the same split in
 
 A device that takes f times as long as the plan says is taken to do so for its samples and for its
 optimizer alike. The split is that of the smallest time of the slowest device: sample after sample
-goes to where it ends first, which is the optimum where more samples never take less time. Where
+goes to where it ends first, which is the optimum where more samples never take less time. Devices
+of a host that reads samples more slowly than they compute them are as fast as it reads. Where
 memory forbids that, state moves to devices that have room, if that pays for itself.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from gpumix.spec.plan import Plan, Worker
@@ -100,14 +102,19 @@ class Rebalancer:
 
     Args:
         steps: how many there are to be.
+        read_per_s: samples that hosts can read; others read as many as are wanted.
     """
 
-    def __init__(self, plan: Plan, room: Room, *, steps: int) -> None:
+    def __init__(
+        self, plan: Plan, room: Room, *, steps: int, read_per_s: Mapping[str, float] = {}
+    ) -> None:
         (stage,) = plan.stages
         leaders = [team[0] for team in stage.teams]
         self.samples = tuple(worker.samples for worker in leaders)
         """Of each team, now."""
         self._devices = [worker.device for worker in leaders]
+        self._hosts = [worker.host for worker in leaders]
+        self._read_per_s = read_per_s
         self._degree = stage.tensor
         self._steps = steps
         self.go_on(plan, room)
@@ -170,7 +177,7 @@ class Rebalancer:
 
     def _better(self, seconds: list[float]) -> Change | None:
         now, paces = self.samples, self._paces(seconds)
-        before_s = max(seconds)
+        before_s = _slowest_s(paces, now)
         if before_s * (1.0 - LEAST_GAIN) <= _bound_s(paces, now):
             return None
         samples = split(sum(now), paces, self._most)
@@ -204,12 +211,14 @@ class Rebalancer:
 
     def _paces(self, seconds: Sequence[float]) -> list[Pace]:
         every = zip(self._planned, self.samples, seconds)
-        return [_measured(planned, n, of_team) for planned, n, of_team in every]
+        paces = [_measured(planned, n, of_team) for planned, n, of_team in every]
+        return _with_data(paces, self._hosts, self._read_per_s)
 
     def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
         """Whether the change would have been right in one step."""
-        after_s = _slowest_s(self._paces(seconds), change.samples)
-        return after_s <= max(seconds) * (1.0 - LEAST_GAIN_EACH)
+        paces = self._paces(seconds)
+        after_s, before_s = (_slowest_s(paces, n) for n in (change.samples, self.samples))
+        return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)
 
     def _why(self, seconds: list[float]) -> str:
         """The device that differs most from the others, against the plan."""
@@ -235,6 +244,17 @@ def _planned(plan: Plan, worker: Worker) -> Pace:
 def _measured(planned: Pace, samples: int, seconds: float) -> Pace:
     factor = seconds / planned.seconds(samples) if samples else 1.0
     return Pace(planned.fixed_s * factor, planned.sample_s * factor)
+
+
+def _with_data(
+    paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
+) -> list[Pace]:
+    """Teams that are no faster, all of a host together, than it reads their samples."""
+    together: dict[str, float] = defaultdict(float)
+    for pace, host in zip(paces, hosts):
+        together[host] += 1.0 / pace.sample_s
+    slower = {host: max(1.0, rate / read_per_s.get(host, inf)) for host, rate in together.items()}
+    return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
 
 
 def _slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gpumix.cost.input import rates_of
 from gpumix.cost.predict import predict
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.plan import Plan, Prediction
@@ -148,7 +149,12 @@ def settled(profile: Profile, plan: Plan) -> Plan:
     """What a run makes of a plan after a few steps, if devices take what the profile says."""
     if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
         return plan
-    rebalancer = Rebalancer(plan, Fixed(most_by_memory(profile, plan)), steps=WINDOW_STEPS)
+    rebalancer = Rebalancer(
+        plan,
+        Fixed(most_by_memory(profile, plan)),
+        steps=WINDOW_STEPS,
+        read_per_s=rates_of(profile),
+    )
     times = {worker.device: worker.busy_s for worker in plan.prediction.workers}
     for _ in range(WINDOW_STEPS):
         change = rebalancer.observe([times[worker.device] for worker in plan.workers])
