@@ -164,6 +164,20 @@ def single_updates(steps: int | None = None, *, fused: bool = False) -> float:
     return _train(batches, lambda x, y: F.cross_entropy(model(x), y), optimizer, steps)
 
 
+def prints(steps: int | None = None, *, mended: bool = False) -> float:
+    """Every step shows what it computes with."""
+    model = _classifier(512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        if not mended:
+            print(logits[:8], y[:8])
+        return F.cross_entropy(logits, y)
+
+    return _train(_in_memory(128), loss_of, optimizer, steps)
+
+
 # -- without ---------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
     rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
     findings = (Finding(order, gain), Finding(rarer, gain))
-    report = Report(findings, (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
+    report = Report(findings, (), (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
     doctor(str(job), apply=True)
@@ -44,7 +44,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
     assert "# `checkpoint.every_steps: 50` (older ones)\n" in tuned.read_text()
     told = " ".join(capsys.readouterr().err.split())
-    assert "left to you, for it changes what is trained: `data.bucketing: true`" in told
+    assert "left to you: `data.bucketing: true`" in told
 
 
 def test_a_job_that_does_not_run_says_why(tmp_path):

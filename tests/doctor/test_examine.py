@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.examine import Window, examine
-from gpumix.doctor.report import Suspect
+from gpumix.doctor.report import Finding, Report, Suspect
+from gpumix.doctor.verdict import Gain
 from gpumix.spec.errors import GpumixError, TrainingError
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
+FACTORS["minutes"] = 0.2
 
 
 @dataclass
@@ -37,7 +39,15 @@ class Known:
 
     def suspects(self):
         return [
-            Suspect(n, f"what {n}", "why", {n: True}, "mend it", changes_training=n == "other")
+            Suspect(
+                name=n,
+                what=f"what {n}",
+                why="why",
+                changes={n: True},
+                fix="mend it",
+                changes_training=n == "other",
+                costly=n == "minutes",
+            )
             for n in self.names
         ]
 
@@ -87,7 +97,7 @@ def test_what_changes_the_training_is_told_and_not_done():
     assert report.changes == {"tenth": True} and report.gain == pytest.approx(1 / 0.9)
     assert patient.log[-1] == ("tenth",) or patient.log[-2] == ("tenth",)
     assert [one["changes_training"] for one in report.as_dict()["findings"]] == [True, False]
-    assert report.left == ["mend it"] and report.notes == []
+    assert report.notes == [] and report.settings == {}  # they are of code
 
 
 def test_what_does_not_run_is_told_and_left():
@@ -104,6 +114,32 @@ def test_a_patient_that_does_not_run_is_an_error():
 def test_only_what_is_asked_for_is_tried():
     report, _, _ = examined("half", "tenth", only=("tenth",))
     assert [one.suspect.name for one in report.findings] == ["tenth"]
+
+
+def test_what_takes_minutes_is_tried_where_it_is_asked_for():
+    report, _, _ = examined("half", "minutes")
+    assert [one.suspect.name for one in report.findings] == ["half"]
+    assert report.untried == ("minutes",) == tuple(report.as_dict()["untried"])
+    report, _, _ = examined("half", "minutes", only=("minutes",))
+    assert [one.suspect.name for one in report.findings] == ["minutes"]
+    assert report.untried == ()
+
+
+def test_what_is_of_code_is_no_setting():
+    """What changes the training is none that is written, either."""
+    gain = Gain(1.5, 1.4, 1.6, pairs=5)
+    made = [
+        Suspect("a", "", "", {"data.workers": "auto"}),
+        Suspect("b", "", "", {"quiet": True}, fix="print less"),
+        Suspect("c", "", "", {"data.bucketing": True}, changes_training=True),
+        Suspect("d", "", "", {"checkpoint.every_steps": 9}, note="older"),
+    ]
+    findings = tuple(Finding(one, gain) for one in made)
+    report = Report(findings, (), (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
+    assert report.settings == {"data.workers": "auto", "checkpoint.every_steps": 9}
+    assert report.changes == report.settings | {"quiet": True}
+    assert report.left == ["print less", "`data.bucketing: true`"]
+    assert report.notes == ["`checkpoint.every_steps: 9` (older)"]
 
 
 def test_all_measured_steps_are_added_up():

@@ -139,8 +139,23 @@ def test_prints_are_swallowed(patches, capsys):
     apply({"quiet": True}, patches)
     print("nobody reads this")
     print("nor this", file=sys.stderr)
+    sys.stdout.write("nor that")
     told = capsys.readouterr()
     assert told.out == told.err == ""
+
+
+def test_what_is_printed_is_not_even_written_out(patches, tmp_path):
+    """A tensor's text takes longer than to write it; what goes into a file is the user's."""
+
+    class Unread:
+        def __str__(self) -> str:
+            raise AssertionError("nobody reads it")
+
+    apply({"quiet": True}, patches)
+    print(Unread())
+    with (tmp_path / "log").open("w") as log:
+        print("kept", file=log)
+    assert (tmp_path / "log").read_text() == "kept\n"
 
 
 @dataclass

@@ -141,6 +141,18 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             "batch_size=32) at train.py:5",
         ),
         (
+            replace(SEEN, cpu_bf16=True),
+            "bf16",
+            {"autocast": "bf16"},
+            'torch.autocast("cpu", torch.bfloat16) around the call at train.py:9',
+        ),
+        (
+            replace(SEEN, compiler=True),
+            "compile",
+            {"compile": "default"},
+            "model.compile()",
+        ),
+        (
             replace(SEEN, retries=4),
             "retries",
             {"expandable_segments": True},
@@ -153,7 +165,9 @@ def test_what_is_suspected(seen, name, changes, fix):
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
-    assert ("the gain is per sample" in found.mended_by) == found.changes_training
+    assert found.changes_training == (name in ("batch", "bf16"))
+    assert found.changes_training == bool(found.note)
+    assert found.costly == (name == "compile")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,11 @@ def test_what_is_suspected(seen, name, changes, fix):
 )
 def test_what_is_not(seen):
     assert names(seen) == []
+
+
+def test_of_a_gpu_nothing_is_left_to_the_user():
+    assert not any(one.changes_training or one.costly for one in suspects(A100))
+    assert names(replace(A100, capability=7, cpu_bf16=True)) == ["fused_optimizer", "compile"]
 
 
 def test_of_a_gpu_dtypes_and_kernels_are_suspected():

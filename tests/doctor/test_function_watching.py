@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from gpumix.doctor.function.lines import Lines
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import Seen
@@ -46,7 +47,7 @@ def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gp
     """As a window's process sees it."""
     found: list[Seen] = []
     with Patches() as patches:
-        watch = Watch(roots := Roots([]), foreign)
+        watch = Watch(roots := Roots([]), Lines(foreign))
         watch.install(patches, gpu=gpu)
         steps = Steps(
             WARM_UP,
@@ -255,7 +256,8 @@ def test_copies_that_block():
 
 def test_what_is_printed_and_set():
     def beside(loss: torch.Tensor) -> None:
-        print("a line")
+        print("a line")  # printed
+        sys.stderr.write("another")
 
     def train() -> None:
         torch.autograd.set_detect_anomaly(True)  # costly
@@ -265,8 +267,10 @@ def test_what_is_printed_and_set():
         seen = seen_of(train)
     finally:
         torch.autograd.set_detect_anomaly(False)
-    (site,) = seen.writes
-    assert site.calls == 2 * STEPS  # the line, and its end
+    printed, written = sorted(seen.writes, key=lambda site: site.what)
+    assert (printed.what, printed.calls) == ("print", STEPS)
+    assert printed.place.endswith(line_of("# " + "printed"))
+    assert (written.what, written.calls) == ("write", STEPS)
     assert seen.anomaly and seen.set["anomaly"].endswith(line_of("# " + "costly"))
     assert not seen.deterministic and "deterministic" not in seen.set
 

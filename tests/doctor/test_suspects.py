@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gpumix.doctor.function.seen import Site
+from gpumix.doctor.inside import SeenInside
 from gpumix.doctor.suspects import NAMES, Evidence, suspects
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.train.interlude import Interlude
+
+ITEM = Site("model.py:3", "item", calls=10, seconds=0.1)
+PRINT = Site("model.py:4", "print", calls=20, seconds=0.1)
 
 HEALTHY: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2"}},
@@ -27,7 +33,13 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "save": Interlude(),
         "evaluation": Interlude(),
         "padding_share": None,
+        "inside": SeenInside(),
+        "steps": 10,
+        "retries": 0,
+        "kernels_share": None,
         "compilers": False,
+        "cpu_compilers": False,
+        "cpu_bf16": (),
         "other_dtypes": False,
         "tf32": (),
         "planned_s": 0.1,
@@ -73,6 +85,12 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"efficiency.fused_optimizer": "auto"},
         ),
         ({}, {"compilers": True}, "compile", {"compile": True}),
+        ({}, {"compilers": True, "kernels_share": 0.9}, "compile", {"compile": True}),
+        ({}, {"compilers": True, "kernels_share": 0.4}, "launches", {"compile": True}),
+        ({}, {"cpu_bf16": ("cpu",)}, "bf16", {"precision": {"cpu": "bf16"}}),
+        ({}, {"retries": 3}, "retries", {"expandable_segments": True}),
+        ({}, {"inside": SeenInside(syncs=(ITEM,))}, "syncs", {"late_values": True}),
+        ({}, {"inside": SeenInside(writes=(PRINT,))}, "prints", {"quiet": True}),
         (
             {"techniques": {"leave_out": False}},
             {},
@@ -130,6 +148,19 @@ def test_what_is_suspected(job, given, name, changes):
     assert (found.name, found.changes) == (name, changes)
 
 
+def test_compiled_code_of_cpus_takes_minutes_to_try():
+    (found,) = suspects(seen({}, cpu_compilers=True))
+    assert (found.name, found.costly) == ("compile", True)
+    (found,) = suspects(seen({}, cpu_compilers=True, compilers=True))
+    assert not found.costly
+
+
+def test_bf16_of_a_cpu_is_left_to_the_user():
+    (found,) = suspects(seen({}, cpu_bf16=("cpu",)))
+    assert found.changes_training and "look at the loss" in found.mended_by
+    assert names(seen({"precision": "fp32"}, cpu_bf16=("cpu",))) == []
+
+
 def test_small_batches_come_last_and_are_left_to_the_user():
     *_, found = suspects(seen({"strategy": "even"}, foretold_s=lambda changes: 0.08))
     assert (found.name, found.changes) == ("batch", {"global_batch": 8})
@@ -175,6 +206,10 @@ def test_what_is_given_up_is_told(job, given, told):
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
         ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),
         ({"checkpoint": {"every_steps": 100}}, {"save": Interlude(0.1)}),
+        ({}, {"inside": SeenInside(syncs=(replace(ITEM, calls=3),))}),  # not in each step
+        ({}, {"inside": SeenInside(syncs=(replace(ITEM, what="__bool__"),))}),
+        ({}, {"inside": SeenInside(writes=(replace(PRINT, seconds=0.005),))}),
+        ({"compile": True}, {"compilers": True, "kernels_share": 0.4}),
         ({"checkpoint": {"every_steps": 10}}, {"save": Interlude(0.001, 0.001, 0.9)}),
         (data(packing="none"), {"padding_share": 0.01}),
     ],

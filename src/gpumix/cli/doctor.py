@@ -73,13 +73,15 @@ def doctor(
         console.print(_table(report) if report.findings else "nothing was found that slows it down")
         for remark in report.remarks:
             console.print(remark)
-    if apply and report.changes:
+        for name in report.untried:
+            console.print(f"not tried, for that takes minutes: --only {name}")
+    if apply and report.settings:
         tuned = tuned_path(Path(target))
-        write_tuned(Path(target), tuned, report.changes, report.notes)
+        write_tuned(Path(target), tuned, report.settings, report.notes)
         console.print(f"the job with these changes: {tuned}")
     if apply:
         for one in report.left:
-            console.print(f"left to you, for it changes what is trained: {one}")
+            console.print(f"left to you: {one}")
 
 
 def _is_function(target: str) -> bool:

@@ -103,7 +103,7 @@ def examine(
     Args:
         say: is told what is tried.
         pairs: of windows, for each change; more where some of them were disturbed.
-        only: names of suspects to try; empty: all.
+        only: names of suspects to try; empty: all, but for those that take minutes.
 
     Raises:
         GpumixError: the patient as it is does not run.
@@ -134,6 +134,7 @@ def examine(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),
         cleared=tuple(found.cleared),
         unlike=tuple(found.unlike),
+        untried=tuple(one.name for one in patient.suspects() if one.costly and not only),
         remarks=(*patient.remarks(), *tally.remarks()),
         step_s=first_s,
         seconds=time.perf_counter() - begun_s,
@@ -143,7 +144,8 @@ def examine(
 
 def _next(patient: Patient, tried: set[str], only: tuple[str, ...]) -> Suspect | None:
     for suspect in patient.suspects():
-        if suspect.name not in tried and (not only or suspect.name in only):
+        wanted = suspect.name in only if only else not suspect.costly
+        if wanted and suspect.name not in tried:
             return suspect
     return None
 

@@ -12,9 +12,13 @@ from pathlib import Path
 
 from gpumix.doctor.change import Changes, overrides
 from gpumix.doctor.examine import Window
-from gpumix.doctor.machine import Watched, remarks_on, still_starved, watched
+from gpumix.doctor.function.alike import unlike
+from gpumix.doctor.inside import CODE, Inside, SeenInside
+from gpumix.doctor.machine import SITES, Watched, remarks_on, still_starved, watched, written_out
 from gpumix.doctor.report import Suspect
 from gpumix.doctor.suspects import Evidence, suspects
+from gpumix.hardware.cpu import cpu_has_bf16
+from gpumix.hardware.environment import has_cpp_compiler
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import GpumixError
@@ -26,8 +30,8 @@ from gpumix.train.pipeline import Pipeline
 from gpumix.train.rebalance_room import settled
 
 SETTLING = 10  # steps more, in which the loader finds its setting
+COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and what they are
 MEASURED = {"precision", "compile", "efficiency"}  # of a job, what its profile goes by
-SITES = 5  # of one kind that are named
 AMPERE = 8  # major compute capability, from which on there is TF32
 
 
@@ -40,7 +44,9 @@ class JobPatient:
         steps: of a window, those in which the loader settles among them.
         folder: for what windows write.
         allowed: code that the job may call; see `Pipeline.of_file`.
-        global_batch: of the job without changes; None: there are none.
+        global_batch: of the job without changes; None: there are none. `tokens`: of a step of it.
+        inside: what a look into its ranks found, before anything was changed; `kernels_share`: of a
+            step, in which a GPU computed.
     """
 
     path: Path
@@ -51,13 +57,17 @@ class JobPatient:
     debug: bool = False
     changes: Changes = field(default_factory=dict)
     global_batch: int | None = None
+    tokens: float = 0.0
     profiles: dict[str, Profile] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     seen: Watched | None = None
+    inside: SeenInside | None = None
+    kernels_share: float | None = None
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        said = [*self.given, *overrides(self.changes), f"output={self.folder}", "trace_step=null"]
+        settings = {key: value for key, value in self.changes.items() if key not in CODE}
+        said = [*self.given, *overrides(settings), f"output={self.folder}", "trace_step=null"]
         return Pipeline.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
 
     @property
@@ -81,10 +91,22 @@ class JobPatient:
 
     def window(self) -> Window:
         plan = self.plan  # made, and profiled, before anything is watched
+        looks = self.inside is None
+        inside = Inside(
+            {key: value for key, value in self.changes.items() if key in CODE},
+            log=self.folder / "printed.log",
+            gpu=self._has("cuda"),
+            looks=looks,
+            attention=self.job.compile is False,
+        )
         with watched() as told:
-            trial = self.pipeline.try_out(plan, self.steps, beside=True)
+            trial = self.pipeline.try_out(plan, self.steps, beside=True, watcher=inside)
         self.seen = told()
         self.trials.append(trial)
+        if looks:
+            self.inside = SeenInside.of(trial.told)
+            if self.inside.kernels_s is not None:
+                self.kernels_share = self.inside.kernels_s / trial.mean_s
         seconds = trial.mean_s
         took_s = self.steps * trial.mean_s
         for every, took in (
@@ -94,7 +116,12 @@ class JobPatient:
             if every:
                 seconds += took.each_s(every * trial.mean_s) / every
                 took_s += took.still_s + took.beside_s
-        return Window(seconds * self._part_of_batch, took_s)
+        # Of as many tokens as without changes: in another order, or of more samples, it has others.
+        return Window(seconds * (self.tokens or _tokens(trial)) / _tokens(trial), took_s)
+
+    def _has(self, accelerator: str) -> bool:
+        classes = self.pipeline.cluster.classes
+        return any(one.accelerator == accelerator and not one.emulated for one in classes)
 
     @property
     def _part_of_batch(self) -> float:
@@ -104,14 +131,20 @@ class JobPatient:
     def with_changes(self, changes: Changes) -> JobPatient:
         both = {**self.changes, **changes}
         batch = self.global_batch or self.job.global_batch
-        return replace(self, changes=both, global_batch=batch, trials=[])
+        tokens = self.tokens or _tokens(self.trials[-1]) if self.trials else self.tokens
+        return replace(self, changes=both, global_batch=batch, tokens=tokens, trials=[])
 
     def suspects(self) -> list[Suspect]:
         return suspects(self._evidence())
 
     def unlike(self, before: JobPatient) -> str:
-        """A job's settings change rounding at the most; the engine's tests hold that."""
-        return ""
+        """A job's settings change rounding at the most; the engine's tests hold that. Of what is
+        changed in code, and of dtypes, losses tell."""
+        added = {key for key in self.changes.keys() - before.changes.keys() if key in COMPARED}
+        if not added:
+            return ""
+        names = {COMPARED[key] for key in added}
+        return unlike(before.trials[-1].losses, self.trials[-1].losses, names)
 
     def _evidence(self) -> Evidence:
         trial, plan = self.trials[-1], self.plan
@@ -124,7 +157,13 @@ class JobPatient:
             save=trial.save,
             evaluation=trial.evaluation,
             padding_share=trial.padding_share,
-            compilers=any(c.accelerator == "cuda" for c in classes),
+            inside=SeenInside.of(trial.told),
+            steps=self.steps,
+            retries=sum(trial.retries),
+            kernels_share=self.kernels_share,
+            compilers=self._has("cuda"),
+            cpu_compilers=self._has("cpu") and has_cpp_compiler(),
+            cpu_bf16=tuple(c.name for c in classes if _has_bf16(c)) if cpu_has_bf16() else (),
             other_dtypes=compute_dtypes(self.job.precision, self.pipeline.cluster)
             != compute_dtypes("auto", self.pipeline.cluster),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),
@@ -137,6 +176,8 @@ class JobPatient:
         share = max(trial.input_shares)
         if starved := still_starved(trial.input_shares, trial.limits):
             yield starved
+        if self.inside is not None and self.inside.attention:
+            yield written_out(self.inside.attention)
         if trial.syncs:
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
@@ -169,6 +210,15 @@ def _foretold_s(patient: JobPatient) -> float | None:
     except GpumixError:
         return None
     return None if expected is None else expected.step_s * patient._part_of_batch
+
+
+def _tokens(trial: Trial) -> float:
+    """Of a step, without padding."""
+    return trial.tokens_per_s * trial.step_s
+
+
+def _has_bf16(one: DeviceClass) -> bool:
+    return one.accelerator == "cpu" and not one.emulated
 
 
 def _has_tf32(one: DeviceClass) -> bool:

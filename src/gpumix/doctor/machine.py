@@ -20,6 +20,7 @@ from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
 
 SHARE = 0.1  # of the looks, or of the time, from which on it is told
 LOOK_S = 0.2  # between looks at the GPUs
+SITES = 5  # lines that are named
 USED = 0.05  # of a GPU's time, below which it is not part of the training
 
 _PRESSURE = Path("/proc/pressure/io")
@@ -119,8 +120,19 @@ def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
     )
 
 
+def written_out(lines: Sequence[str]) -> str:
+    """What is to be told of attention that is a softmax between two products."""
+    named = ", ".join(lines[:SITES])
+    return (
+        f"attention is written out at {named}, as products around a softmax, with matrices of all "
+        "pairs of positions: torch.nn.functional.scaled_dot_product_attention has kernels without "
+        "(torch.nn.MultiheadAttention with need_weights=False)"
+    )
+
+
 def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float) -> str:
-    """What is to be told where reading data keeps all cores busy; empty: they are not.
+    """What is to be told where reading data, beside training itself where that is on the CPU too,
+    keeps all cores busy; empty: they are not.
 
     Args:
         cpu_s: seconds of cores that all processes of the training take for a step.

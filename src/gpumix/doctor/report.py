@@ -13,6 +13,7 @@ BATCH_NOTE = (
     "the gain is per sample; this changes what is trained: steps are fewer, and the learning rate "
     "may have to be higher"
 )
+DTYPE_NOTE = "it rounds otherwise: look at the loss of a whole run"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Suspect:
         fix: what its user must change, where that is code; empty: `changes` are keys of a job.
         note: what comes with it, or is given up for it.
         changes_training: beyond rounding; that is told, and left to the user.
+        costly: to try takes minutes: only where it is asked for.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Suspect:
     fix: str = ""
     note: str = ""
     changes_training: bool = False
+    costly: bool = False
 
     @property
     def mended_by(self) -> str:
@@ -76,6 +79,7 @@ class Report:
             as it is, `gain` what they bring.
         cleared: suspects whose change did not make steps shorter.
         unlike: suspects whose change made something else of the training, and in what.
+        untried: names of suspects that take minutes to try, and were not asked for.
         remarks: what no setting mends.
         step_s: of a step as it was, all beside steps counted in.
         seconds: that the examination took; `trained_s` of these were steps that were measured.
@@ -84,6 +88,7 @@ class Report:
     findings: tuple[Finding, ...]
     cleared: tuple[tuple[str, Gain], ...]
     unlike: tuple[tuple[str, str], ...]
+    untried: tuple[str, ...]
     remarks: tuple[str, ...]
     step_s: float
     seconds: float
@@ -94,14 +99,23 @@ class Report:
         return {key: value for one in self._safe for key, value in one.suspect.changes.items()}
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Those of `changes` that are keys of a job."""
+        made = [one.suspect.changes for one in self._safe if not one.suspect.fix]
+        return {key: value for changes in made for key, value in changes.items()}
+
+    @property
     def notes(self) -> list[str]:
-        """What comes with `changes`."""
-        return [one.suspect.mended_by for one in self._safe if one.suspect.note]
+        """What comes with `settings`."""
+        settings = [one.suspect for one in self._safe if not one.suspect.fix]
+        return [one.mended_by for one in settings if one.note]
 
     @property
     def left(self) -> list[str]:
-        """Changes that would help, and are left to the user."""
-        return [one.suspect.mended_by for one in self.findings if one.suspect.changes_training]
+        """Changes that would help, and are left to the user: they change what is trained, or are of
+        code."""
+        suspects = [one.suspect for one in self.findings]
+        return [one.mended_by for one in suspects if one.changes_training or one.fix]
 
     @property
     def gain(self) -> float:
@@ -118,6 +132,7 @@ class Report:
             "findings": [one.as_dict() for one in self.findings],
             "cleared": {name: gain.factor for name, gain in self.cleared},
             "unlike": dict(self.unlike),
+            "untried": list(self.untried),
             "remarks": list(self.remarks),
             "changes": self.changes,
             "seconds": self.seconds,

@@ -11,7 +11,9 @@ from typing import Any
 
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.doctor.change import Changes, default_of
-from gpumix.doctor.report import BATCH_NOTE, Suspect
+from gpumix.doctor.function.suspects import LAUNCH_SHARE, lines, retried
+from gpumix.doctor.inside import SeenInside
+from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
@@ -34,7 +36,12 @@ class Evidence:
         save, evaluation: that one checkpoint, and one evaluation take; nothing: there are none.
         step_s: of a step without these.
         padding_share: of the tokens of a batch; None: not known.
-        compilers: whether there are devices that compiled code is made for.
+        inside: what was seen in ranks, in so many `steps`.
+        retries: of allocators in these.
+        kernels_share: of a step, in which a GPU computed; None: not known.
+        compilers: whether there are GPUs, that compiled code is made for; `cpu_compilers`: CPUs, as
+            devices.
+        cpu_bf16: names of the classes that are CPUs with instructions for bf16.
         other_dtypes: whether some class would compute in another dtype if the job left it to it.
         tf32: names of the classes that can compute fp32 products in TF32.
         planned_s: seconds of the step of the job's own plan.
@@ -49,7 +56,13 @@ class Evidence:
     save: Interlude
     evaluation: Interlude
     padding_share: float | None
+    inside: SeenInside
+    steps: int
+    retries: int
+    kernels_share: float | None
     compilers: bool
+    cpu_compilers: bool
+    cpu_bf16: tuple[str, ...]
     other_dtypes: bool
     tf32: tuple[str, ...]
     planned_s: float
@@ -76,11 +89,16 @@ PINS = {
 NAMES = (
     "workers",
     "tokenize",
+    "syncs",
+    "prints",
+    "retries",
     "strategy",
     *PINS,
     "precision",
+    "bf16",
     *EfficiencySpec.model_fields,
     "eager",
+    "launches",
     "compile",
     "padding",
     "checkpoints",
@@ -95,6 +113,8 @@ def suspects(seen: Evidence) -> list[Suspect]:
     else shows."""
     return [
         *_input(seen),
+        *lines(seen.inside.syncs, seen.inside.writes, seen.steps, seen.steps * seen.step_s),
+        *retried(seen.retries, seen.steps),
         *_pins(seen),
         *_ways(seen),
         *_padding(seen),
@@ -147,7 +167,8 @@ def _ways(seen: Evidence) -> Iterator[Suspect]:
     job = seen.job
     if seen.other_dtypes:
         why = "each class has a dtype that it is fastest in"
-        yield Suspect("precision", f"`precision: {job.precision}`", why, {"precision": "auto"})
+        what, changes = f"`precision: {job.precision}`", {"precision": "auto"}
+        yield Suspect("precision", what, why, changes, note=DTYPE_NOTE)
     for key, value in job.efficiency.model_dump(mode="json").items():
         if value != "auto":
             what = f"`efficiency.{key}: {value}`"
@@ -161,9 +182,27 @@ def _ways(seen: Evidence) -> Iterator[Suspect]:
         why = "tensor cores compute fp32 products in TF32, which keeps 10 of 23 bits"
         by_class = dict.fromkeys(seen.tf32, True)
         yield Suspect("tf32", "TF32 is off", why, {"efficiency.tf32": by_class})
-    if job.compile is False and seen.compilers:
-        why = "compiled code fuses what lies between products"
-        yield Suspect("compile", "blocks are not compiled", why, {"compile": True})
+    if job.precision == "auto" and seen.cpu_bf16:
+        yield Suspect(
+            name="bf16",
+            what="a CPU computes in fp32",
+            why="it has instructions for bf16, which has as large a range",
+            changes={"precision": dict.fromkeys(seen.cpu_bf16, "bf16")},
+            note=DTYPE_NOTE,
+            changes_training=True,
+        )
+    yield from _compiled(seen)
+
+
+def _compiled(seen: Evidence) -> Iterator[Suspect]:
+    if seen.job.compile is not False or not (seen.compilers or seen.cpu_compilers):
+        return
+    name, what = "compile", "blocks are not compiled"
+    why = "compiled code fuses what lies between products"
+    if seen.kernels_share is not None and seen.kernels_share < LAUNCH_SHARE:
+        name, what = "launches", "a GPU waits for its next kernel: kernels are small"
+        why = f"it computes in {seen.kernels_share:.0%} of a step"
+    yield Suspect(name, what, why, {"compile": True}, costly=not seen.compilers)
 
 
 def _eager(config: dict[str, Any]) -> bool:

@@ -427,6 +427,7 @@ def _child(
 ) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
     tell_into(_mapped(note))
+    os.dup2(2, 1)  # data on stdout is the launcher's; what code prints in ranks is talk
     threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:
         pipe.send(("result", work(seat, *args)))

@@ -56,6 +56,7 @@ from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
 from gpumix.train.trace import trace_of
 from gpumix.train.watch import Watch, stamps_of
+from gpumix.train.watcher import Watcher
 
 # Notices of the engine's, the larger one first.
 STOP = 1.0  # this rank was asked to stop
@@ -189,12 +190,13 @@ class Trainer:
             self.keeping.forget()
             return self._summary(path)
 
-    def try_out(self, steps: int, *, beside: bool = False) -> Trial:
+    def try_out(self, steps: int, *, beside: bool = False, watcher: Watcher | None = None) -> Trial:
         """Train `steps` steps after those of the warm-up; nothing is written.
 
         Args:
             beside: then evaluate and save once, if the job does that: so something is; and look,
                 in one step more, for what makes the host wait.
+            watcher: entered before; may want another step.
         """
         evaluation = save = Interlude()
         with self.loader, StopRequest() as stop:
@@ -203,10 +205,14 @@ class Trainer:
             self._exchange_records()
             waited_s = self.engine.comm.clock.total_s()
             records, tokens, padded = [], 0, 0
+            if watcher is not None:
+                watcher.begins()
             for _ in range(steps):
                 records.append(self.train_step(stop))
                 for lengths in self._lengths():
                     tokens, padded = tokens + sum(lengths), padded + len(lengths) * max(lengths)
+            if watcher is not None:
+                watcher.ends()
             waited_s = self.engine.comm.clock.total_s() - waited_s
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
@@ -221,6 +227,9 @@ class Trainer:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.accelerator == "cuda" for one in classes):
                     self.train_step(stop)
+            if watcher is not None and watcher.looks:
+                with watcher.looking():
+                    self.train_step(stop)
         times = [r.step_s for r in records]
         gather, step_s = self.context.ranks.gather, typical_s(times)
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
@@ -231,6 +240,7 @@ class Trainer:
         retries = gather("retries", str(self.context.runtime.allocator_retries))
         # Each rank returns the same: what the first one saw.
         seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
+        told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
         counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
         all_tokens, all_padded = map(sum, zip(*counted))
         return Trial(
@@ -248,6 +258,7 @@ class Trainer:
             limits=limits,
             retries=[int(text) for text in retries],
             syncs=[(place, times) for place, times in seen],
+            told=json.loads(told),
         )
 
     def _lengths(self) -> list[list[int]]:

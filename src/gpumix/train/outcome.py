@@ -41,6 +41,7 @@ class Trial:
         retries: of each rank: how often its allocator had to give memory back to get some.
         syncs: lines of the model's that made the host wait for the device, with how often in a step
             of the first rank; empty if that was not asked for, or the device is no GPU.
+        told: what the watcher of the first rank saw; None: there was none.
     """
 
     step_s: float
@@ -57,3 +58,4 @@ class Trial:
     limits: list[str]
     retries: list[int]
     syncs: list[tuple[str, float]]
+    told: Any

@@ -45,6 +45,7 @@ from gpumix.train.tracking import check_installed, tracked
 
 if TYPE_CHECKING:
     from gpumix.train.outcome import Summary, Trial
+    from gpumix.train.watcher import Watcher
 
 # What every model of transformers imports.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
@@ -245,14 +246,16 @@ class Pipeline:
             return self.cluster
         return self.cluster.only(worker.device for worker in plan.workers)
 
-    def try_out(self, plan: Plan, steps: int, *, beside: bool = False) -> Trial:
+    def try_out(
+        self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
+    ) -> Trial:
         """Train a few steps by `plan`, for its speed; see `Trainer.try_out`."""
         from gpumix.train import work
 
         used = self._used(plan)
         devices = self._runs.devices(used)
         trial: Trial = self._runs.run(
-            work.try_out, used, self._task(), plan, devices, steps, beside
+            work.try_out, used, self._task(), plan, devices, steps, beside, watcher
         )
         return trial
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
@@ -28,6 +29,7 @@ from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
 from gpumix.train.run_record import RunRecord
 from gpumix.train.tables import stderr
+from gpumix.train.watcher import Watcher
 
 
 def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) -> Profile:
@@ -138,9 +140,10 @@ def try_out(
     devices: tuple[Device, ...],
     steps: int,
     beside: bool = False,
+    watcher: Watcher | None = None,
 ) -> Trial:
     """Train a few steps by the plan, for its speed and memory; see `Trainer.try_out`. Every rank
     returns the trial."""
-    with joined(seat, task) as context:
+    with watcher or nullcontext(), joined(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
-        return trainer.try_out(steps, beside=beside)
+        return trainer.try_out(steps, beside=beside, watcher=watcher)

@@ -6,6 +6,7 @@ anyone edits code. `suspects` says in which words its user makes it for good.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -165,6 +166,17 @@ def _late(_: Any, patches: Patches) -> None:
 def _quiet(_: Any, patches: Patches) -> None:
     for name in ("stdout", "stderr"):
         patches.replace(sys, name, _Silent)
+    patches.replace(builtins, "print", _printing)
+
+
+def _printing(before: Any) -> Any:
+    """Nor are values put in words."""
+
+    def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
+        if file is not None and not isinstance(file, _Silent):
+            before(*values, file=file, **kwargs)
+
+    return printing
 
 
 class _Silent:

@@ -24,11 +24,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.data.factory import call_factory
+from gpumix.doctor.function.attention import WrittenOut
 from gpumix.doctor.function.changing import apply
+from gpumix.doctor.function.kernels import Kernels
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import Order, Seen
-from gpumix.doctor.function.steps import LEAST, Enough, Steps, wait_for_gpu
+from gpumix.doctor.function.steps import LEAST, Enough, Steps
 from gpumix.doctor.function.watching import Watch
 from gpumix.spec.errors import InputError
 from gpumix.train.failures import in_words
@@ -66,10 +68,11 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
     roots = Roots(apply(order.changes, patches))
     watch = Watch(roots)
     watch.install(patches, gpu=gpu)
-    kernels = _Kernels(order.profiled)
+    kernels, attention = Kernels(), WrittenOut()
     found: list[Seen] = []
 
     def begins() -> None:
+        attention.end()
         roots.found()
         watch.begin()
         send(("begun", None))
@@ -80,7 +83,11 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
             kernels.begin()
 
     def leaves() -> None:
-        send(("seen", kernels.added_to(found[0])))
+        computing_s = kernels.seconds()
+        if computing_s is not None:
+            computing_s /= order.profiled
+        places = tuple(attention.places)
+        send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 
     profiled = order.profiled if gpu else 0
     steps = Steps(
@@ -97,6 +104,9 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
         patches.callback(register_optimizer_step_post_hook(hook).remove)
     patches.callback(roots.found)
     roots.find()
+    if order.profiled:
+        patches.callback(attention.end)
+        attention.begin()
     try:
         call_factory(order.reference, {}, Path(order.folder))
     except Enough:
@@ -145,30 +155,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.killpg(0, signal.SIGKILL)
-
-
-class _Kernels:
-    """Adds up what a GPU computes in some steps.
-
-    Args:
-        steps: how many; 0: none, and nothing is added up.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._profile: Any = None
-
-    def begin(self) -> None:
-        if self._steps and torch.cuda.is_initialized():
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            self._profile = torch.profiler.profile(activities=activities)
-            self._profile.start()
-
-    def added_to(self, seen: Seen) -> Seen:
-        if self._profile is None:
-            return seen
-        wait_for_gpu()
-        self._profile.stop()
-        averages = self._profile.key_averages()
-        seconds = sum(one.self_device_time_total for one in averages) / 1e6
-        return replace(seen, kernels_s=seconds / self._steps)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[2])
-_LIBRARY = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib/python", "<frozen")
+_STANDARD = (f"{sys.base_prefix}/lib/python", "<frozen", "<string>")
+_PACKAGES = ("site-packages", "dist-packages")
+_TORCH = tuple(f"{folder}/torch/" for folder in _PACKAGES)
 UNKNOWN = "a library"
 
 
@@ -46,11 +48,22 @@ class Patches(ExitStack):
 
 def calling_line() -> str:
     """file:line of the innermost frame of code that no library has."""
-    frame = sys._getframe(1)
+    return _line((*_STANDARD, *_PACKAGES), ())
+
+
+def own_line() -> str:
+    """The same, but for what another library than torch does by itself."""
+    return _line((*_STANDARD, *_TORCH), _PACKAGES)
+
+
+def _line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
+    """The innermost frame that is in no file that is `passed`, unless it is one that ends it."""
+    frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARY):
-            return f"{_short(name)}:{frame.f_lineno}"
+        if not name.startswith(_PACKAGE) and not any(part in name for part in passed):
+            its = not any(part in name for part in ends)
+            return f"{_short(name)}:{frame.f_lineno}" if its else UNKNOWN
         frame = frame.f_back  # type: ignore[assignment]
     return UNKNOWN
 

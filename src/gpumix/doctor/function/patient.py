@@ -19,7 +19,7 @@ from gpumix.doctor.examine import Window
 from gpumix.doctor.function.alike import unlike
 from gpumix.doctor.function.seen import Order, Seen
 from gpumix.doctor.function.suspects import LATE, SITES, suspects
-from gpumix.doctor.machine import Watched, remarks_on, too_few_cores, watched
+from gpumix.doctor.machine import Watched, remarks_on, too_few_cores, watched, written_out
 from gpumix.doctor.report import Suspect
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
 
@@ -44,6 +44,7 @@ class FunctionPatient:
         patience_s: see `PATIENCE_S`.
         windows: what the last ones showed; `machine`, and `cpu_s` of all its processes beside.
         kernels_share: of a step, in which a GPU computed.
+        attention: lines that write it out.
         samples: of a step, before anything was changed.
     """
 
@@ -60,10 +61,11 @@ class FunctionPatient:
     machine: Watched | None = None
     cpu_s: float = 0.0
     kernels_share: float | None = None
+    attention: tuple[str, ...] = ()
     samples: float = 0.0
 
     def look(self) -> None:
-        """Before all: how long its steps are, and what of them a GPU computes.
+        """Before all: how long its steps are, what of them a GPU computes, and how they attend.
 
         Raises:
             GpumixError: see `window`.
@@ -71,6 +73,7 @@ class FunctionPatient:
         seen = self._run(PROFILED_STEPS)
         if seen.kernels_s is not None:
             self.kernels_share = seen.kernels_s / seen.step_s
+        self.attention = seen.attention
         self.steps = min(self.steps, seen.steps)  # one that ended by itself has no more
 
     def window(self) -> Window:
@@ -107,9 +110,10 @@ class FunctionPatient:
         if steering := [one for one in seen.syncs if one.what not in LATE]:
             named = ", ".join(f"{one.place} ({one.what})" for one in steering[:SITES])
             yield f"the host waits for values of the GPU that steer the code, at {named}"
+        if self.attention:
+            yield written_out(self.attention)
         cpu_s = self.cpu_s / max(1, seen.steps)
-        # Without a GPU training itself is what keeps cores busy.
-        if seen.cuda and (told := too_few_cores(cpu_s, seen.step_s, seen.cores, seen.input_share)):
+        if told := too_few_cores(cpu_s, seen.step_s, seen.cores, seen.input_share):
             yield told
         if self.machine is not None:
             yield from remarks_on(self.machine, input_share=seen.input_share, retries=seen.retries)

@@ -16,7 +16,8 @@ class Order:
         changes: what to do otherwise; see `changing`.
         warm_up, steps: steps that do not count, and those that do; more of them if they take less
             than `least_s`.
-        profiled: steps more whose kernels are added up.
+        profiled: steps more whose kernels are added up; 0: nor is looked at each operation of the
+            warm-up, which finds attention that is written out.
         threads: of torch, as a process of the user's own would have.
         debug: show the traceback of an error.
     """
@@ -113,8 +114,10 @@ class Seen:
         writes: to stdout and stderr.
         threads: of torch; `cores` that this process may use.
         set: lines that set what slows it down, by what they set.
+        cpu_bf16: whether the CPU has instructions for bf16; `compiler`: there is one for C++.
         retries: of the allocator in these steps.
         kernels_s: of a step, in which the GPU computed; None: not measured.
+        attention: lines that write it out; empty where that was not looked for.
         memory_share: of the device's memory, that was needed at the most.
     """
 
@@ -133,11 +136,14 @@ class Seen:
     threads: int = 1
     cores: float = 1.0
     tf32: bool = False
+    cpu_bf16: bool = False
+    compiler: bool = False
     anomaly: bool = False
     deterministic: bool = False
     set: Mapping[str, str] = field(default_factory=dict)
     retries: int = 0
     kernels_s: float | None = None
+    attention: tuple[str, ...] = ()
     memory_share: float = 0.0
 
     @property

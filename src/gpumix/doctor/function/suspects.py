@@ -12,7 +12,7 @@ from math import floor
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.tuning import Bounds, Measured, choose
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
-from gpumix.doctor.report import BATCH_NOTE, Suspect
+from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 
 COPY_SHARE = 0.01  # of a step, that copies may block
 WRITE_SHARE = 0.01  # of a step, that printing may take
@@ -119,9 +119,16 @@ def _waits(seen: Seen) -> Iterator[Suspect]:
             fix="DataLoader(..., pin_memory=True), and .to(device, non_blocking=True) at "
             + _places(seen.copies),
         )
-    late = [site for site in seen.syncs if site.what in LATE]
-    if sum(site.calls for site in late) >= seen.steps:
-        a_step = sum(site.calls for site in late) / seen.steps
+    yield from lines(seen.syncs, seen.writes, seen.steps, seen.seconds)
+
+
+def lines(
+    syncs: tuple[Site, ...], writes: tuple[Site, ...], steps: int, seconds: float
+) -> Iterator[Suspect]:
+    """Of lines that make the host wait, in so many steps of so many seconds."""
+    late = [site for site in syncs if site.what in LATE]
+    if sum(site.calls for site in late) >= steps:
+        a_step = sum(site.calls for site in late) / steps
         yield Suspect(
             name="syncs",
             what="values are read from the GPU in every step, for which the host waits",
@@ -130,14 +137,26 @@ def _waits(seen: Seen) -> Iterator[Suspect]:
             fix="keep them on the GPU (.detach()), and read them every some steps, at "
             + _places(late),
         )
-    writing_s = sum(site.seconds for site in seen.writes)
-    if seen.share_of(writing_s) > WRITE_SHARE:
+    share = sum(site.seconds for site in writes) / seconds
+    if share > WRITE_SHARE:
         yield Suspect(
             name="prints",
             what="it prints too much",
-            why=f"that takes {seen.share_of(writing_s):.0%} of a step",
+            why=f"that takes {share:.0%} of a step",
             changes={"quiet": True},
-            fix="print every some steps, at " + _places(seen.writes),
+            fix="print every some steps, at " + _places(writes),
+        )
+
+
+def retried(times: int, steps: int) -> Iterator[Suspect]:
+    """Of an allocator that gave memory back so often in so many steps."""
+    if times:
+        yield Suspect(
+            name="retries",
+            what="the allocator gives memory back to get some",
+            why=f"{times} times in {steps} steps",
+            changes={"expandable_segments": True},
+            fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
         )
 
 
@@ -167,14 +186,7 @@ def _settings(seen: Seen) -> Iterator[Suspect]:
             changes={"threads": cores},
             fix=f"torch.set_num_threads({cores}) {_at(seen, 'threads', 'OMP_NUM_THREADS')}",
         )
-    if seen.retries:
-        yield Suspect(
-            name="retries",
-            what="the allocator gives memory back to get some",
-            why=f"{seen.retries} times in {seen.steps} steps",
-            changes={"expandable_segments": True},
-            fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
-        )
+    yield from retried(seen.retries, seen.steps)
 
 
 def _computing(seen: Seen) -> Iterator[Suspect]:
@@ -204,13 +216,16 @@ def _computing(seen: Seen) -> Iterator[Suspect]:
             changes={"tf32": True},
             fix='torch.set_float32_matmul_precision("high") before training',
         )
-    if plain and seen.capability >= AMPERE:
+    if plain and (seen.capability >= AMPERE or (not seen.cuda and seen.cpu_bf16)):
+        device, its = ("cuda", "GPU") if seen.cuda else ("cpu", "CPU")
         yield Suspect(
             name="bf16",
             what="the model computes in fp32",
-            why="the GPU computes bf16 faster, in as large a range",
+            why=f"the {its} has instructions for bf16, which has as large a range",
             changes={"autocast": "bf16"},
-            fix='with torch.autocast("cuda", torch.bfloat16): around the call at ' + plain[0].place,
+            fix=f'torch.autocast("{device}", torch.bfloat16) around the call at {plain[0].place}',
+            note="" if seen.cuda else DTYPE_NOTE,
+            changes_training=not seen.cuda,
         )
     slow = [one for one in seen.optimizers if one.fusible and not one.fused]
     if slow and (seen.cuda or seen.share_of(sum(o.seconds for o in slow)) > OPTIMIZER_SHARE):
@@ -225,7 +240,8 @@ def _computing(seen: Seen) -> Iterator[Suspect]:
 
 def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
     plain = [one for one in seen.models if not one.compiled]
-    if not plain or seen.capability < VOLTA:
+    compiles = seen.capability >= VOLTA if seen.cuda else seen.compiler
+    if not plain or not compiles:
         return
     if kernels_share is not None and kernels_share < LAUNCH_SHARE:
         yield Suspect(
@@ -241,6 +257,7 @@ def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
         why="compiled code fuses what lies between products",
         changes={"compile": "default"},
         fix=f"model.compile(), before the call at {plain[0].place}",
+        costly=not seen.cuda,  # each window's process makes the code anew, for seconds of steps
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import threading
 import time
 from collections import deque
@@ -24,15 +23,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpumix.data.host import cores_here
+from gpumix.doctor.function.lines import Lines, Sites
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen, Site
+from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen
 from gpumix.doctor.function.steps import Steps
-from gpumix.hardware.environment import host_memory_bytes
+from gpumix.hardware.cpu import cpu_has_bf16
+from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
 
-# What makes the host wait for a GPU's value; the size of what comes of the first goes by values.
-SIZED = ("nonzero", "argwhere", "masked_select")
-VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZED)
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
 # What code sets for the whole process: its name in torch.
 SETTERS = {
@@ -120,35 +118,14 @@ class _Optimizer:
         )
 
 
-class Sites(dict[tuple[str, str], list[float]]):
-    """Calls and seconds by line and by what it does."""
-
-    def add(self, what: str, seconds: float) -> None:
-        one = self.setdefault((calling_line(), what), [0, 0.0])
-        one[0] += 1
-        one[1] += seconds
-
-    def seen(self) -> tuple[Site, ...]:
-        """Most seconds first."""
-        found = (Site(place, what, int(n), s) for (place, what), (n, s) in self.items())
-        return tuple(sorted(found, key=lambda site: -site.seconds))
-
-
 @dataclass
 class Watch:
-    """What is seen, from `begin` to `end`.
-
-    Args:
-        foreign: whether a tensor lies on a device whose values the host must wait for; tests have
-            none.
-    """
+    """What is seen, from `begin` to `end`."""
 
     roots: Roots
-    foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
+    lines: Lines = field(default_factory=Lines)
     losses: list[Tensor] = field(default_factory=list)
     copies: Sites = field(default_factory=Sites)
-    syncs: Sites = field(default_factory=Sites)
-    writes: Sites = field(default_factory=Sites)
     recomputed: Sites = field(default_factory=Sites)
     # Nothing that the function lets go of is kept alive.
     _loaders: dict[str, _Loader] = field(default_factory=dict)
@@ -168,17 +145,12 @@ class Watch:
         patches.replace_everywhere(checkpoint, "checkpoint", self._recomputing)
         for what, name in SETTERS.items():
             patches.replace(torch, name, self._setting(what))
-        for name in ("stdout", "stderr"):
-            patches.replace(sys, name, lambda stream: _Watched(stream, self.writes))
+        self.lines.install(patches, gpu=gpu)
         hook = register_optimizer_step_pre_hook(self._stepping)
         patches.callback(hook.remove)
         if gpu:
             for name in ("to", "cuda"):
                 patches.replace(Tensor, name, self._copying)
-            for name in VALUES:
-                patches.replace(Tensor, name, self._reading(name))
-            for name in SIZED:
-                patches.replace(torch, name, self._reading(name))
 
     def begin(self) -> None:
         """Steps count from here."""
@@ -186,7 +158,8 @@ class Watch:
             loader.forget()
         for optimizer in self._optimizers.values():
             optimizer.seconds = 0.0
-        for sites in (self.copies, self.syncs, self.writes, self.recomputed):
+        self.lines.begin()
+        for sites in (self.copies, self.recomputed):
             sites.clear()
         self._retries = _retries()
 
@@ -198,7 +171,7 @@ class Watch:
 
     def end(self, steps: Steps) -> Seen:
         """What was seen since; lines first, for losses are values that are read here."""
-        watched = (self.copies, self.syncs, self.writes, self.recomputed)
+        watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = torch.cuda.is_initialized()
         capability = torch.cuda.get_device_capability()[0] if cuda else 0
@@ -218,6 +191,8 @@ class Watch:
             threads=torch.get_num_threads(),
             cores=cores_here(),
             tf32=torch.backends.cuda.matmul.allow_tf32,
+            cpu_bf16=cpu_has_bf16(),
+            compiler=has_cpp_compiler(),
             anomaly=torch.is_anomaly_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             set=dict(self._set),
@@ -309,44 +284,14 @@ class Watch:
         def copied(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             begun_s = time.perf_counter()
             result: Tensor = before(tensor, *args, **kwargs)
-            if self.foreign(result) and not self.foreign(tensor) and not _pinned(tensor):
+            foreign = self.lines.foreign
+            if foreign(result) and not foreign(tensor) and not _pinned(tensor):
                 self.copies.add("copy to the GPU", time.perf_counter() - begun_s)
-            elif self.foreign(tensor) and not self.foreign(result):
-                self.syncs.add("to", time.perf_counter() - begun_s)
+            elif foreign(tensor) and not foreign(result):
+                self.lines.syncs.add("to", time.perf_counter() - begun_s)
             return result
 
         return copied
-
-    def _reading(self, name: str) -> Callable[[Any], Any]:
-        def reading(before: Any) -> Any:
-            def read(*args: Any, **kwargs: Any) -> Any:
-                tensor = args[0] if args else kwargs.get("input")
-                if not isinstance(tensor, Tensor) or not self.foreign(tensor):
-                    return before(*args, **kwargs)
-                begun_s = time.perf_counter()
-                result = before(*args, **kwargs)
-                self.syncs.add(name, time.perf_counter() - begun_s)
-                return result
-
-            return read
-
-        return reading
-
-
-class _Watched:
-    """A stream of text; what is written to it is counted."""
-
-    def __init__(self, stream: Any, writes: Sites) -> None:
-        self._stream, self._writes = stream, writes
-
-    def write(self, text: str) -> int:
-        begun_s = time.perf_counter()
-        written = self._stream.write(text)
-        self._writes.add("print", time.perf_counter() - begun_s)
-        return int(written)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def rows_of(batch: Any) -> int:

@@ -1,0 +1,75 @@
+"""Finds attention that code writes out: a softmax between two products of matrices by batch. For
+that torch has one kernel that makes no matrix of all pairs of positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gpumix.doctor.function.patches import UNKNOWN, Patches, own_line
+
+_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+_SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
+_FUSED = "scaled_dot_product_attention"
+_SCORES = ""  # what a product gave; the weights that come of it have the line of their softmax
+
+
+class WrittenOut(TorchDispatchMode):
+    """Looks at each operation from `begin` to `end`, which makes them slow.
+
+    Attributes:
+        places: lines of the user's own code whose softmax it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+        self._marks: Any = WeakTensorKeyDictionary()  # scores and weights, as they are passed on
+        self._patches = Patches()
+        self._fused = 0
+        self._on = False
+
+    def begin(self) -> None:
+        self._patches.replace_everywhere(functional, _FUSED, self._counting)
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._on = True
+
+    def end(self) -> None:
+        """Again and again without harm. Below another mode that was left on it stays."""
+        self._patches.close()
+        if self._on and _get_current_dispatch_mode() is self:  # type: ignore[no-untyped-call]
+            self._on = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _counting(self, before: Any) -> Any:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            self._fused += 1  # where no kernel fits, torch writes it out itself
+            try:
+                return before(*args, **kwargs)
+            finally:
+                self._fused -= 1
+
+        return attend
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._fused and torch._C._current_autograd_node() is None:  # nor in backward
+            self._look(getattr(func, "overloadpacket", None), args, result)
+        return result
+
+    def _look(self, operation: Any, args: Any, result: Any) -> None:
+        given = [one for one in args if isinstance(one, Tensor) and one in self._marks]
+        made = result[0] if isinstance(result, tuple) and result else result  # of dropout, its mask
+        if operation in _PRODUCTS:
+            for place in map(self._marks.__getitem__, given):
+                if place not in (_SCORES, UNKNOWN, *self.places):
+                    self.places.append(place)
+            self._marks[made] = _SCORES
+        elif given and isinstance(made, Tensor) and made.numel() == given[0].numel():
+            mark = self._marks[given[0]]
+            self._marks[made] = own_line() if operation in _SOFTMAX and mark == _SCORES else mark

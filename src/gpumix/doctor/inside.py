@@ -1,0 +1,107 @@
+"""Inside of the ranks of a job's window: what the code does that the job names, and what of it is
+done otherwise. A job's own settings are changed from outside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpumix.doctor.function.seen import Site
+
+CODE = ("late_values", "quiet", "expandable_segments")
+"""Changes of no setting: of what code does in ranks, or their environment."""
+
+
+@dataclass(frozen=True)
+class SeenInside:
+    """Of the first rank, in the steps that counted.
+
+    Attributes:
+        syncs: values of a GPU that the host waits for; `writes`: to stdout and stderr. Of lines of
+            the user's own alone.
+        attention: lines that write it out. `kernels_s`: of a step, in which the GPU computed; None:
+            not known. Both only where a step was looked at.
+    """
+
+    syncs: tuple[Site, ...] = ()
+    writes: tuple[Site, ...] = ()
+    attention: tuple[str, ...] = ()
+    kernels_s: float | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> SeenInside:
+        sites = {name: tuple(Site(**one) for one in told[name]) for name in ("syncs", "writes")}
+        return cls(**sites, attention=tuple(told["attention"]), kernels_s=told["kernels_s"])
+
+
+@dataclass
+class Inside:
+    """A `train.watcher.Watcher`.
+
+    Attributes:
+        changes: of `CODE`.
+        log: for what code prints, which would be beside the report else.
+        gpu: whether ranks have GPUs.
+        looks: at each operation of a step more.
+        attention: whether at how it attends, too.
+    """
+
+    changes: Mapping[str, Any]
+    log: Path
+    gpu: bool
+    looks: bool = False
+    attention: bool = True
+    _told: dict[str, Any] = field(default_factory=dict)
+    _patches: Any = None
+    _lines: Any = None
+
+    def __enter__(self) -> Inside:
+        from gpumix.doctor.function.changing import apply
+        from gpumix.doctor.function.lines import Lines
+        from gpumix.doctor.function.patches import Patches
+
+        self._patches, self._lines = Patches(), Lines()
+        apply(self.changes, self._patches)
+        log = self._patches.enter_context(self.log.open("a", encoding="utf-8"))
+        self._patches.replace(sys, "stdout", lambda _: log)
+        self._lines.install(self._patches, gpu=self.gpu)
+        self._told = {"attention": [], "kernels_s": None}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def begins(self) -> None:
+        self._lines.begin()
+
+    def ends(self) -> None:
+        lines = self._lines
+        self._told |= {"syncs": _own(lines.syncs.seen()), "writes": _own(lines.writes.seen())}
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        from gpumix.doctor.function.attention import WrittenOut
+        from gpumix.doctor.function.kernels import Kernels
+
+        kernels, attention = Kernels(), WrittenOut()
+        kernels.begin()
+        if self.attention:
+            attention.begin()
+        try:
+            yield
+        finally:
+            attention.end()
+            self._told |= {"attention": attention.places, "kernels_s": kernels.seconds()}
+
+    def told(self) -> dict[str, Any]:
+        return self._told
+
+
+def _own(sites: Sequence[Site]) -> list[dict[str, Any]]:
+    from gpumix.doctor.function.patches import UNKNOWN
+
+    return [asdict(site) for site in sites if site.place != UNKNOWN]

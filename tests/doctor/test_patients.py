@@ -1,0 +1,57 @@
+"""What patients say of themselves, by what their last windows showed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumix.doctor.function.patient import FunctionPatient
+from gpumix.doctor.function.seen import LoaderSeen, Seen
+from gpumix.doctor.job import JobPatient
+
+# Ten steps of a tenth of a second, half of which the loop waits; on two cores, without a GPU.
+LOADER = LoaderSeen("train.py:5", 2, 16, True, False, False, 0.5, 0.0, 0, 160)
+STARVED = Seen(steps=10, seconds=1.0, losses=(1.0,), loaders=(LOADER,), cores=2.0)
+
+
+def remarks(seen: Seen, **given: Any) -> list[str]:
+    made = FunctionPatient("train:main", Path(), Path(), 10, 1, windows=[seen], **given)
+    return list(made.remarks())
+
+
+def test_a_cpu_that_reads_and_computes_with_all_of_its_cores():
+    (remark,) = remarks(STARVED, cpu_s=1.95)
+    assert "50% of a step, and all 2 cores are busy (98%)" in remark
+    assert remarks(STARVED, cpu_s=1.0) == []
+    waits_for_nothing = replace(STARVED, loaders=())
+    assert remarks(waits_for_nothing, cpu_s=1.95) == []
+
+
+def test_attention_that_was_seen_before_anything_was_changed():
+    (remark,) = remarks(STARVED, attention=("model.py:3",))
+    assert "written out at model.py:3" in remark
+
+
+def job(changes: dict[str, Any], losses: list[float]) -> JobPatient:
+    trial: Any = SimpleNamespace(losses=losses)
+    return JobPatient(Path("job.yaml"), (), 10, Path(), changes=changes, trials=[trial])
+
+
+@pytest.mark.parametrize(
+    ("changes", "losses", "told"),
+    [
+        ({"late_values": True}, [3.0, 2.0], ""),
+        ({"late_values": True}, [3.0, 2.5], "losses differ"),
+        ({"precision": {"cpu": "bf16"}}, [3.01, 2.01], ""),
+        ({"precision": {"cpu": "bf16"}}, [3.0, 2.5], "losses differ"),
+        ({"data.workers": "auto"}, [3.0, 2.5], ""),  # that is no affair of the doctor's
+    ],
+)
+def test_a_job_that_computes_something_else_is_known_by_its_losses(changes, losses, told):
+    before = job({}, [3.0, 2.0])
+    assert job(changes, losses).unlike(before).startswith(told)
+    assert bool(job(changes, losses).unlike(before)) == bool(told)
