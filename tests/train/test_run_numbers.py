@@ -81,6 +81,18 @@ def test_ranks_are_put_together_by_class():
     ]
 
 
+def test_measured_memory_is_that_of_the_fullest_device():
+    """A device that tells no peak has no say."""
+    laid_out = [4 * MIB, MIB, 2 * MIB, MIB]
+    records = [replace(one, laid_out_bytes=n) for one, n in zip(RECORDS, laid_out)]
+    found = {one.device_class: one.measured_memory for one in by_class(plan(), records)}
+    assert found == {
+        "fast": {"laid out": 4 * MIB, "samples": MIB},
+        "slow": {"laid out": 2 * MIB, "samples": MIB},
+        "idle": {},
+    }
+
+
 def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():
     foretold = plan(6 * MIB, 3 * MIB, 4 * MIB, MIB).prediction
     assert foretold is not None

@@ -9,6 +9,7 @@ import pytest
 from jobs import metrics, train, write_job
 
 from gpumix.cost.input import STARVED_SHARE
+from gpumix.cost.parts import PARTS, in_parts
 from gpumix.data.tuning import Limit
 from gpumix.train.account import Shares
 from gpumix.train.display import input_bound
@@ -158,4 +159,9 @@ def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     assert of_class["peak_source"] == "measured"
     assert 0 < of_class["mfu"] <= of_class["hfu"] < 1
     assert of_class["planned_peak_bytes"] == sum(of_class["planned_memory"].values())
+    measured, planned = of_class["measured_memory"], in_parts(of_class["planned_memory"])
+    assert sum(measured.values()) == of_class["peak_bytes"]
+    for part in PARTS:
+        # But for some kB beside: the next batch, the last losses, counters of the optimizer.
+        assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**13)
     assert set(asdict(Shares(1, 0, 0, 0, 0))) == set(of_class["shares"])

@@ -61,7 +61,8 @@ class ClassFacts:
     """One device class: what is predicted of its devices, and what they did.
 
     Memory is that of its fullest device, other numbers are means over its devices; None is not
-    known, or not measured yet. `planned_memory` is by cause.
+    known, or not measured yet. `planned_memory` is by cause, `measured_memory` by what of that can
+    be told apart.
     """
 
     device_class: str
@@ -73,6 +74,7 @@ class ClassFacts:
     planned_peak_bytes: int | None
     host_bytes: int
     peak_bytes: int | None
+    measured_memory: dict[str, int]
     planned_busy_share: float | None
     busy_share: float | None
     planned_mfu: float | None
@@ -225,6 +227,7 @@ def _class(
         planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
         host_bytes=0 if fullest is None else fullest.host_bytes,
         peak_bytes=None if seen is None else seen.peak_bytes,
+        measured_memory={} if seen is None else seen.measured_memory,
         planned_busy_share=_mean([one.busy_s / step_s for one in planned if step_s]),
         busy_share=None if seen is None else seen.busy_share,
         planned_mfu=_mean([mfu for mfu, _ in used]),

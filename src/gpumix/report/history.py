@@ -205,10 +205,10 @@ READ = {
 }
 
 NUMERIC = {
-    "busy_share", "peak_bytes", "planned_peak_bytes", "overruns", "devices", "samples",
-    "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
+    "busy_share", "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "overruns", "devices",
+    "samples", "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
 }  # fmt: skip
-OPTIONAL = {"peak_bytes", "planned_peak_bytes", "mfu", "hfu", "starved_share"}
+OPTIONAL = {"peak_bytes", "planned_peak_bytes", "laid_out_bytes", "mfu", "hfu", "starved_share"}
 
 
 def _record(cls: type[T], told: Any) -> T:
@@ -221,8 +221,8 @@ def _record(cls: type[T], told: Any) -> T:
             known[field.name] = number if field.name in OPTIONAL else number or 0
         elif field.name == "shares":
             known["shares"] = _shares(value)
-        elif field.name == "planned_memory":
-            known["planned_memory"] = _sizes(value)
+        elif field.name in ("planned_memory", "measured_memory"):
+            known[field.name] = _sizes(value)
         else:
             known[field.name] = value if isinstance(value, str) else ""
     return cls(**known)

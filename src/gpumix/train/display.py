@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gpumix.cost.parts import in_parts
 from gpumix.data.tuning import Limit
 from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord
@@ -137,6 +138,14 @@ def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     sources = {c["device_class"]: c["peak_source"] or "not known" for c in classes}
     yield f"peaks: {', '.join(f'{name} {source}' for name, source in sources.items())}"
     for one in classes:
+        parts = in_parts(one["planned_memory"]) if one["planned_memory"] else {}
+        if measured := one["measured_memory"]:
+            found = (
+                f"{name} {show_bytes(size)}"
+                + (f" ({show_bytes(parts[name])} planned)" if name in parts else "")
+                for name, size in measured.items()
+            )
+            yield f"memory of {one['device_class']}: {', '.join(found)}"
         causes = sorted(one["planned_memory"].items(), key=lambda item: -item[1])
         told = (f"{cause} {show_bytes(size)}" for cause, size in causes if size)
         if causes:

@@ -404,6 +404,7 @@ class Trainer:
             busy_share=max(0.0, busy),
             peak_bytes=self.context.runtime.peak_bytes(),
             overruns=self._overruns(),
+            laid_out_bytes=self.context.runtime.current_bytes(),
             sent_bytes=sent_bytes,
             shares=watched.shares(),
             starved_share=self.watch.starvation.share,

@@ -18,6 +18,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
+from gpumix.cost.parts import PARTS
 from gpumix.spec.errors import Interrupted, first_line
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, WorkerPrediction
@@ -63,6 +64,7 @@ class StepRecord:
 class RankRecord:
     """How one rank did since the last record; bytes are those that it sent in a step.
 
+    `laid_out_bytes` lie on its device between steps; what `peak_bytes` are more is for samples.
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
     `skipped` counts the samples that it could not read so far, `lost_workers` its processes for the
@@ -75,6 +77,7 @@ class RankRecord:
     busy_share: float
     peak_bytes: int | None
     overruns: int
+    laid_out_bytes: int | None = None
     sent_bytes: float = 0.0
     shares: Shares | None = None
     starved_share: float | None = None
@@ -137,8 +140,9 @@ def _peak_of(plan: Plan, name: str) -> Peak | None:
 class ClassRecord:
     """How the devices of one class did: means over them, highest peak against the plan.
 
-    `planned_memory` is what the plan expects of the fullest of them, by cause; `peak_source` says
-    where the peak comes from that MFU and HFU are parts of.
+    `planned_memory` is what the plan expects of the fullest of them, by cause, `measured_memory`
+    what was found on the fullest one, by `cost.parts.PARTS`; `peak_source` says where the peak
+    comes from that MFU and HFU are parts of.
     """
 
     device_class: str
@@ -149,6 +153,7 @@ class ClassRecord:
     planned_peak_bytes: int | None
     overruns: int
     planned_memory: dict[str, int] = field(default_factory=dict)
+    measured_memory: dict[str, int] = field(default_factory=dict)
     shares: Shares | None = None
     tokens_per_s: float = 0.0  # of one device
     mfu: float | None = None
@@ -180,12 +185,26 @@ def _class_record(
         planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
         overruns=sum(one.overruns for one in told),
         planned_memory={} if fullest is None else fullest.memory_bytes,
+        measured_memory=_measured_memory(told),
         shares=_mean_shares([one.shares for one in told]),
         tokens_per_s=fmean(one.tokens_per_s for one in told),
         mfu=_mean([one.mfu for one in told]),
         hfu=_mean([one.hfu for one in told]),
         peak_source="" if peak is None else peak.source,
     )
+
+
+def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
+    """Of the one with the highest peak; nothing where that is not known."""
+    known = [
+        (one.peak_bytes, one.laid_out_bytes)
+        for one in told
+        if one.peak_bytes is not None and one.laid_out_bytes is not None
+    ]
+    if not known:
+        return {}
+    peak, laid_out = max(known)
+    return dict(zip(PARTS, (laid_out, peak - laid_out)))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

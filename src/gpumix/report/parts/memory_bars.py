@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpumix.cost.parts import PARTS, in_parts
 from gpumix.report import words
 from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
 from gpumix.report.facts import ClassFacts, Facts
@@ -83,6 +84,11 @@ def _table(known: list[ClassFacts], causes: list[str]) -> Markup:
         for cause in causes
     ]
     rows.append(["predicted peak", *(words.size(one.planned_peak_bytes) for one in known)])
+    for part in PARTS if any(one.measured_memory for one in known) else ():
+        planned = [in_parts(one.planned_memory)[part] for one in known]
+        measured = [one.measured_memory.get(part) for one in known]
+        rows.append([f"{part}, predicted", *map(words.size, planned)])
+        rows.append([f"{part}, measured", *map(words.size, measured)])
     rows.append(["measured peak", *(words.size(one.peak_bytes) for one in known)])
     rows.append(["limit", *(words.size(one.memory_limit_bytes) for one in known)])
     rows.append(["on the host", *(words.size(one.host_bytes) for one in known)])

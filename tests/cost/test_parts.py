@@ -1,0 +1,14 @@
+"""Predicted memory in the parts that can be measured."""
+
+from __future__ import annotations
+
+from gpumix.cost.parts import in_parts
+
+
+def test_each_cause_is_in_one_part():
+    causes = {
+        "state": 100, "replicas": 20, "buffers": 3, "gathered": 40, "gradients": 50,
+        "activations": 1000, "boundary gradients": 200, "working set": 7, "framework": 10_000,
+    }  # fmt: skip
+    assert in_parts(causes) == {"laid out": 213, "samples": 1207}
+    assert in_parts({}) == {"laid out": 0, "samples": 0}
