@@ -7,17 +7,27 @@ back to the last checkpoint. The samples of the steps that count must be the glo
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from data_helpers import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumix.data import feed
 from gpumix.data.arena import Arena
+from gpumix.data.crew import Processes
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
+from gpumix.data.tuning import FIRST
 
 
 @st.composite
@@ -31,9 +41,11 @@ def shares(draw: st.DrawFn, total: int, ranks: int | None = None) -> list[int]:
 class Cluster:
     """All ranks of a run in one process, each with a loader of its own."""
 
-    def __init__(self, n: int, seed: int, cut: list[int], prefetches: list[int]) -> None:
+    def __init__(
+        self, n: int, seed: int, cut: list[int], prefetches: list[int], **given: Any
+    ) -> None:
         self.loaders = [
-            Loader(Numbers(n), cut, rank, seed=seed, prefetch=prefetches[rank])
+            Loader(Numbers(n), cut, rank, seed=seed, prefetch=prefetches[rank], **given)
             for rank in range(len(cut))
         ]
 
@@ -45,11 +57,27 @@ class Cluster:
             loader.close()
 
 
+LIVES = {"n": st.integers(1, 60), "batch": st.integers(1, 24), "seed": st.integers(0, 2**64)}
+
+
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), n=st.integers(1, 60), batch=st.integers(1, 24), seed=st.integers(0, 2**64))
+@given(data=st.data(), **LIVES)
 def test_no_sample_is_lost_or_repeated(data, n, batch, seed):
+    live(data, n, batch, seed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), **LIVES)
+def test_no_sample_is_lost_or_repeated_by_processes(data, n, batch, seed):
+    live(data, n, batch, seed, ranks=3, workers=2, kind="processes")
+
+
+def live(
+    data: st.DataObject, n: int, batch: int, seed: int, *, ranks: int | None = None, **given: Any
+) -> None:
     prefetches = data.draw(st.lists(st.integers(1, 9), min_size=8, max_size=8))
-    cluster = Cluster(n, seed, data.draw(shares(batch)), prefetches)
+    cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, **given)
     used: list[list[int]] = []
     saved, saved_steps = cluster.loaders[0].state_dict(), 0
     for event in data.draw(
@@ -67,7 +95,7 @@ def test_no_sample_is_lost_or_repeated(data, n, batch, seed):
             any_rank = data.draw(st.sampled_from(cluster.loaders))
             saved, saved_steps = any_rank.state_dict(), len(used)
         cluster.close()
-        cluster = Cluster(n, seed, data.draw(shares(batch)), prefetches)
+        cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, **given)
         for loader in cluster.loaders:
             loader.load_state_dict(saved)
         del used[saved_steps:]
@@ -105,10 +133,91 @@ def test_a_batch_that_is_forgotten_while_it_is_put_together_gives_its_memory_bac
     with Loader(Numbers(100), [8], 0, workers=1, kind="processes", prefetch=2) as loader:
         next(loader)
         assert lent.wait(30)
-        loader.replan([8])
+        loader.load_state_dict(loader.state_dict())
         forgotten.set()
         found = [next(loader)["k"].tolist() for _ in range(6)]
         assert found == [loader.indices(step).tolist() for step in range(1, 7)]
         arena = loader._feed._arena
         assert arena is not None
         assert len(set(arena._free)) == len(arena._free)
+
+
+class Logged:
+    """Tells which samples were read, by whatever process."""
+
+    def __init__(self, log: Path, n: int = 10_000) -> None:
+        self.log, self.n = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY), n
+        self.path = log
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        os.write(self.log, f"{k}\n".encode())
+        time.sleep(1e-3)
+        return {"k": k, "square": torch.full((3,), float(k * k))}
+
+    def read(self) -> Counter[int]:
+        return Counter(map(int, self.path.read_text().split()))
+
+
+OWN = [4, 4, 9, 20, 24, 24, 11, 5, 0]  # rows that go do not come back
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
+    dataset = Logged(tmp_path / "log")
+    order, wanted = GlobalOrder(len(dataset), 0), {0}  # the first tells what all are like
+    with Loader(dataset, cut(OWN[0], rank), rank, workers=2, kind=kind, prefetch=4) as loader:
+        next(loader)
+        crew = loader._feed._crew
+        assert crew is not None
+        workers = crew.pids if isinstance(crew, Processes) else []
+        for step, samples in enumerate(OWN[1:], start=1):
+            begin = 24 * step + (24 - samples if rank else 0)
+            loader.replan(cut(samples, rank))
+            batch = next(loader)
+            own = order.span(begin, begin + samples).tolist()
+            assert batch["k"].tolist() == own == loader.last_indices.tolist()
+            assert torch.equal(batch["square"][:, 0], batch["k"].float() ** 2)
+            assert loader._feed._crew is crew and loader.setting.kind == kind
+            assert workers == (crew.pids if isinstance(crew, Processes) else [])
+            wanted |= set(own)
+    counts = dataset.read()
+    assert wanted <= counts.keys()
+    assert {k for k, count in counts.items() if count > 1} <= {0}
+
+
+def cut(own: int, rank: int) -> list[int]:
+    """Of 24 samples."""
+    return [24 - own, own] if rank else [own, 24 - own]
+
+
+def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
+    """And what they take of the device is measured anew."""
+    with Loader(Logged(tmp_path / "log"), [12, 12], 0, workers=2, prefetch=3) as loader:
+        next(loader)
+        known = loader._tuner._solo
+        assert known is not None
+        loader.replan([18, 6])
+        assert loader._tuner._solo == known and not loader._tuner._jumped
+        for _ in range(FIRST + 1):
+            next(loader)
+        assert loader._tuner._jumped and loader._tuner._rows == 18
+
+
+def test_batches_that_outgrow_the_memory_that_is_shared_come_in_a_larger_one(monkeypatch):
+    monkeypatch.setattr(feed, "UNKNOWN_BYTES", 1)
+    with Loader(Numbers(10_000), [4, 508], 0, workers=2, kind="processes") as loader:
+        loader._feed.want(0, lambda: loader.course.part(0))
+        arena = loader._feed._arena
+        assert arena is not None and arena.slot_bytes < 508 * 16
+        found = [next(loader)["k"].tolist()]
+        loader.replan([508, 4])
+        found += [next(loader)["k"].tolist() for _ in range(3)]
+        assert loader._feed._arena is not arena
+    order = GlobalOrder(10_000, 0)
+    assert found[0] == order.span(0, 4).tolist()
+    assert found[1:] == [order.span(512 * s, 512 * s + 508).tolist() for s in (1, 2, 3)]

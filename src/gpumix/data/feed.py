@@ -6,13 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gpumix.data import draws
+from gpumix.data.ahead import Ahead
 from gpumix.data.arena import Arena
 from gpumix.data.course import NO_INDICES, Part
 from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
@@ -46,45 +46,6 @@ class Setting:
     chunk: int = WHOLE
 
 
-@dataclass
-class _Ahead:
-    """A batch under way. Its rows lie in `slot` of the arena as `layout` says, or in `target`, or
-    came in parts.
-
-    Attributes:
-        missing: chunks that are not there yet, by their first rows; `begun`: that were given out.
-        skipped: samples that could not be read, by the first rows of their chunks.
-        whole: all of it is there; who brought the last of it puts it together, with its memory.
-        done: all of it, put together.
-        dropped: nobody wants it any more, but somebody may still write into its memory.
-    """
-
-    number: int
-    part: Part
-    missing: dict[int, Chunk]
-    begun: set[int] = field(default_factory=set)
-    layout: Layout | None = None
-    slot: int | None = None
-    arena: Arena | None = None
-    target: Batch | None = None
-    parts: dict[int, Batch] = field(default_factory=dict)
-    skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
-    whole: bool = False
-    done: Batch | None = None
-    error: Exception | None = None
-    dropped: bool = False
-
-    @property
-    def rows(self) -> int:
-        return len(self.part.indices)
-
-    def give_back(self) -> None:
-        """Its slot."""
-        if self.slot is not None and self.arena is not None:
-            self.arena.give_back(self.slot)
-        self.slot = self.arena = None
-
-
 class Feed:
     """What a loader takes its batches from. All of it may be called from one thread only.
 
@@ -111,8 +72,8 @@ class Feed:
         self._lacking: MachineError | None = None  # why there is none
         self._arena: Arena | None = None
         self._changed = threading.Condition()
-        self._by_position: dict[int, _Ahead] = {}
-        self._by_number: dict[int, _Ahead] = {}
+        self._by_position: dict[int, Ahead] = {}
+        self._by_number: dict[int, Ahead] = {}
         self._pending: deque[Chunk] = deque()
         self._number = 0
         self._empty: Batch | None = None
@@ -196,12 +157,26 @@ class Feed:
         with self._changed:
             self._pending.clear()
             for batch in self._by_position.values():
-                batch.dropped = True
-                batch.missing = {s: chunk for s, chunk in batch.missing.items() if s in batch.begun}
-                if not batch.missing and not batch.whole:
-                    del self._by_number[batch.number]
-                    batch.give_back()
+                self._drop(batch)
             self._by_position.clear()
+
+    def recut(self, part_at: Callable[[int], Part]) -> None:
+        """Batches under way have other parts of this rank now, by their positions: rows that were
+        fetched, or are under way, and stay this rank's are kept."""
+        with self._changed:
+            whole = []
+            for position, batch in list(self._by_position.items()):
+                part = part_at(position)
+                if batch.error is None and np.array_equal(part.positions, batch.part.positions):
+                    continue
+                keeps = self._source.splits and batch.error is None
+                heir = self._add(position, part, batch if keeps else None)
+                if self._succeed(batch, heir) is not None:
+                    whole.append(heir)
+            self._dispatch()
+        for heir in whole:
+            self._finish(heir)
+        self._outgrow()
 
     def drain(self) -> tuple[list[Cost], list[Skipped]]:
         """What chunks took since the last time, and which samples were skipped in the batches that
@@ -264,30 +239,85 @@ class Feed:
                     batch.give_back()
                     self._add(position, batch.part)
 
-    def _add(self, position: int, part: Part) -> None:
+    def _add(self, position: int, part: Part, before: Ahead | None = None) -> Ahead:
+        """Begin a batch, which takes over the rows of the one before it."""
         self._number += 1
-        indices, seeds = part.indices, draws.seeds_of(self._key, part.positions)
-        size = self._setting.chunk if self._source.splits else max(1, len(indices))
-        starts = range(0, len(indices), size) if len(indices) else (0,)
-        chunks = {
-            s: Chunk(self._number, s, indices[s : s + size], seeds[s : s + size]) for s in starts
-        }
-        batch = _Ahead(self._number, part, chunks)
+        batch = Ahead(self._number, part, {})
+        batch.waits = () if before is None else batch.runs_in(before)
+        batch.begun = {run.start: run.stop for run in batch.waits}
+        batch.missing = self._chunks(batch)
         self._by_position[position] = self._by_number[batch.number] = batch
-        self._pending.extend(chunks.values())
+        self._pending.extend(batch.missing.values())
+        return batch
+
+    def _chunks(self, batch: Ahead) -> dict[int, Chunk]:
+        """Of the rows that it does not take over."""
+        indices, seeds = batch.part.indices, draws.seeds_of(self._key, batch.part.positions)
+        size = self._setting.chunk if self._source.splits else max(1, len(indices))
+        taken = sorted(batch.begun.items())
+        gaps = zip([0, *(stop for _, stop in taken)], [*(s for s, _ in taken), len(indices)])
+        spans = [(s, min(s + size, end)) for first, end in gaps for s in range(first, end, size)]
+        if not len(indices):
+            spans = [(0, 0)]  # that tells what rows would be like
+        return {s: Chunk(batch.number, s, indices[s:e], seeds[s:e]) for s, e in spans}
+
+    def _drop(self, batch: Ahead) -> None:
+        batch.dropped = True
+        batch.only_begun()
+        if not batch.missing and not batch.whole:
+            del self._by_number[batch.number]
+            batch.give_back()
+
+    def _succeed(self, old: Ahead, heir: Ahead) -> Ahead | None:
+        """Rows that are there go over now, those that are under way once all of them are. The heir,
+        if it is whole by that."""
+        if not heir.waits:
+            self._drop(old)
+            return None
+        old.heir = heir
+        if old.done is not None:
+            return self._hand_over(old)
+        old.only_begun()
+        if old.whole or not old.complete:
+            return None  # who brings the last of it hands it over
+        del self._by_number[old.number]
+        return self._hand_over(old)
+
+    def _hand_over(self, old: Ahead) -> Ahead | None:
+        """What `old` has to its heir; that one, if it is whole by that."""
+        heir = old.heir
+        assert heir is not None, "it has one"
+        if heir.dropped or old.error is not None:
+            heir.error = heir.error or old.error
+            old.give_back()
+            return None
+        heir.take_over(old)
+        if not heir.complete:
+            return None
+        heir.whole = True
+        del self._by_number[heir.number]
+        return heir
+
+    def _outgrow(self) -> None:
+        """Where slots are too small for what batches are now, processes begin with larger ones."""
+        arena, rows = self._arena, [batch.rows for batch in self._by_position.values()]
+        layout = self._layout(max(rows, default=0))
+        if arena is not None and layout is not None and layout.nbytes > arena.slot_bytes:
+            self._dismiss()
 
     def _dispatch(self) -> None:
         """Give the crew what it takes."""
         while self._pending and self._crew is not None and self._crew.room:
             chunk = self._pending.popleft()
-            batch = self._by_number[chunk.batch]
-            if chunk.start in batch.missing and not batch.dropped:
-                batch.begun.add(chunk.start)
+            batch = self._by_number.get(chunk.batch)
+            if batch is not None and chunk.start in batch.missing and not batch.dropped:
+                batch.begun[chunk.start] = chunk.rows.stop
                 self._crew.begin(chunk, self._place(batch))
 
-    def _place(self, batch: _Ahead) -> Place:
+    def _place(self, batch: Ahead) -> Place:
         """Where rows of a batch go: decided when its first chunk is begun."""
-        if len(batch.begun) == 1:
+        if not batch.placed:
+            batch.placed = True
             batch.layout = self._layout(batch.rows)
             if self._arena is not None:
                 fits = batch.layout is None or batch.layout.nbytes <= self._arena.slot_bytes
@@ -327,7 +357,7 @@ class Feed:
                 if found.values is not None:
                     batch.parts[chunk.start] = found.values
                 batch.layout = batch.layout or found.layout
-            whole = batch.whole = not batch.missing
+            whole = batch.whole = batch.complete
             if whole:
                 del self._by_number[batch.number]
             self._dispatch()
@@ -336,62 +366,34 @@ class Feed:
         if whole:
             self._finish(batch)
 
-    def _finish(self, batch: _Ahead) -> None:
-        """Put a batch together, of which all is there."""
+    def _finish(self, batch: Ahead) -> None:
+        """Put a batch together, of which all is there, or hand it over."""
+        done = heir = None
         try:
-            done = None if batch.error or batch.dropped else self._assembled(batch)
+            if not (batch.error or batch.dropped or batch.heir):
+                done = self._assembled(batch)
         except Exception as error:
             batch.error = error
         with self._changed:
-            if batch.error or batch.dropped:
+            batch.done = done
+            if batch.heir is not None:
+                heir = self._hand_over(batch)
+            elif batch.error or batch.dropped:
                 batch.give_back()
-            else:
-                batch.done = done
             self._changed.notify_all()
+        if heir is not None:
+            self._finish(heir)
 
-    def _assembled(self, batch: _Ahead) -> Batch:
+    def _assembled(self, batch: Ahead) -> Batch:
         with ExitStack() as stack:
             if self._pin is not None:
                 # Pinning goes through the thread's current device; without this every rank would
                 # open a context on device 0.
                 stack.enter_context(torch.cuda.device(self._pin))
             stack.enter_context(host_memory())
-            return self._pinned(self._joined(batch))
-
-    def _joined(self, batch: _Ahead) -> Batch:
-        there = batch.target
-        if len(batch.parts) == len(batch.begun):
-            batch.give_back()
-        elif batch.slot is not None and batch.arena is not None and batch.layout is not None:
-            lent = batch.arena.lend(batch.slot, batch.layout.nbytes)
-            there = batch.layout.views(lent)
-            batch.slot = batch.arena = None  # it comes back by itself
-        if not batch.parts:
-            assert there is not None, "all of it came somewhere"
-            return there
-        parts = [
-            batch.parts[start] if start in batch.parts else _rows(there, start, stop)
-            for start, stop in _spans(batch)
-        ]
-        return parts[0] if len(parts) == 1 else _concatenated(parts)
+            return self._pinned(batch.joined())
 
     def _pinned(self, batch: Batch) -> Batch:
         if self._pin is None:
             return batch
         return {k: v if v.is_pinned() else v.pin_memory() for k, v in batch.items()}
-
-
-def _spans(batch: _Ahead) -> list[tuple[int, int]]:
-    starts = sorted(batch.begun)
-    return list(zip(starts, [*starts[1:], batch.rows]))
-
-
-def _rows(there: Batch | None, start: int, stop: int) -> Batch:
-    assert there is not None, "what did not come in parts lies there"
-    return {key: value[start:stop] for key, value in there.items()}
-
-
-def _concatenated(parts: list[Batch]) -> Batch:
-    keys = parts[0].keys()
-    columns: dict[str, list[Tensor]] = {key: [part[key] for part in parts] for key in keys}
-    return {key: torch.cat(values) for key, values in columns.items()}

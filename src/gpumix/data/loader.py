@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -123,10 +124,10 @@ class Loader(Iterator[Batch]):
         self._cursor = Cursor(seed, len(self._source), mark)
         self.course = self._course_of(shares)
         bounds = Bounds(
-            cores=cores_for(shares, rank) if cores is None else cores,
+            cores=0.0 if cores is None else cores,
             processes=can_fork() and not self._source.once,
             threads=self._source.thread_safe or kind == "threads",
-            memory_bytes=batch_memory_bytes(shares, rank),
+            memory_bytes=0,
             kind=None if kind == "auto" else kind,
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
@@ -142,7 +143,8 @@ class Loader(Iterator[Batch]):
         )
         self._copies = None if pin is None else Copies(CopyStream(pin))
         self._end = weakref.finalize(self, self._feed.close)
-        self._tuner = self._new_tuner()
+        self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
+        self._feed.set(self._tuner.setting)
         self._returned_s: float | None = None
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
@@ -205,6 +207,7 @@ class Loader(Iterator[Batch]):
 
     def replan(self, shares: Shares) -> None:
         """Take new shares, as many ranks or not, from the next batch that has not been returned.
+        Workers stay, and so do samples that were fetched ahead and stay this rank's.
 
         All ranks must call this between the same two steps.
 
@@ -217,9 +220,13 @@ class Loader(Iterator[Batch]):
                 f"the new samples per rank add up to {share.total}, not to the global batch of "
                 f"{self.global_batch}"
             )
-        self._forget()
         self._share, self.course = share, self._course_of(shares)
-        self._tuner = self._new_tuner()
+        rows = len(self.course.indices(self._cursor.position))
+        bounds = self._bounds_by(shares)
+        self._feed.set(self._tuner.replanned(bounds, rows, self._feed.batch_bytes))
+        self._feed.recut(self.course.part)
+        if self._copies is not None:
+            self._copies.forget()
         self._returned_s = None
 
     def state_dict(self) -> dict[str, int | str]:
@@ -290,10 +297,13 @@ class Loader(Iterator[Batch]):
         if self._copies is not None:
             self._copies.forget()
 
-    def _new_tuner(self) -> Tuner:
-        tuner = Tuner(self._bounds, self._source.splits)
-        self._feed.set(tuner.setting)
-        return tuner
+    def _bounds_by(self, shares: Shares) -> Bounds:
+        """What this rank's part of its host is."""
+        return replace(
+            self._bounds,
+            cores=self._bounds.cores or cores_for(shares, self._rank),
+            memory_bytes=batch_memory_bytes(shares, self._rank),
+        )
 
     def _tune(self, waited_s: float, asked_s: float, ready: bool) -> None:
         costs, skipped = self._feed.drain()

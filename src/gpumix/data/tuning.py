@@ -175,7 +175,9 @@ class Tuner:
     reasons: list[tuple[int, str]] = field(default_factory=list)
     limit: Limit = Limit.UNKNOWN
     _steps: int = 0
+    _begun: int = 0  # steps before those with the batches as they are now
     _jumped: bool = False
+    _replanned: bool = False
     _corrections: int = 0
     _moved: int = 0
     _window: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -219,6 +221,22 @@ class Tuner:
             return self._move(two, "to see whether two compute at once")
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
 
+    def replanned(self, bounds: Bounds, rows: int, batch_bytes: int) -> Setting:
+        """Batches are of so many rows now, within these bounds. What a sample takes is known; what
+        the device takes is not, and workers are kept until it is."""
+        before = self._rows
+        now_bytes = batch_bytes * rows // max(1, before)
+        self.bounds, self._rows, self._replanned = bounds, rows, True
+        self._begun, self._jumped, self._corrections, self._starved = self._steps, False, 0, 0
+        self._window.clear()
+        parts = -(-before // self.setting.chunk) if before else 1
+        self.setting = replace(
+            self.setting,
+            ahead=min(self.setting.ahead, bounds.ahead_for(MOST_AHEAD, now_bytes)),
+            chunk=max(1, -(-rows // parts)) if parts > 1 else WHOLE,
+        )
+        return self.setting
+
     def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
         """After each step: the setting from here on."""
         self._steps += 1
@@ -226,16 +244,22 @@ class Tuner:
         if self._tried is not None:
             return self._try(costs, batch_bytes)
         self._learn(costs)
-        if self._steps >= FIRST and not self._jumped:
+        if self._steps - self._begun >= FIRST and not self._jumped:
             self._jumped = True
-            found = self._measured(batch_bytes, self._device_s())
-            return self._move(choose(found, self.bounds, self.splits), "for the device's step time")
+            return self._move(self._jump(batch_bytes), "for the device's step time")
         if self._jumped and len(self._window) == WINDOW:
             self._look(batch_bytes)
             self._window.clear()
         return self.setting
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _jump(self, batch_bytes: int) -> Setting:
+        found = self._measured(batch_bytes, self._device_s())
+        wanted = choose(found, self.bounds, self.splits)
+        if self._replanned and self.setting.kind == "processes":
+            return replace(wanted, kind="processes")  # they are there, whatever a batch takes now
+        return wanted
 
     def _try(self, costs: Sequence[Cost], batch_bytes: int) -> Setting:
         """Two threads at once: what they take beside each other says whether they wait for the
