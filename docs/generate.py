@@ -18,10 +18,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from parts import keys, names, outputs, schema, verbs
+from parts import integrations, keys, names, outputs, schema, verbs
 
 DOCS = Path(__file__).parent
-PAGES = {"job": keys.tables, "cli": verbs.tables, "python": names.sections}
+
+
+def library() -> str:
+    return f"{names.sections()}\n\n{integrations.sections()}"
+
+
+PAGES = {"job": keys.tables, "cli": verbs.tables, "python": library}
 NOTE = "<!-- made by `python docs/generate.py`; the beginning is docs/parts/{page}.md -->"
 
 

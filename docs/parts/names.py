@@ -28,7 +28,7 @@ def _section(name: str, thing: Any) -> str:
     if name not in MADE_BY_OTHERS:
         shown = _constructor(name, thing) if _is_value(thing) else _signature(name, thing)
         parts.append(f"```python\n{shown}\n```")
-    parts.append(_docstring(inspect.getdoc(thing) or ""))
+    parts.append(docstring(inspect.getdoc(thing) or ""))
     if inspect.isclass(thing):
         parts += list(_members(thing))
     return "\n\n".join(part for part in parts if part)
@@ -42,7 +42,7 @@ def _signature(name: str, thing: Any) -> str:
     signature = inspect.signature(thing)
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     returned = "" if inspect.isclass(thing) else f" -> {signature.return_annotation}"
-    return _call(name, list(_parameters(parameters)), returned)
+    return called(name, list(_parameters(parameters)), returned)
 
 
 def _parameters(parameters: list[inspect.Parameter]) -> Iterator[str]:
@@ -68,10 +68,10 @@ def _constructor(name: str, value: type[BaseModel]) -> str:
         + ("" if f.is_required() else f" = {f.get_default(call_default_factory=True)!r}")
         for key, f in fields.items()
     ]
-    return _call(name, ["*", *told], "")
+    return called(name, ["*", *told], "")
 
 
-def _call(name: str, parts: list[str], returned: str) -> str:
+def called(name: str, parts: list[str], returned: str) -> str:
     flat = f"{name}({', '.join(parts)}){returned}"
     if len(flat) <= WIDTH:
         return flat
@@ -109,7 +109,7 @@ def _first(thing: Any) -> str:
 # -- docstrings ------------------------------------------------------------------------------------
 
 
-def _docstring(text: str) -> str:
+def docstring(text: str) -> str:
     """A docstring as Markdown: its sections become lists."""
     return "\n\n".join(_paragraph(block) for block in text.split("\n\n"))
 

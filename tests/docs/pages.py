@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]{10,}) -->\n\n(?P<block>(?: {4}.*\n|\n)+)")
 PROGRAMS = ("gpumix", "make", "python", "torchrun")
 
 
@@ -43,6 +44,13 @@ def blocks(page: Path) -> Iterator[Block]:
             found = []
         if fence:
             fenced, language = not fenced, "" if fenced else line[3:].strip()
+
+
+def marked(block: Block) -> bool:
+    """Whether the page says why a block is not run."""
+    text = block.page.read_text(encoding="utf-8")
+    said = (re.sub("(?m)^    ", "", found["block"]) for found in NOT_RUN.finditer(text))
+    return any(block.text.strip() in one for one in said)
 
 
 def commands(block: Block) -> Iterator[list[str]]:

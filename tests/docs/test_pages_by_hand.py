@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pages import ROOT
 
@@ -46,6 +48,15 @@ def test_every_tracker_is_there_and_every_name_that_it_gets():
     names = [f"{group}/{what}" for group, of in groups.items() for what in of.values()]
     assert not [name for name in names if f"`{name}`" not in TRACKERS]
     assert not [what for what in OF_CLASS.values() if f"/{what}`" not in TRACKERS]
+
+
+def test_every_concept_says_where_it_is_from():
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    _, *concepts, sources = page.split("\n## ")
+    assert not [one.partition("\n")[0] for one in concepts if "*From:*" not in one]
+    listed = set(re.findall(r"(?m)^(\d+)\. ", sources))
+    cited = {number for one in concepts for number in re.findall(r"\[(\d+)\](?!\()", one)}
+    assert cited == listed
 
 
 def test_every_benchmark_and_all_results_are_listed():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,11 @@ from pydantic import BaseModel
 
 import gpumix
 
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+
+from parts import integrations
+
+BY_SOURCE = ("gpumix.integrations.lightning", "gpumix.integrations.ray")
 OTHERS = ("gpumix.integrations.transformers", "gpumix.integrations.trl")
 
 
@@ -25,6 +33,23 @@ def test_names_of_integrations(module, golden):
     there = import_module(module)
     found = {name: str(inspect.signature(getattr(there, name))) for name in there.__all__}
     golden(module, found, rel=0)
+
+
+@pytest.mark.parametrize("module", BY_SOURCE)
+def test_names_of_integrations_by_their_source(module, golden):
+    """Their libraries need not be there."""
+    golden(module, {one.name: one.signature() for one in integrations.names(module)}, rel=0)
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_sources_say_what_there_is(module):
+    """How names are read is right where it can be compared."""
+    there = import_module(module)
+    for one in integrations.names(module):
+        told = re.sub(r"\s+", "", one.signature().removeprefix(one.name)).replace(",)", ")")
+        real = re.sub(r"[\s']+", "", str(inspect.signature(getattr(there, one.name))))
+        passed_on = "(*args:Any,**kwargs:Any)"
+        assert real.removesuffix("->None") in (told, passed_on)
 
 
 def test_all_public_names_are_there_and_nothing_else_is_promised():

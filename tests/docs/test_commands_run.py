@@ -1,0 +1,190 @@
+"""Every `gpumix` command in a block of the pages runs, on one small job with emulated devices.
+
+Each distinct command once, in a folder that has what pages take for granted: the job, its cluster,
+a plan, a run. What is not run says why on its page; what prints a shown output is run where that
+is compared, in `test_reference_pages.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+import webbrowser
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import PAGES, ROOT, Block, blocks, commands, marked
+from verbs import gpumix
+
+from commands import environment, run
+from gpumix.spec.profile import Profile
+from gpumix.spec.read import read_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+JOB = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "vocab_size": 264,
+        }
+    },
+    "data": {"text": ["my-texts/"], "pattern": "*.txt"},
+    "sequence_length": 16,
+    "global_batch": 8,
+    "steps": 2,
+    "cluster": "cluster.yaml",
+    "output": "runs/first",
+    "profile": {"cache": "profiles", "budget": 5},
+}
+CLASSES = {
+    "big": {"emulate": "40 GFLOP/s", "memory": "64 MiB"},
+    "p40": {"emulate": "20 GFLOP/s", "memory": "64 MiB"},
+}
+HERE = {"classes": CLASSES, "devices": [{"class": "big"}, {"class": "p40"}]}
+ON_HOSTS = {
+    "classes": CLASSES,
+    "devices": [
+        {"class": "big", "host": "a", "count": 4},
+        {"class": "p40", "host": "b", "count": 8},
+    ],
+}
+# Launched, it trains nothing; called, it does.
+PROGRAM = """\
+def main():
+    import torch
+
+    model = torch.nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        model(torch.randn(512, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    print("launched")
+"""
+SCRIPTS = "tests/examples/test_changed_imports.py"
+# What takes long is run elsewhere, on something smaller.
+ELSEWHERE = {
+    "gpumix demo --steps 10": "tests/cli/test_demo.py",
+    "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
+    "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
+}
+USAGE = re.compile(r"\[\w+\]|JOB|RUN|PLAN|PROGRAM|CHECKPOINT|PATH")
+
+
+def shown() -> dict[tuple[str, ...], Block]:
+    """The commands that are to be run, with the first place of each."""
+    found: dict[tuple[str, ...], Block] = {}
+    for page in PAGES:
+        outputs = re.findall(r"<!-- output of: (.*) -->", page.read_text(encoding="utf-8"))
+        compared = {tuple(shlex.split(line)) for line in outputs}
+        for block in blocks(page):
+            for words in [] if marked(block) else commands(block):
+                command = tuple(words[: words.index(">")] if ">" in words else words)
+                usage = any(USAGE.fullmatch(word.partition("|")[0]) for word in command)
+                if command[0] == "gpumix" and not usage and command not in compared:
+                    found.setdefault(command, block)
+    return {command: at for command, at in found.items() if shlex.join(command) not in ELSEWHERE}
+
+
+SHOWN = shown()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    """The folder, as commands find it."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "job.yaml").write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(HERE), encoding="utf-8")
+    (folder / "my-texts").mkdir()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (folder / "my-texts" / "one.txt").write_text(text, encoding="utf-8")
+    (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
+    (folder / "mypackage").mkdir()
+    (folder / "mypackage" / "train.py").write_text(PROGRAM, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in (
+            "profile job.yaml --output profile.json",
+            "plan job.yaml --output plan.json",
+            "train job.yaml",
+        ):
+            done = gpumix(*words.split())
+            assert done.exit_code == 0, done.stderr
+    for name in ("latest", "clm/gpumix", "llama-7b"):
+        shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
+    as_if_real(folder)
+    return folder
+
+
+def as_if_real(folder: Path) -> None:
+    """What was measured, as if of GPUs."""
+    classes = {name: {"memory": one["memory"]} for name, one in CLASSES.items()}
+    devices = [{"class": name, "ordinal": number} for number, name in enumerate(classes)]
+    real = {"classes": classes, "devices": devices}
+    (folder / "real.yaml").write_text(yaml.safe_dump(real), encoding="utf-8")
+    cluster = read_cluster(folder / "real.yaml")
+    measured = Profile.load(folder / "profile.json")
+    measured.model_copy(update={"cluster": cluster}).save(folder / "real.json")
+
+
+@pytest.fixture
+def folder(desk, tmp_path, monkeypatch) -> Path:
+    copied = tmp_path / "desk"
+    shutil.copytree(desk, copied)
+    monkeypatch.chdir(copied)
+    return copied
+
+
+@pytest.mark.parametrize("command", SHOWN, ids=shlex.join)
+def test_a_command_of_the_pages_runs(command, folder, monkeypatch):
+    monkeypatch.setattr(webbrowser, "open", lambda url: True)
+    _, verb, *words = command
+    if verb == "launch":
+        launched(words, folder)
+        return
+    if verb == "train" and "--resume" not in words:
+        shutil.rmtree(folder / "runs" / "first")
+    if verb == "simulate" and "--cluster" in words:  # the plan is one that was made so
+        done = gpumix("plan", *words[1:], "--output", words[0])
+        assert done.exit_code == 0, done.stderr
+    done = gpumix(verb, *words, *shorter(verb, words))
+    assert done.exit_code == 0, f"{SHOWN[command]}: {done.stderr}"
+
+
+def launched(words: list[str], folder: Path) -> None:
+    """In a process of its own. There are no such hosts, so what each would run is printed."""
+    if "--hosts" in words:
+        (folder / "cluster.yaml").write_text(yaml.safe_dump(ON_HOSTS), encoding="utf-8")
+        words = ["--print-commands", *words]
+    env = environment(folder / "cache") | {"NCCL_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "gpumix", "launch", *words]
+    done = run(command, folder=folder, env=env, timeout_s=200)
+    assert done.code == 0, done.err
+    assert done.out
+
+
+def shorter(verb: str, words: list[str]) -> list[str]:
+    """What makes a command short, whatever the page says; and real cards where real ones join."""
+    if verb == "train":
+        steps = 4 if "--resume" in words else 20 if "--trace" in words else 2
+        return ["--set", f"steps={steps}"]
+    if verb == "whatif" and "job.yaml" in words:
+        return ["--profile", "real.json", "--set", "cluster=real.yaml"]
+    return []
+
+
+def test_what_pages_show_is_run():
+    assert len(SHOWN) > 40
+    assert {words[1] for words in SHOWN} >= {"plan", "train", "doctor", "launch", "report"}
+    assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
