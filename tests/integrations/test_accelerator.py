@@ -52,7 +52,9 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
 
     more: dict[str, Any] = {}
     if not inside:
-        more["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+        more["dataloader_config"] = DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=3, even_batches=False
+        )
     if world == 1:
         from accelerate import Accelerator
     else:

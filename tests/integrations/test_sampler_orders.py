@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpumix.integrations.samplers import alike, prepared
+from gpumix.integrations.samplers import alike, prepared, seed_of_all
 from harness import run_ranks
 
 NUMBERS = range(20)
@@ -56,7 +56,7 @@ def test_orders_by_a_seed_are_the_first_ranks_too():
 
 def _seeded() -> list[list[int]]:
     torch.manual_seed(torch.distributed.get_rank())
-    sampler = prepared(RandomSampler(NUMBERS), seedable=True, seed=None)
+    sampler = prepared(RandomSampler(NUMBERS), seedable=True, seed=seed_of_all())
     return [list(sampler) for _ in range(2)]
 
 

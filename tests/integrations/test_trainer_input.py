@@ -31,7 +31,7 @@ from programs import (
 )
 from reference import Share, plan_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # above those of two runs
 
 SHORT = {"num_train_epochs": 1, "eval_strategy": "no", "save_strategy": "no"}
 
@@ -232,8 +232,8 @@ def even_noise() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> tuple[dict[str, list[float]], list[dict[str, list[float]]]]:
     folder = tmp_path_factory.mktemp("variations")
-    (stock,) = run_ranks(trained, 1, folder, False, timeout_s=120)
-    return stock, run_ranks(trained, 2, folder, True, timeout_s=120)
+    (stock,) = run_ranks(trained, 1, folder, False, timeout_s=240)
+    return stock, run_ranks(trained, 2, folder, True, timeout_s=240)
 
 
 @pytest.mark.parametrize("name", variations())

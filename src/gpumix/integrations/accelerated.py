@@ -39,7 +39,7 @@ from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
 from gpumix.integrations.rows import PlannedRows
-from gpumix.integrations.samplers import prepared
+from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.profiler.library import join
@@ -218,8 +218,9 @@ class Accelerator(accelerate.Accelerator):
         given = Batching.of(data_loader)
         collate = Collated(data_loader.collate_fn, stand_ins=True)
         config = self.dataloader_config
-        seedable, seed = config.use_seedable_sampler, config.data_seed
-        given = replace(given, sampler=prepared(given.sampler, seedable=seedable, seed=seed))
+        if config.use_seedable_sampler:
+            seed = seed_of_all() if config.data_seed is None else config.data_seed
+            given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
         rows = PlannedRows(self._made, rows_of)
         loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device = self.device

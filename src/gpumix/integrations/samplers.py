@@ -40,20 +40,20 @@ class Alike(Sampler[Any]):
 
 
 def alike(sampler: Any) -> Any:
-    """The same sampler, and if it has no generator of its own, the same order on all ranks."""
+    """The same sampler, and if it has neither a generator nor epochs that tell its order, the same
+    order on all ranks."""
     draws = hasattr(sampler, "generator") and sampler.generator is None
+    draws = draws and not hasattr(sampler, "set_epoch")
     return Alike(sampler) if draws else sampler
 
 
 def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
     """As Accelerate prepares it: a random one by a seed, another order for each epoch, if it is to
-    be so. Collective."""
+    be so. Without a seed by the one that this process was given, which is then that of all."""
     from accelerate.data_loader import SeedableRandomSampler
 
     if not seedable or type(sampler) is not RandomSampler:
         return alike(sampler)
-    if seed is None:
-        seed = int(_first_ranks(torch.tensor(torch.initial_seed() % 2**63)))
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -61,6 +61,11 @@ def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
         generator=sampler.generator,
         data_seed=seed,
     )
+
+
+def seed_of_all() -> int:
+    """What the first rank was seeded with. Collective."""
+    return int(_first_ranks(torch.tensor(torch.initial_seed() % 2**63)))
 
 
 def _first_ranks(own: Tensor) -> Tensor:
