@@ -76,15 +76,8 @@ def removed(profile: Profile, text: str) -> Profile:
 
 def without(profile: Profile, gone: Collection[str]) -> Profile:
     """The profile without these devices, by id; some are left."""
-    devices = tuple(d for d in profile.cluster.devices if d.id not in gone)
-    left = {d.device_class for d in devices}
-    cluster = profile.cluster.model_copy(
-        update={
-            "devices": devices,
-            "classes": tuple(c for c in profile.cluster.classes if c.name in left),
-            "network": profile.cluster.network and profile.cluster.network.among(left),
-        }
-    )
+    cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
+    left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
     return profile.model_copy(update={"cluster": cluster, "classes": classes})
 

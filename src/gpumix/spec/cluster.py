@@ -126,10 +126,17 @@ class Cluster(Value):
         return ranked(self.devices)
 
     def only(self, devices: Iterable[str]) -> Cluster:
-        """The same with these of its devices, by id."""
+        """The same with these of its devices, by id, and no classes but theirs."""
         wanted = set(devices)
         left = tuple(device for device in self.devices if device.id in wanted)
-        return self.model_copy(update={"devices": left})
+        names = {device.device_class for device in left}
+        return self.model_copy(
+            update={
+                "devices": left,
+                "classes": tuple(one for one in self.classes if one.name in names),
+                "network": self.network and self.network.among(names),
+            }
+        )
 
     def members(self, class_name: str) -> tuple[Device, ...]:
         """The devices of one class, by id, so that the order they were listed in is forgotten."""
