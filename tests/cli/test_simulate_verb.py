@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 from click.testing import Result
@@ -54,6 +55,19 @@ def test_an_estimate_says_that_it_is_one(estimated):
     for shown in ("simulated: ", "critical path", "backward", "busy, and idle by what", "p40"):
         assert shown in done.stderr
     assert done.stdout == ""
+
+
+def test_the_step_is_drawn(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "pictures" / "step.png"
+    ran("simulate", measured / "plan.json", "--picture", drawn)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_matplotlib(measured, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    told = refused("simulate", measured / "plan.json", "--picture", tmp_path / "s.png", code=3)
+    assert "matplotlib" in told and "gpumix[pictures]" in told
 
 
 def test_json_has_the_step_what_binds_it_and_how_each_device_spends_it(estimated):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpumix.simulate.timeline import Use
     from gpumix.spec.plan import Plan, Worker
     from gpumix.spec.profile import Profile
+    from gpumix.spec.trace import Trace
 
 LINES = 12  # of the critical path
 
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
         "Times come from what the plan was made from: the profile that lies beside it, if none "
         "is given. Open the trace in ui.perfetto.dev.\n\n"
         "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
+        "Example: gpumix simulate runs/first/plan.json --picture step.png\n\n"
         'Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B'
     )(simulate)
 
@@ -50,6 +52,10 @@ def simulate(
     model: ModelText = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", help="Draw the step here: a PNG, or SVG. Needs matplotlib."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
@@ -80,12 +86,21 @@ def simulate(
         replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)
+    if picture is not None:
+        _draw(trace_of(replay, planned), planned, picture)
     answer(
         lambda: _as_dict(replay, planned, times),
         lambda: Group(*_shown(replay, planned, times)),
         as_json,
         note,
     )
+
+
+def _draw(trace: Trace, plan: Plan, path: Path) -> None:
+    from gpumix.report.step_picture import Panel, draw, panel_of
+
+    step = panel_of(trace, plan.strategy)
+    draw([Panel(f"{step.title}: idle {step.idle_share:.0%}", step.devices)], path)
 
 
 def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:

@@ -1,0 +1,219 @@
+"""A step as a picture: what each device computes, sends and waits for, and when.
+
+Drawn from traces, measured ones (`gpumix train --trace`) and simulated ones (`gpumix simulate`).
+Numbers inside of bars are those of micro-batches, where a plan has several stages; passes through a
+device's second stage are paler. Needs matplotlib, which is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpumix.spec.errors import MachineError, first_line
+from gpumix.spec.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind readers tell apart too.
+COLOURS = {
+    "forward": "#56B4E9",
+    "head and loss": "#0072B2",
+    "backward": "#E69F00",
+    "gradients of weights": "#F0E442",
+    "communication": "#009E73",
+    "update": "#CC79A7",
+    "idle": "#EDEDED",
+}
+WORK = {
+    "forward": "forward",
+    "head": "head and loss",
+    "backward": "backward",
+    "weights": "gradients of weights",
+    "optimizer": "update",
+}
+COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
+EDGED_PART = 0.004  # of a picture's width: narrower bars have no edge, which would hide them
+PALE = 0.6  # opacity of passes through a device's second stage, if it has several
+WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
+ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
+CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # of a picture's width, that a text takes
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a device does; of a pass through a stage, with the numbers of both from 1 on."""
+
+    what: str
+    start_s: float
+    end_s: float
+    stage: int = 0
+    micro_batch: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step: the bars of each device in the order of time, by its name."""
+
+    title: str
+    devices: dict[str, list[Bar]]
+
+    @property
+    def step_s(self) -> float:
+        return max(bar.end_s for bars in self.devices.values() for bar in bars)
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the step in which devices compute nothing, in the mean."""
+        computed = (
+            bar.seconds
+            for bars in self.devices.values()
+            for bar in bars
+            if bar.what in WORK.values()
+        )
+        return 1.0 - sum(computed) / (self.step_s * len(self.devices))
+
+
+def read(path: Path, title: str = "") -> Panel:
+    """A step from a trace file, which is in the Trace Event Format.
+
+    Raises:
+        ValueError: it is no trace of a step.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return _panel(events, title or path.stem)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of a step: {error}") from error
+
+
+def panel_of(trace: Trace, title: str) -> Panel:
+    """A step from a trace that is no file yet."""
+    return _panel(trace.model_dump(mode="json")["traceEvents"], title)
+
+
+def _panel(events: Sequence[dict[str, Any]], title: str) -> Panel:
+    """Devices by their stages."""
+    found = _bars(events)
+    if not any(found.values()):
+        raise ValueError("no device does anything in it")
+    stages = {name: sorted({bar.stage for bar in bars} - {0}) for name, bars in found.items()}
+    devices = {
+        _label(name, stages[name]): found[name] for name in sorted(found, key=stages.__getitem__)
+    }
+    return Panel(title, devices)
+
+
+def _bars(events: Sequence[dict[str, Any]]) -> dict[str, list[Bar]]:
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    found: dict[str, list[Bar]] = {name: [] for name in names.values()}
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
+        if event["ph"] == "X" and (event["cat"] in WORK or event["cat"] == "waiting"):
+            found[names[event["pid"]]].append(_bar(event))
+    return found
+
+
+def _label(process: str, stages: Sequence[int]) -> str:
+    """The device with its class, without its host, and its stages."""
+    device = process.split(": ")[-1].replace(", emulated", "")
+    return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
+
+
+def _bar(event: dict[str, Any]) -> Bar:
+    what = WORK.get(event["cat"], "communication" if event["name"] in COMMUNICATES else "idle")
+    start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    unit = event["args"].get("unit", "")
+    if not unit.startswith("stage "):
+        return Bar(what, start_s, end_s)
+    (number,) = event["args"]["micro_batches"]
+    return Bar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
+
+
+def passes(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """The passes of micro-batches through stages: of each the longest part that only communication
+    cuts."""
+    longest: dict[tuple[str, int, int], Bar] = {}
+    latest: Bar | None = None
+    for bar in bars:
+        if bar.what == "communication":
+            continue
+        key = (bar.what, bar.stage, bar.micro_batch)
+        if latest is not None and (latest.what, latest.stage, latest.micro_batch) == key:
+            bar = replace(bar, start_s=latest.start_s)
+        latest = bar
+        if bar.stage and (key not in longest or bar.seconds > longest[key].seconds):
+            longest[key] = bar
+    yield from longest.values()
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """All steps below each other, on one scale of time, in the format that the file's name ends
+    with.
+
+    Raises:
+        MachineError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise MachineError(
+            "pictures need matplotlib, which is not installed",
+            fix="pip install 'gpumix[pictures]'",
+        ) from error
+
+    heights = [PANEL_INCHES + ROW_INCHES * len(panel.devices) for panel in panels]
+    figure = Figure(
+        figsize=(WIDTH_INCHES, sum(heights) + LEGEND_INCHES),
+        dpi=DOTS_PER_INCH,
+        layout="constrained",
+    )
+    grid = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
+    longest_s = max(panel.step_s for panel in panels)
+    for axes, panel in zip(grid[:, 0], panels):
+        _draw_panel(axes, panel, longest_s)
+    grid[-1, 0].set_xlabel("seconds since the step began")
+    shown = {bar.what for panel in panels for bars in panel.devices.values() for bar in bars}
+    patches = [Patch(color=c, label=what) for what, c in COLOURS.items() if what in shown]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # no such format
+        raise MachineError(
+            "the picture cannot be written", where=str(path), why=first_line(error)
+        ) from error
+
+
+def _draw_panel(axes: Axes, panel: Panel, longest_s: float) -> None:
+    for row, bars in enumerate(panel.devices.values()):
+        first = min((bar.stage for bar in bars if bar.stage), default=0)
+        for what, stage in dict.fromkeys((bar.what, bar.stage) for bar in bars):
+            same = [bar for bar in bars if (bar.what, bar.stage) == (what, stage)]
+            axes.broken_barh(
+                [(bar.start_s, bar.seconds) for bar in same],
+                (row - 0.42, 0.84),
+                facecolor=COLOURS[what],
+                edgecolor=COLOURS["idle"] if what == "idle" else "white",
+                linewidths=[0.4 if b.seconds > EDGED_PART * longest_s else 0.0 for b in same],
+                alpha=1.0 if stage in (0, first) else PALE,
+            )
+        for bar in passes(bars):
+            text = str(bar.micro_batch)
+            if bar.seconds > (len(text) * CHARACTER_PART + MARGIN_PART) * longest_s:
+                middle_s = (bar.start_s + bar.end_s) / 2
+                axes.text(middle_s, row, text, ha="center", va="center", fontsize=8)
+    axes.set_yticks(range(len(panel.devices)), list(panel.devices), fontsize=8)
+    axes.set_ylim(len(panel.devices) - 0.4, -0.6)
+    axes.set_xlim(0, longest_s)
+    axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
