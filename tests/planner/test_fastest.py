@@ -133,10 +133,34 @@ def test_the_plan_says_why():
     assert plan.reasons.worth == ()
 
 
-def test_more_devices_than_units_are_told():
-    found = profile([Card("one", 3, GIB, steady(1e-3))], calls=("block",) * 2)
-    with pytest.raises(InputError, match="3 devices of a stage each need as many units"):
-        by_memory(in_a_row(found), PlanRequest(global_batch=4))
+def test_the_batch_is_one_micro_batch_where_it_finds_room():
+    """Whatever was measured: a larger one may not have been faster."""
+    for memory, size in ((400 * MIB, 8), (100 * MIB, 4)):
+        found = profile(
+            [Card("one", 2, memory, steady(1e-3), largest=2)],
+            calls=("block",) * 4,
+            kinds=[block(trainable=1000, kept=line(1e3), backward=line(16 * MIB))],
+        )
+        plan = by_memory(in_a_row(found), PlanRequest(global_batch=8))
+        assert {w.micro_batch for w in plan.workers} == {size}
+        assert all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
+
+
+MORE_DEVICES = [Card("small", 2, 100 * MIB, steady(1e-4)), Card("big", 2, GIB, steady(1e-3))]
+
+
+def test_of_more_devices_than_units_those_with_most_memory_are_taken():
+    found = in_a_row(profile(MORE_DEVICES, calls=("block",) * 3))
+    plan = make_plan(found, 4, strategy="model", space=Space(leave_out=True))
+    assert {w.device for w in plan.workers} == {"small-0", "big-0", "big-1"}
+    assert plan.reasons is not None and plan.reasons.devices_left_out == ("small-1",)
+
+
+def test_more_devices_than_units_are_told_where_none_may_be_left_out():
+    found = in_a_row(profile(MORE_DEVICES, calls=("block",) * 3))
+    request = PlanRequest(global_batch=4, space=Space(leave_out=False))
+    with pytest.raises(InputError, match="4 devices of a stage each need as many units"):
+        by_memory(found, request)
 
 
 @pytest.mark.parametrize("link", [2e8, 5e8])

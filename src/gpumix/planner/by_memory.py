@@ -2,7 +2,8 @@
 
 For those who want a model to fit and nothing else: one device a stage, nothing divided, the batch
 as one micro-batch, or as few as find room. With one micro-batch one device computes at a time;
-where it takes more of them, their passes overlap as in any pipeline.
+where it takes more of them, their passes overlap as in any pipeline. Other strategies take none
+that are larger than were measured; of these, times and bytes are taken to grow in proportion.
 """
 
 from __future__ import annotations
@@ -29,26 +30,20 @@ from gpumix.spec.profile import Profile
 
 def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     """One stage a device, filled alike: of micro-batches the largest that fits, without recompute
-    if there is room.
+    if there is room. Of more devices than the model has units, those with the most memory.
 
     Raises:
         InputError: the request names devices that the profile does not know, there is one device
-            or one unit alone, there are more devices than unit calls or stages, the techniques
-            leave out what such a plan has, or the profile does not say what units need of each
-            other.
+            or one unit alone, there are more devices than unit calls or stages and none may be left
+            out, the techniques leave out what such a plan has, or the profile does not say what
+            units need of each other.
         NoFeasiblePlanError: the devices cannot hold the model and one sample, or what the
             techniques ask for was not measured on them.
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
     refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0, "tensor": 1})
-    most = min(profile.model.most_stages, request.space.most_stages or len(devices))
-    if len(devices) > most:
-        raise InputError(
-            f"{len(devices)} devices of a stage each need as many units and stages, there are "
-            f"{most} at most",
-            fix="use fewer devices, or `strategy: staged`, which puts several in a stage",
-        )
+    devices = _with_most_memory(profile, request, devices)
     manners = Manners({ALONE: profile}, request.space)
     if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):
         raise NoFeasiblePlanError(
@@ -63,11 +58,29 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     raise misses.error(profile)
 
 
+def _with_most_memory(
+    profile: Profile, request: PlanRequest, devices: tuple[Device, ...]
+) -> tuple[Device, ...]:
+    """As many as there may be stages, in rank order."""
+    most = min(profile.model.most_stages, request.space.most_stages or len(devices))
+    if len(devices) <= most:
+        return devices
+    if request.space.leave_out is False:
+        raise InputError(
+            f"{len(devices)} devices of a stage each need as many units and stages, there are "
+            f"{most} at most",
+            fix="use fewer devices, or `strategy: staged`, which puts several in a stage",
+        )
+    by_room = sorted(devices, key=lambda d: -free_bytes(profile, d.device_class))
+    kept = set(by_room[:most])
+    return tuple(device for device in devices if device in kept)
+
+
 def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[Way]:
     """Those without recompute first, if all devices can."""
     row = tuple((device,) for device in devices)
     every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
-    size = int(min(batch, *(manners.largest(kind_of(group), ALONE) for group in row)))
+    size = batch
     while size:
         for again in (False, True):
             alike = [[one for one in some if one.mode.recompute is again] for some in every]

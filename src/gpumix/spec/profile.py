@@ -266,12 +266,12 @@ class ClassProfile(Value):
     `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
     unit; backward = head and loss, forward and backward, and the backward of the former; gradient =
     of that, the latter; `chunked_head` is as backward, with some rows of the logits made at a time.
-    `largest_micro_batch` is the largest that was measured: no plan goes beyond it, for a larger one
-    was not worth the time, or did not fit. None is no limit. `host_copy` is the time to move bytes
-    to pinned memory of the host or back, the slower of the two; None: it was not measured, and
-    nothing is kept there. `host_optimizer_s_per_element` is the time to update state that is on the
-    host, there; None: none is kept there. `estimated` marks what a datasheet says where nothing was
-    measured.
+    `largest_micro_batch` is the largest that was measured: a larger one was not worth the time, or
+    did not fit, so no plan goes beyond it but those of strategy `model`. None is no limit.
+    `host_copy` is the time to move bytes to pinned memory of the host or back, the slower of the
+    two; None: it was not measured, and nothing is kept there. `host_optimizer_s_per_element` is the
+    time to update state that is on the host, there; None: none is kept there. `estimated` marks
+    what a datasheet says where nothing was measured.
     """
 
     device_class: str

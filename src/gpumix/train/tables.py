@@ -165,8 +165,11 @@ def why(plan: Plan) -> list[str]:
         lines.append(f"{named} left out: the links between hosts would cost more than they give")
     if reasons.devices_left_out:
         named = _few("devices", reasons.devices_left_out)
-        more = "more devices" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
-        lines.append(f"{named} left out: {more} would cost more than they give")
+        if plan.strategy == "model":
+            lines.append(f"{named} left out: there are no more units, and each stage needs one")
+        else:
+            more = "more devices" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
+            lines.append(f"{named} left out: {more} would cost more than they give")
     if reasons.in_no_team:
         named = _few("devices", reasons.in_no_team)
         lines.append(f"{named} left out: too few of a class on a host for a team")
