@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gpumix
-from draw_step import Panel, draw, read
+from gpumix.report.step_picture import Panel, draw, read
 
 HERE = Path(__file__).parent
 BATCH = 12
@@ -108,12 +108,9 @@ STRATEGIES = (
 
 
 def plan_for(one: Strategy, profile: gpumix.Profile) -> gpumix.Plan:
-    """The fastest plan of this shape. Two shapes of the textbook the planner does not make, for
-    they are slow: but a plan is a file, and a file can be written by hand."""
+    """The fastest plan of this shape. One shape of the textbook the planner does not make, for it
+    is slow: but a plan is a file, and a file can be written by hand."""
     plan = gpumix.plan(profile, BATCH, strategy=one.strategy, space=one.space)
-    if one.name == "model":
-        # The planner takes no larger micro-batches than those that it has seen to be faster.
-        return by_hand(plan, worker={"micro_batch": BATCH})
     if one.name == "tensor":
         # A team has equal parts, so that fast devices wait for slow ones: of unlike devices the
         # planner makes none.
@@ -123,13 +120,11 @@ def plan_for(one: Strategy, profile: gpumix.Profile) -> gpumix.Plan:
     return plan
 
 
-def by_hand(
-    plan: gpumix.Plan, *, stage: dict[str, Any] | None = None, worker: dict[str, Any]
-) -> gpumix.Plan:
+def by_hand(plan: gpumix.Plan, *, stage: dict[str, Any], worker: dict[str, Any]) -> gpumix.Plan:
     """The plan with something else in all of its stages and workers; nothing is predicted of it."""
     written = plan.model_dump()
     for one in written["stages"]:
-        one |= stage or {}
+        one |= stage
         for device in one["workers"]:
             device |= worker
     return gpumix.Plan.model_validate(written | {"prediction": None, "reasons": None})
