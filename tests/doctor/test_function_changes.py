@@ -153,6 +153,7 @@ def test_what_is_printed_is_not_even_written_out(patches, tmp_path):
 
     apply({"quiet": True}, patches)
     print(Unread())
+    print(Unread(), file=sys.stderr)
     with (tmp_path / "log").open("w") as log:
         print("kept", file=log)
     assert (tmp_path / "log").read_text() == "kept\n"

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gpumix.hardware.cpu import bf16_in, cpu_has_bf16
+from gpumix.hardware.cpu import bf16_in, cpu_has_bf16, short_of_cores_s, waited_s_in
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ from gpumix.hardware.cpu import bf16_in, cpu_has_bf16
 )
 def test_instructions_for_bf16(line, has):
     assert bf16_in(f"processor\t: 0\n{line}\nprocessor\t: 1\n") == has
+
+
+def test_seconds_without_a_core():
+    some = "some avg10=1.53 avg60=0.87 avg300=0.73 total=2500000"
+    assert waited_s_in(f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9\n") == 2.5
+    assert waited_s_in("") == 0.0
+    assert 0.0 <= short_of_cores_s() <= short_of_cores_s()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")

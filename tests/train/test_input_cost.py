@@ -8,62 +8,67 @@ import time
 import pytest
 import torch
 
+from gpumix.data.fetch import Cost
 from gpumix.data.reading import Reading
 from gpumix.data.samples import SampleSource
-from gpumix.train.input_cost import cost_alone, most_samples_per_s
+from gpumix.train.input_cost import most_of, most_samples_per_s, read_at_once
 
 ANSWER_S = 0.004
-MANY_CORES = 1000.0  # none of what is read here takes one
+READERS, SIZE = 4, 2
 
 
-class Waiting:
-    """Samples that come after a while.
+class Disk:
+    """Answers after a while, to one reader at a time, of whatever process."""
 
-    Args:
-        one_by_one: the disk answers one reader at a time, of whatever process.
-    """
-
-    def __init__(self, *, thread_safe: bool, one_by_one: bool) -> None:
+    def __init__(self, *, thread_safe: bool) -> None:
         self.thread_safe = thread_safe
-        self._lock = multiprocessing.Lock() if one_by_one else None
+        self._lock = multiprocessing.Lock()
 
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if self._lock is None:
+        with self._lock:
             time.sleep(ANSWER_S)
-        else:
-            with self._lock:
-                time.sleep(ANSWER_S)
         return {"input_ids": torch.full((4,), index)}
 
 
-class Computing(Waiting):
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        until_s = time.thread_time() + ANSWER_S
-        while time.thread_time() < until_s:
-            pass
-        return {"input_ids": torch.full((4,), index)}
-
-
-def most(dataset: Waiting) -> float | None:
-    source, reading = SampleSource(dataset, "data"), Reading()
-    return most_samples_per_s(source, reading, cost_alone(source, reading), MANY_CORES)
-
-
 @pytest.mark.parametrize("thread_safe", [True, False])
-def test_a_disk_that_serves_one_after_the_other(thread_safe):
-    """No more than it answers: sleep never ends early, but chunks may end together."""
-    found = most(Waiting(thread_safe=thread_safe, one_by_one=True))
-    assert found is not None and 0 < found <= 1.25 / ANSWER_S
+def test_all_readers_together_get_no_more_than_the_disk_gives(thread_safe):
+    """However many they are, and though each chunk began before it was counted. Nobody is ended
+    with the disk's lock in hand: it can be read again."""
+    source = SampleSource(Disk(thread_safe=thread_safe), "data")
+    for readers in (1, READERS, READERS):
+        found = read_at_once(source, Reading(), readers, SIZE)
+        under_way = readers * SIZE  # when counting began
+        assert 0 < (found.samples - under_way) * ANSWER_S <= found.wall_s
+        assert found.cpu_s < found.wall_s
 
 
-@pytest.mark.parametrize("thread_safe", [True, False])
-def test_a_network_that_answers_all_at_once(thread_safe):
-    """Sixteen readers get at least half as much again as four."""
-    assert most(Waiting(thread_safe=thread_safe, one_by_one=False)) is None
+def got(per_s: float, busy: float = 0.0) -> Cost:
+    """In two seconds, in which so many cores were busy."""
+    return Cost(round(2 * per_s), 2.0, 2.0 * busy)
 
 
-def test_what_computes_is_held_back_by_cores():
-    assert most(Computing(thread_safe=True, one_by_one=False)) is None
+@pytest.mark.parametrize(
+    ("few", "many", "cores", "most"),
+    [
+        (got(250), got(250), 8, 250.0),  # a disk that gives no more
+        (got(250), got(350), 8, 350.0),
+        (got(250), got(1000), 8, None),  # a network that answers all at once
+        (got(250), got(400), 8, None),
+        (got(250, 0.9), got(250, 0.9), 1, None),  # threads that wait for the interpreter
+        (got(250, 0.9), got(250, 0.9), 8, 250.0),
+        (got(250, 4.0), got(300, 7.9), 8, None),  # processes that wait for cores
+    ],
+)
+def test_what_holds_readers_back(few, many, cores, most):
+    assert most_of(few, many, cores) == most
+
+
+def test_what_computes_is_not_looked_at():
+    class Unread:
+        thread_safe = True
+
+    alone = Cost(100, wall_s=1.0, cpu_s=0.9)
+    assert most_samples_per_s(Unread(), Reading(), alone, 4.0) is None

@@ -16,6 +16,7 @@ from gpumix.data.host import cores_here
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
 from gpumix.engine.ranks import Ranks
+from gpumix.hardware.cpu import short_of_cores_s
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.profile import HostInput
 
@@ -25,6 +26,7 @@ READERS = (4, 16)  # that read at once
 WAITS = 2.0  # seconds by the clock for each of a core, from which on more readers are tried
 SCALES = 1.5  # times the rate of the fewer, that the more have where nothing holds them back
 BUSY = 0.8  # of a core (of all cores, for processes): readers that compute so much wait for that
+SHORT = 0.2  # of the time, in which something waits for a core: then rates are of that
 CHUNK_S = 0.01  # that one reader is to take for a chunk; many that end together tell too much
 ROUNDS = 4  # of all readers, that are waited for
 MOST_S = 4.0  # that any number of readers is looked at
@@ -80,24 +82,28 @@ def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: flo
     """That any number of readers gets; None where cores set that, or more readers always get more.
 
     What mostly waits is read by few and by many at once: a disk or a network that gives the many
-    little more than the few gives nobody more.
+    little more than the few gives nobody more. Nothing is said where others keep the cores busy.
     """
     if alone.wall_s < WAITS * alone.cpu_s:
         return None
-    wall_s = alone.wall_s / alone.samples
-    rates = []
-    for readers in READERS:
-        found = _read_at_once(source, reading, readers, max(1, min(AT_ONCE, int(CHUNK_S / wall_s))))
-        # Threads that compute wait for the interpreter: one core is all they have.
-        most_cores = 1.0 if source.thread_safe else cores
-        if found.cpu_s > BUSY * most_cores * found.wall_s:
-            return None
-        rates.append(found.samples / found.wall_s)
-    few, many = rates
-    return many if many < SCALES * few else None
+    size = max(1, min(AT_ONCE, int(CHUNK_S * alone.samples / alone.wall_s)))
+    begun_s, short_s = time.perf_counter(), short_of_cores_s()
+    few, many = (read_at_once(source, reading, readers, size) for readers in READERS)
+    if short_of_cores_s() - short_s > SHORT * (time.perf_counter() - begun_s):
+        return None
+    # Threads that compute wait for the interpreter: one core is all they have.
+    return most_of(few, many, 1.0 if source.thread_safe else cores)
 
 
-def _read_at_once(source: Source, reading: Reading, readers: int, size: int) -> Cost:
+def most_of(few: Cost, many: Cost, cores: float) -> float | None:
+    """By what few and many readers got. Pure."""
+    if any(one.cpu_s > BUSY * cores * one.wall_s for one in (few, many)):
+        return None
+    few_per_s, many_per_s = few.samples / few.wall_s, many.samples / many.wall_s
+    return many_per_s if many_per_s < SCALES * few_per_s else None
+
+
+def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> Cost:
     """By so many readers, in chunks of `size`, from when each of them has read one: seconds by the
     clock, and of cores in all."""
     drawn, numbers = np.random.default_rng(readers), count()

@@ -173,7 +173,7 @@ def _printing(before: Any) -> Any:
     """Nor are values put in words."""
 
     def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
-        if file is not None and not isinstance(file, _Silent):
+        if file is not None and file not in (sys.stdout, sys.stderr):
             before(*values, file=file, **kwargs)
 
     return printing
