@@ -20,6 +20,7 @@ HERE = Facts(
     gpumix="0.1.0",
     digest="abc",
     torch=None,
+    libraries={},
     devices=0,
     files={"train.py": "123"},
     listening=None,
@@ -65,6 +66,15 @@ def test_two_hosts_with_different_versions_are_named():
     error = refused(a=THERE, b=THERE, c=replace(THERE, torch="2.12.1"))
     assert error.where == "hosts a and c"
     assert error.what == "torch is 2.13.0 on a and 2.12.1 on c"
+
+
+def test_libraries_of_scripts_are_of_one_version_where_they_are():
+    old = replace(THERE, libraries={"transformers": "5.15.0", "trl": None})
+    new = replace(THERE, libraries={"transformers": "5.16.0", "trl": "1.0"})
+    refuse_unready({"a": old, "b": old, "c": THERE}, HERE, counted=[])
+    error = refused(a=old, b=new)
+    assert error.what == "transformers is 5.15.0 on a and 5.16.0 on b"
+    assert "trl" not in str(error)
 
 
 def test_all_hosts_that_are_not_ready_are_told_at_once():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jobs import gpumix, write_job
+from kubeflow_rules import broken
 from slurmd import Cluster, NotHere, cluster
 
 TWO_CLASSES = """
@@ -150,7 +151,9 @@ def both(text: str) -> tuple[dict, dict]:
 
 
 def check_models(runtime: dict, job: dict) -> None:
-    """Kubeflow's models read all of it: what they do not know they would leave out."""
+    """Kubeflow's models read all of it: what they do not know they would leave out. The rules that
+    they do not know hold too."""
+    assert broken(runtime, job) == []
     pytest.importorskip("kubeflow_trainer_api")
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
     from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
@@ -191,6 +194,54 @@ def test_what_the_models_do_not_know_is_noticed(folder):
     jobs_of(runtime)[0]["template"]["spec"]["paralelism"] = 3
     with pytest.raises(AssertionError):
         check_models(runtime, job)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["metadata", "name"], "Job", "does not match"),
+        (["metadata", "name"], "a" * 64, "too long"),
+        (["spec", "trainer", "image"], "a" * 501, "too long"),
+        (["spec", "trainer", "env"], [{"name": f"V{n}"} for n in range(129)], "too long"),
+        (["spec", "trainer", "env"], [{"name": "A"}, {"name": "A"}], "A twice"),
+        (["spec", "runtimeRef"], {"kind": "TrainingRuntime"}, "'name' is a required"),
+    ],
+)
+def test_a_job_that_breaks_a_rule_is_noticed(path, value, said, folder):
+    runtime, job = both(template("k8s", folder, "train.py"))
+    *where, last = path
+    inside = job
+    for key in where:
+        inside = inside[key]
+    inside[last] = value
+    (found,) = broken(runtime, job)
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["spec", "mlPolicy", "numNodes"], -1),
+        (["spec", "mlPolicy"], {"torch": {}, "mpi": {}}),
+        (["spec", "mlPolicy"], {"numNodes": 2, "torch": {"elasticPolicy": {}}}),
+        (["spec"], {}),
+    ],
+)
+def test_a_runtime_that_breaks_a_rule_is_noticed(path, value, folder):
+    runtime, job = both(template("k8s", folder, "train.py"))
+    *where, last = path
+    inside = runtime
+    for key in where:
+        inside = inside[key]
+    inside[last] = value
+    assert len(broken(runtime, job)) == 1
+
+
+def test_a_quantity_that_is_none_is_noticed(folder):
+    runtime, job = both(template("k8s", folder, "train.py"))
+    pod = jobs_of(runtime)[0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["resources"]["limits"]["memory"] = "32 GB"
+    assert "32 GB" in broken(runtime, job)[0]
 
 
 def test_what_webhooks_ask_for(folder):

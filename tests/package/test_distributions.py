@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -67,13 +69,34 @@ def test_the_metadata_says_what_the_project_does(metadata):
     assert "# gpumix" in metadata.get_payload()
 
 
-def test_the_source_distribution_builds_the_package_and_brings_no_tests(distributions):
+def test_the_source_distribution_holds_the_package_and_no_tests(distributions):
     (found,) = distributions.glob("*.tar.gz")
     with tarfile.open(found) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in sources()} <= names
     assert {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"} <= names
     assert {name.split("/")[0] for name in names if "/" in name} == {"src"}
+
+
+def test_the_source_distribution_builds_the_same_wheel(distributions, wheel, tmp_path):
+    (found,) = distributions.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    built = wheel_of(unpacked, tmp_path / "built")
+    with zipfile.ZipFile(built) as ours, zipfile.ZipFile(wheel) as expected:
+        assert {one.filename: one.CRC for one in ours.infolist()} == {
+            one.filename: one.CRC for one in expected.infolist()
+        }
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """That of a project's folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
 
 
 def test_the_changelog_has_this_version():

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 MARK = "gpumix-facts: "
+# Libraries of scripts, which must be alike on all hosts.
+LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning")
 
 
 def version_of(name: str) -> "str | None":
@@ -75,6 +77,7 @@ def main() -> None:
         "gpumix": version,
         "digest": digest,
         "torch": version_of("torch"),
+        "libraries": {name: version_of(name) for name in LIBRARIES},
         "devices": devices() if version else 0,
         "files": {name: digest_of(name) for name in asked["files"]},
         "listening": listening(asked["address"], asked["port"]) if "address" in asked else None,

@@ -22,6 +22,7 @@ class Facts:
     gpumix: str | None
     digest: str | None
     torch: str | None
+    libraries: Mapping[str, str | None]
     devices: int | str
     files: Mapping[str, str | None]
     listening: Mapping[str, Any] | None
@@ -108,16 +109,21 @@ def _device_problem(name: str, facts: Facts, counted: Sequence[str]) -> GpumixEr
 
 
 def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
+    """Between the first host and each other one: a library that one of them lacks is not used."""
     (first, reference), *others = found.items()
     return [
         MachineError(
-            f"torch is {reference.torch_version} on {first} and {facts.torch_version} on {name}",
+            f"{package} is {here} on {first} and {there} on {name}",
             where=f"hosts {first} and {name}",
             fix="install the same version on both, or name interpreters that have it: "
             f"--python {name}=/path/to/python",
         )
         for name, facts in others
-        if facts.torch_version != reference.torch_version
+        for package, here, there in [
+            ("torch", reference.torch_version, facts.torch_version),
+            *((p, v, facts.libraries.get(p)) for p, v in reference.libraries.items()),
+        ]
+        if here and there and here != there
     ]
 
 

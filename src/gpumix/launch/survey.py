@@ -57,6 +57,7 @@ def here(files: Sequence[str]) -> Facts:
         gpumix=version,
         digest=digest,
         torch=probe.version_of("torch"),
+        libraries={name: probe.version_of(name) for name in probe.LIBRARIES},
         devices=0,
         files={name: probe.digest_of(name) for name in files},
         listening=None,
