@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
+import sys
 import webbrowser
+from pathlib import Path
 
 import pytest
 from verbs import gpumix, refused
+
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.append(str(DOCS))
+
+from parts import browser  # noqa: E402
 
 
 def test_the_page_lies_in_the_runs_folder(run):
@@ -61,23 +67,31 @@ def test_a_foreign_file_is_not_overwritten(run, tmp_path):
     assert "is not overwritten" in refused("report", run, "--output", tmp_path / "mine.html")
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+needs_browser = pytest.mark.skipif(browser.chromium() is None, reason="no browser is here")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser is here")
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
-def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width):
+def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width, dark):
     """Styles apply under the page's own policy, and nothing is wider than the window."""
     assert gpumix("report", run).exit_code == 0
+    size = browser.size(run / "report.html", width=width, dark=dark)
+    assert size.needs_width <= size.has_width == width
+    assert size.dark == dark
     shot = tmp_path / "shot.png"
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900",
-        "--enable-logging=stderr", "--virtual-time-budget=1000", f"--screenshot={shot}",
-        (run / "report.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shot.stat().st_size > 10_000, done.stderr  # a blank page has a tenth of that
-    assert not re.search(r"CONSOLE|Refused|Content Security Policy", done.stderr)
+    said = browser.picture(run / "report.html", shot, width=width, height=900, dark=dark)
+    assert shot.stat().st_size > 10_000, said  # a blank page has a tenth of that
+    assert not re.search(r"CONSOLE|Refused|Content Security Policy", said)
+
+
+@needs_browser
+def test_the_pictures_of_the_pages_are_made_from_a_run(run, tmp_path):
+    script = DOCS / "pictures.py"
+    command = [sys.executable, str(script), str(run), "--to", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    made = {path.name: path.stat().st_size for path in tmp_path.glob("*.png")}
+    shown = {path.name for path in (DOCS / "images").glob("*.png")} - {"strategies.png"}
+    assert made.keys() == shown  # examples/four_strategies.py draws the other one
+    assert min(made.values()) > 4_000

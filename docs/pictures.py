@@ -1,0 +1,80 @@
+"""Makes the pictures of the pages from a run's folder, with a headless Chromium.
+
+    python docs/pictures.py runs/demo            # writes them into docs/images
+    python docs/pictures.py runs/demo --to shots
+
+Take a run of a quiet machine: numbers of it are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from io import StringIO
+from pathlib import Path
+
+from parts import browser
+from rich.console import Console
+
+from gpumix.report.facts import Facts
+from gpumix.report.live import frame
+from gpumix.report.page import page
+from gpumix.report.run import Run, read_run
+
+WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
+MOST = 2400  # pixels of height that are shown of a page
+COLUMNS = 120
+POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
+PLAN_ALONE = "header, footer, main > section:not(#plan) {display: none} body {padding: 0 1.5rem}"
+TERMINAL_ALONE = "<!doctype html><style>body {margin: 0} svg {width: 100%; height: auto}</style>"
+
+
+def made(run: Run, to: Path, work: Path) -> None:
+    """All of them."""
+    report = work / "report.html"
+    report.write_text(page(run), encoding="utf-8")
+    for dark, name in ((False, "report-light"), (True, "report-dark")):
+        _shown(report, to / f"{name}.png", width=WIDE, dark=dark)
+    _shown(report, to / "report-narrow.png", width=NARROW, dark=False)
+    plan = work / "plan.html"
+    plan.write_text(_plan(page(run)), encoding="utf-8")
+    for dark, name in ((False, "plan-light"), (True, "plan-dark")):
+        _shown(plan, to / f"{name}.png", width=PLAN, dark=dark)
+    top = work / "top.html"
+    top.write_text(_top(run), encoding="utf-8")
+    _shown(top, to / "top.png", width=TERMINAL, dark=True)
+
+
+def _shown(at: Path, to: Path, *, width: int, dark: bool) -> None:
+    height = browser.size(at, width=width, dark=dark).height
+    browser.picture(at, to, width=width, height=min(height, MOST), dark=dark)
+
+
+def _plan(report: str) -> str:
+    """The page with the picture of the plan alone, which its policy would not allow."""
+    return POLICY.sub("", report).replace("</head>", f"<style>{PLAN_ALONE}</style></head>")
+
+
+def _top(run: Run) -> str:
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    console.print(frame(Facts(run), width=COLUMNS))
+    return TERMINAL_ALONE + console.export_svg(title=f"gpumix top {run.folder}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "images")
+    given = parser.parse_args()
+    if browser.chromium() is None:
+        sys.exit("there is no Chromium here: apt-get install chromium")
+    given.to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        made(read_run(given.run), given.to, Path(work))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
