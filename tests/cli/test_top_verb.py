@@ -11,6 +11,7 @@ from rich.console import Console
 from verbs import gpumix
 
 from gpumix.cli import top
+from gpumix.report import words
 from gpumix.report.run import read_run
 from staging import rows, staged_plan
 
@@ -57,6 +58,30 @@ def test_a_frame_has_all_that_one_looks_for(run, monkeypatch, width):
     ):  # fmt: skip
         assert any(said in line for line in lines), said
     assert any("30.0%" in line for line in lines) == (width == 120)
+
+
+def test_the_course_of_a_run_is_one_line(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    tell(run, "training")
+    losses = (5.0, 4.0, 3.0, 2.0, 1.0)
+    for step, loss in enumerate(losses, 1):
+        told = {"loss": loss, "step_s": 0.5, "tokens_per_s": 100.0}
+        happens(run, "step", step, **told)
+    (line,) = [one for one in gpumix("top", run).stdout.splitlines() if one.startswith("loss █")]
+    assert line.split()[1] == "█▆▅▃▁"
+
+
+@pytest.mark.parametrize(
+    ("used", "expected", "shown"),
+    [(6, 9, "██████░░░┃░░"), (12, 12, "███████████┃"), (0, None, "░░░░░░░░░░░░"), (None, 3, "–")],
+)
+def test_memory_is_a_bar_with_what_was_planned(used, expected, shown):
+    assert words.gauge(used, expected, 12) == shown
+
+
+def test_many_steps_are_as_wide_as_few():
+    assert words.spark([float(n) for n in range(960)]) == words.spark(list(map(float, range(24))))
+    assert words.spark([]) == "" and words.spark([2.0, 2.0]) == "▁▁"
 
 
 def test_samples_of_stages_are_not_added_up(run):

@@ -17,7 +17,7 @@ from gpumix.train.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # that are shown one by one
-OTHER_LINES = 20  # of a frame, but for classes and devices
+OTHER_LINES = 21  # of a frame, but for classes and devices
 SEPARATOR = "  ·  "
 NARROW = 100  # columns of a terminal: below it some columns of a table are left out
 STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
@@ -29,7 +29,8 @@ def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableT
     devices = DEVICES
     if height is not None:
         devices = max(LEAST_DEVICES, min(DEVICES, height - OTHER_LINES - len(facts.classes)))
-    parts: list[RenderableType] = [_title(facts), _bar(facts, width), *_speed(facts), _plan(facts)]
+    parts: list[RenderableType] = [_title(facts), _bar(facts, width), *_speed(facts)]
+    parts += [*_course(facts), _plan(facts)]
     parts += [Text(), _classes(facts, wide=width >= NARROW)]
     if facts.run.history.ranks:
         parts += [Text(), _devices(facts, devices, wide=width >= NARROW)]
@@ -82,6 +83,16 @@ def _speed(facts: Facts) -> Iterator[Text]:
     yield Text(SEPARATOR.join(parts))
 
 
+def _course(facts: Facts) -> Iterator[Text]:
+    """Loss and speed over the steps so far."""
+    steps = facts.run.history.steps
+    if len(steps) > 1:
+        line = Text("loss ", "dim").append(words.spark([one.loss for one in steps]), "cyan")
+        line.append("  tokens/s ", "dim")
+        counted = facts.run.history.counted()
+        yield line.append(words.spark([one.tokens_per_s for one in counted]), "cyan")
+
+
 def _plan(facts: Facts) -> Text:
     plan = facts.run.plan
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if len(plan.stages) > 1 else ""
@@ -90,6 +101,8 @@ def _plan(facts: Facts) -> Text:
     took = "" if expected is None else f", planned {words.seconds(expected.step_s)} a step"
     now = facts.run.progress.step_s
     took += f", takes {words.seconds(now)}" if now else ""
+    if expected is not None and now:
+        took += f" (predicted {words.off(expected.step_s, now)})"
     told = f"plan {plan.strategy}, ZeRO stage {plan.zero_stage}{stages}{teams}{took}"
     return Text(told, style="dim")
 
@@ -103,7 +116,7 @@ def _new_table(*columns: str) -> Table:
 
 def _classes(facts: Facts, *, wide: bool) -> Table:
     columns = ["class", "devices", "samples", "busy", "MFU", "tokens/s", "memory", "limit"]
-    table = _new_table(*columns, *(["HFU", "input", "planned"] if wide else []))
+    table = _new_table(*columns, *(["HFU", "input", "planned", "of the limit"] if wide else []))
     table.columns[0].overflow = "ellipsis"
     for one in facts.classes_now:
         table.add_row(*_class(facts, one, wide=wide))
@@ -124,6 +137,7 @@ def _class(facts: Facts, one: ClassFacts, *, wide: bool) -> Iterator[str]:
         yield words.part(one.hfu)
         yield words.part(one.shares.input if one.shares else None)
         yield words.size(one.planned_peak_bytes)
+        yield words.gauge(one.peak_bytes, one.planned_peak_bytes, one.memory_limit_bytes)
 
 
 def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from statistics import fmean
 
 from gpumix.spec.units import show_bytes, show_seconds
 
 UNKNOWN = "–"
+HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def count(value: float | None) -> str:
@@ -67,6 +70,26 @@ def how_far(step: int, steps: int | None) -> str:
     if steps:
         return f"step {step:,} of {steps:,}"
     return f"step {step:,}" if step else "no step yet"
+
+
+def spark(values: Sequence[float], places: int = 24) -> str:
+    """The course of a number in one line, from its lowest to its highest; of many values means."""
+    size = -(-len(values) // places)
+    means = [fmean(values[n : n + size]) for n in range(0, len(values), size or 1)]
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    top = len(HEIGHTS) - 1
+    return "".join(HEIGHTS[round((one - low) / span * top) if span > 0 else 0] for one in means)
+
+
+def gauge(used: float | None, expected: float | None, limit: float | None, places: int = 12) -> str:
+    """A part of a limit as a bar; what was expected as a line in it."""
+    if used is None or not limit:
+        return UNKNOWN
+    full = min(places, round(places * used / limit))
+    cells = [*"█" * full, *"░" * (places - full)]
+    if expected is not None:
+        cells[min(places - 1, int(places * expected / limit))] = "┃"
+    return "".join(cells)
 
 
 def plural(number: int, one: str) -> str:
