@@ -150,8 +150,12 @@ def fetch_in_time(
     def read() -> Batch:
         return fetch(source, indices, reading.bad_samples, specimen=specimen)[0]
 
-    seeds = draws.seeds_of(_BY_NUMBER, indices).tolist()
-    return _undisturbed(read, seeds, source.name, reading)
+    return _undisturbed(read, seeds_by_number(indices).tolist(), source.name, reading)
+
+
+def seeds_by_number(indices: np.ndarray) -> np.ndarray:
+    """Of samples that are read to be measured or looked at, at no place of the order."""
+    return draws.seeds_of(_BY_NUMBER, indices)
 
 
 def readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpumix.data.arena import Arena
 from gpumix.data.crew import Crew, Place, Processes, Threads
-from gpumix.data.fetch import Chunk, Cost, Fetched, fetch_in_time
+from gpumix.data.fetch import Chunk, Cost, Fetched, fetch_in_time, seeds_by_number
 from gpumix.data.host import cores_here
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
@@ -92,7 +92,7 @@ def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: flo
     if short_of_cores_s() - short_s > SHORT * (time.perf_counter() - begun_s):
         return None
     # Threads that compute wait for the interpreter: one core is all they have.
-    return most_of(few, many, 1.0 if source.thread_safe else cores)
+    return most_of(few, many, 1.0 if _in_threads(source) else cores)
 
 
 def most_of(few: Cost, many: Cost, cores: float) -> float | None:
@@ -112,7 +112,7 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
 
     def begin() -> None:
         indices = drawn.integers(0, len(source), size)
-        crew.begin(Chunk(next(numbers), 0, indices), Place())
+        crew.begin(Chunk(next(numbers), 0, indices, seeds_by_number(indices)), Place())
 
     def end() -> Cost:
         found = done.get()
@@ -143,13 +143,18 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
 def _crew(
     source: Source, reading: Reading, readers: int, done: SimpleQueue[Fetched | Exception]
 ) -> Crew:
-    """As a loader would have it: threads where the dataset is safe for them."""
+    """As a loader would have it."""
 
     def tell(_: Chunk, found: Fetched | Exception) -> None:
         done.put(found)
 
     policy, timeout_s = reading.bad_samples, reading.timeout_s
-    if source.thread_safe:
+    if _in_threads(source):
         return Threads(source, policy, tell, readers, timeout_s=timeout_s)
     arena = Arena(1, 1)  # nothing is written there: what was read is handed over
     return Processes(source, policy, tell, readers, arena=arena, timeout_s=timeout_s)
+
+
+def _in_threads(source: Source) -> bool:
+    """Where the dataset is safe for them, and what it draws at random is its own affair."""
+    return source.thread_safe and not source.draws
