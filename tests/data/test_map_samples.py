@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpumix.data.loader import Loader
+from gpumix.data.order import GlobalOrder
 from gpumix.data.rows import Source, split_held_out
 from gpumix.data.samples import SampleSource, as_source
 from gpumix.spec.errors import InputError
@@ -113,8 +115,11 @@ def test_what_is_no_tensor_is_named(value):
     [((1, 2), "a tuple"), (3, "a int"), (np.zeros(3), "a ndarray"), ({}, "an empty dict")],
 )
 def test_samples_must_be_dictionaries(sample, what):
-    with pytest.raises(InputError, match=f"sample 0 is {what}, not a dictionary of tensors"):
+    with pytest.raises(
+        InputError, match=f"sample 0 is {what}, not a dictionary of tensors"
+    ) as caught:
         SampleSource([sample], "mine:make")
+    assert "Loader(collate=...)" in caught.value.fix
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -151,3 +156,35 @@ def test_the_end_is_held_out(n, part, kept):
 def test_something_must_be_left_to_train_on():
     with pytest.raises(InputError, match="1 sample, and"):
         split_held_out(as_source(Squares(1)), 0.02)
+
+
+def test_a_dataset_of_datasets_is_read_as_it_is():
+    """Its rows come many at once; their values are lists, or what its format makes of them."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"k": range(30), "pair": [[k, -k] for k in range(30)]})
+    order = GlobalOrder(30, 0).span(0, 16).tolist()
+    for dataset in (rows, rows.with_format("torch"), rows.with_format("numpy")):
+        for kind in ("threads", "processes"):
+            with Loader(dataset, [5, 3], 0, workers=2, kind=kind) as loader:
+                batches = [next(loader) for _ in range(2)]
+            found = torch.cat([batch["k"] for batch in batches]).tolist()
+            assert found == order[:5] + order[8:13]
+            pairs = torch.cat([batch["pair"] for batch in batches])
+            assert pairs.tolist() == [[k, -k] for k in found] and pairs.dtype == torch.int64
+
+
+def test_a_transform_of_datasets_that_draws_draws_for_each_row_by_itself():
+    datasets = pytest.importorskip("datasets")
+
+    def noisy(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"k": rows["k"], "noise": list(np.random.rand(len(rows["k"])))}
+
+    noised = datasets.Dataset.from_dict({"k": range(30)}).with_transform(noisy)
+    found = []
+    for cut in ([8], [5, 3]):
+        loaders = [Loader(noised, cut, rank, workers=2) for rank in range(len(cut))]
+        batches = [next(loader) for _ in range(4) for loader in loaders]
+        found.append([torch.cat([b[key] for b in batches]).tolist() for key in ("k", "noise")])
+        for loader in loaders:
+            loader.close()
+    assert found[0] == found[1] and len(set(found[0][1])) == 32

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
 from gpumix.data.fetch import Cost
-from gpumix.data.tuning import FIRST, PAUSE, WINDOW, Bounds, Limit, Measured, Step, Tuner, choose
+from gpumix.data.pace import Step
+from gpumix.data.tuning import FIRST, PAUSE, WINDOW, Bounds, Limit, Measured, Tuner, choose
 
 BOUNDS = Bounds(cores=8, processes=True, threads=False, memory_bytes=2**30)
 SAMPLES = 32

@@ -529,13 +529,21 @@ class Texts(Squares):
 
 @pytest.mark.parametrize("given", [{}, {"kind": "threads"}, {"workers": 0, "kind": "auto"}])
 def test_batches_are_collated_in_the_worker(given):
-    with processes(Texts(), collate=padded, **given) as loader:
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {**padded(samples), "pid": torch.full((len(samples),), os.getpid())}
+
+    collating: set[int] = set()
+    with processes(Texts(), collate=collate, **given) as loader:
         for step in range(30):
             batch = next(loader)
             wanted = expected(30)[6 * step : 6 * step + 6]
             like = padded([{"tokens": [k] * (1 + k % 7), "k": k} for k in wanted])
-            assert batch.keys() == like.keys()
+            assert batch.keys() == like.keys() | {"pid"}
             assert all(torch.equal(batch[key], like[key]) for key in like)
+            (pid,) = set(batch["pid"].tolist())
+            collating.add(pid)
+        own = os.getpid()
+        assert collating == {own} if loader.setting.kind == "threads" else own not in collating
 
 
 def test_a_batch_that_is_larger_than_any_before_comes_all_the_same():

@@ -133,7 +133,7 @@ def test_who_waits_for_data_is_named_and_so_is_what_is_short():
 
 
 def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
-    steps = 2 * WINDOW_STEPS
+    steps = 4 * WINDOW_STEPS  # one window may be disturbed
     job = write_job(
         tmp_path,
         data={"factory": "toys:slow_tokens", "held_out": 0.1, "workers": 0, "prefetch": 1},

@@ -8,7 +8,6 @@ Who fetches, and how far ahead, is measured and put right while the loader is us
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -23,16 +22,17 @@ from gpumix.data.copies import Copies, CopyStream
 from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
 from gpumix.data.crew import Kind
 from gpumix.data.feed import Feed
-from gpumix.data.fetch import Skipped, fetch_in_time
+from gpumix.data.fetch import Cost, Skipped, fetch_in_time
 from gpumix.data.host import batch_memory_bytes, cores_for
 from gpumix.data.layout import Batch
 from gpumix.data.nursery import can_fork
 from gpumix.data.order import Cursor
+from gpumix.data.pace import pace_of
 from gpumix.data.reading import AS_USUAL, BadSamples, Reading
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource, is_stream
-from gpumix.data.tuning import Bounds, Limit, Setting, Step, Tuner
+from gpumix.data.tuning import Bounds, Limit, Setting, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import MOST_WORKERS
@@ -145,7 +145,8 @@ class Loader(Iterator[Batch]):
         self._end = weakref.finalize(self, self._feed.close)
         self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
         self._feed.set(self._tuner.setting)
-        self._returned_s: float | None = None
+        self._pace = pace_of(pin)
+        self._costs: list[Cost] = []  # that the tuner does not know of
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
         self.skipped: list[Skipped] = []
@@ -182,7 +183,7 @@ class Loader(Iterator[Batch]):
         return self._tuner.limit
 
     def __next__(self) -> Batch:
-        asked_s = time.perf_counter()
+        self._pace.asked()
         position = self._cursor.position
         self._fetch_ahead()
         ready = self._feed.is_ready(position)
@@ -193,12 +194,11 @@ class Loader(Iterator[Batch]):
             batch = self._copies.take(position, batch)
         self.last_indices = indices
         self._cursor = self._cursor.advanced(self.global_batch)
-        waited_s = time.perf_counter() - asked_s
-        self._tune(waited_s, asked_s, ready)
+        self._pace.taken(ready=ready)
+        self._tune()
         if not self._only_waiting:
             self._fetch_ahead()
         self._copy_ahead()
-        self._returned_s = time.perf_counter()
         return batch
 
     def indices(self, step: int) -> np.ndarray:
@@ -227,7 +227,7 @@ class Loader(Iterator[Batch]):
         self._feed.recut(self.course.part)
         if self._copies is not None:
             self._copies.forget()
-        self._returned_s = None
+        self._pace.forget()
 
     def state_dict(self) -> dict[str, int | str]:
         """The place of the next batch that has not been returned; what is fetched ahead of it does
@@ -305,15 +305,17 @@ class Loader(Iterator[Batch]):
             memory_bytes=batch_memory_bytes(shares, self._rank),
         )
 
-    def _tune(self, waited_s: float, asked_s: float, ready: bool) -> None:
+    def _tune(self) -> None:
         costs, skipped = self._feed.drain()
         self._tell(skipped)
+        self._costs += costs
         rows, batch_bytes = len(self.last_indices), self._feed.batch_bytes
         if not self._tuner.knows:
-            self._feed.set(self._tuner.first(costs, rows, batch_bytes))
-        elif self._returned_s is not None:
-            step = Step(waited_s, asked_s - self._returned_s, ready)
-            self._feed.set(self._tuner.step(step, costs, batch_bytes))
+            self._feed.set(self._tuner.first(self._costs, rows, batch_bytes))
+            self._costs = []
+        for step in self._pace.told():
+            self._feed.set(self._tuner.step(step, self._costs, batch_bytes))
+            self._costs = []
 
     def _tell(self, skipped: list[Skipped]) -> None:
         for one in skipped:

@@ -141,7 +141,8 @@ class Stack:
                 where=self._name,
                 fix=IF_TEXT
                 if isinstance(sample, str)
-                else "return {'input_ids': ..., 'labels': ...} from __getitem__",
+                else "return {'input_ids': ..., 'labels': ...} from __getitem__; or, in a loop of "
+                "one's own, make a batch of samples: Loader(collate=...)",
             )
         return {key: self._tensor(index, key, value) for key, value in sample.items()}
 

@@ -19,6 +19,7 @@ from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.crew import MOST_WORKERS
 from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
 from gpumix.data.fetch import Cost
+from gpumix.data.pace import Step
 
 FIRST = 6  # steps that the device's time is taken from
 WINDOW = 20  # steps that one look is at
@@ -148,16 +149,6 @@ def _kind(found: Measured, bounds: Bounds, workers: int) -> str:
         return "threads"
     holds = found.cpu_s > CHEAP * (found.step_s or found.wall_s)
     return "processes" if workers > 1 or holds else "threads"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step as the loader saw it: how long it was waited for data, and how long the device had
-    it then, by the clock."""
-
-    waited_s: float
-    device_s: float
-    ready: bool
 
 
 @dataclass
