@@ -193,7 +193,8 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "  fix: did you mean 'steps'? valid keys: model, data, tokenizer, sequence_length, "
         "global_batch, steps, optimizer, schedule, precision, compile, efficiency, seed, cluster, "
         "strategy, techniques, output, log_every_steps, trace_step, trackers, evaluation, "
-        "checkpoint, profile, rebalance, replay_every_steps, restarts, timeout"
+        "checkpoint, profile, rebalance, replay_every_steps, restarts, timeout, "
+        "grace"
     )
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint import filesystem
@@ -119,6 +120,32 @@ def _save_as_nobody(folder):
         folder.chmod(0o500)
     saver = checkpointer(folder / "checkpoints")
     return _outcome(lambda: saver.save(1, engine, adamw(engine.parameters()), cursor={}))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "index.json"])
+def test_a_bit_that_flips_while_it_is_written(tmp_path, monkeypatch, name):
+    """Between the moment that it is handed over and the end of the save; what was sealed before
+    stays."""
+    engine, optimizer = trained(ALONE)
+    saver = checkpointer(tmp_path)
+    saver.save(1, engine, optimizer, cursor={})
+    sync = os.fsync
+
+    def flip(descriptor):
+        sync(descriptor)
+        file = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if file.name == name:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+
+    monkeypatch.setattr(os, "fsync", flip)
+    with pytest.raises(MachineError, match="what was written is not what is there") as caught:
+        saver.save(2, engine, optimizer, cursor={})
+    assert name in caught.value.where
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    saver.save(3, engine, optimizer, cursor={})
 
 
 def test_read_only_folder(tmp_path):

@@ -185,6 +185,23 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
     check_same(tmp_path / "run", undisturbed)
 
 
+def test_copies_in_memory_count_where_what_is_later_on_disk_is_damaged(tmp_path, undisturbed):
+    """Before what is earlier on disk."""
+    saved = tmp_path / "run" / "checkpoints" / "step-00000006"
+    saving = {"every_steps": 3, "memory_every_steps": 4}
+    harm = {"after": str(saved)}
+    job = disturbed(tmp_path, "kill", restarts=0, at=8, harm=harm, checkpoint=saving)
+    with pytest.raises(RankLost):
+        train(job, plan=plan_for(job))
+    assert checkpoints(tmp_path / "run") == ["step-00000003", "step-00000006"]
+    file = saved / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    job = write_job(tmp_path, steps=STEPS)
+    summary = train(job, plan=plan_for(job), resume=True)
+    assert len(summary.losses) == STEPS - 4
+    check_same(tmp_path / "run", undisturbed)
+
+
 def test_a_rank_that_somebody_asks_to_end(tmp_path, undisturbed):
     """The others would wait for it: all save, and start again."""
     harm = {"once": str(tmp_path / "asked")}

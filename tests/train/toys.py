@@ -310,6 +310,18 @@ def absent_tokens(first: int) -> list[dict[str, Tensor]]:
     return made
 
 
+def tokens_on_slow_disk(sync_s: float) -> list[dict[str, Tensor]]:
+    """Whoever reads them has a disk that takes so long to sync a file."""
+    quick = os.fsync
+
+    def sync(file: int) -> None:
+        time.sleep(sync_s)
+        quick(file)
+
+    os.fsync = sync
+    return tokens()
+
+
 def slow_tokens() -> list[dict[str, Tensor]]:
     return _Slow(tokens())
 
@@ -392,6 +404,16 @@ def _interrupt_launcher_twice() -> float:
     return 1.0
 
 
+def _notice(send: Callable[[], float]) -> Callable[[], float]:
+    """In a step that does not end."""
+
+    def send_and_hang() -> float:
+        send()
+        return _hang()
+
+    return send_and_hang
+
+
 def _small_disk() -> float:
     """No file may grow beyond this: what a full disk comes to."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
@@ -424,6 +446,8 @@ FAULTS: dict[str, Callable[[], float]] = {
     "stop": _signal(signal.SIGSTOP),
     "terminate": _signal(signal.SIGTERM),
     "terminate-launcher": _to_launcher(signal.SIGTERM),
+    "notice": _notice(_to_launcher(signal.SIGTERM)),
+    "notice-to-one": _notice(_signal(signal.SIGTERM)),
     "kill-launcher": _to_launcher(signal.SIGKILL),
     "interrupt-launcher": _to_launcher(signal.SIGINT),
     "interrupt-launcher-twice": _interrupt_launcher_twice,

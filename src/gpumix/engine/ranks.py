@@ -101,6 +101,7 @@ class Ranks:
         self._store = store
         self._told: dict[str, int] = {}
         self._begun: dict[str, Wait] = {}  # what was told last, by topic
+        self._claims: dict[str, str] = {}  # of a single process
         self._heart: _Heart | None = None
         self._owns_groups = False
         if store is not None and world > 1:
@@ -214,6 +215,20 @@ class Ranks:
         for account in accounts:
             if account:
                 raise _retold(account)
+
+    def claim(self, topic: str, text: str) -> str:
+        """What the first rank to claim a topic said: this text, if that is this one. Not
+        collective, and for any thread."""
+        if self._store is None or self.world == 1:
+            return self._claims.setdefault(topic, text)
+        return str(self._store.compare_set(f"claimed/{topic}", "", text).decode())
+
+    def claimed(self, topic: str) -> str:
+        """What a rank has claimed; empty if none has."""
+        if self._store is None or self.world == 1:
+            return self._claims.get(topic, "")
+        key = f"claimed/{topic}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _next(self, topic: str) -> str:
         self._told[topic] = self._told.get(topic, 0) + 1

@@ -34,6 +34,7 @@ MEMORY_USED = (
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
 APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
+GRACE = "GPUMIX_GRACE_S"  # how long ranks may go on that are asked to end
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 OWN_RUN = "gpumix"  # the name of runs that `gpumix launch` starts
@@ -180,10 +181,18 @@ def place_settings(
 
 
 def rank_settings(
-    *, rank: int, local_rank: int, local_world: int, world: int, address: str, port: int
+    *,
+    rank: int,
+    local_rank: int,
+    local_world: int,
+    world: int,
+    address: str,
+    port: int,
+    grace_s: float,
 ) -> dict[str, str]:
     """The environment of a rank that this process starts: its own, and what torchrun would say. The
-    store at that address is there already, so no rank makes one."""
+    store at that address is there already, so no rank makes one. Ranks that are asked to end may
+    go on for `grace_s`."""
     place = place_settings(
         rank=rank,
         local_rank=local_rank,
@@ -200,10 +209,19 @@ def rank_settings(
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_RUN_ID": OWN_RUN,
         APART: 1,
+        GRACE: grace_s,
     }
     threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
     told = {name: str(value) for name, value in agent.items()}
     return threads | dict(os.environ) | place | told
+
+
+def grace_of_launcher() -> float:
+    """How long the launcher of this process lets it go on that is asked to end, s; 0 where it does
+    not say."""
+    with suppress(ValueError):
+        return float(os.environ.get(GRACE, "0"))
+    return 0.0
 
 
 def print_at_once() -> None:

@@ -58,7 +58,7 @@ def run(
         share = Share(
             share.first, share.processes, share.world, share.address, server.getsockname()[1]
         )
-    with started(share, words, take) as ranks:
+    with started(share, words, take, grace_s=grace_s) as ranks:
         orders.listen()
         store = _serve(server, share) if server is not None else None
         code, told = watch(ranks, orders, grace_s=grace_s)

@@ -111,7 +111,8 @@ def _command(
     words = ranks_words(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
     # Of `$(NAME)` Kubernetes would make the value of a variable.
-    run += [*words[2:], *meeting, "--", shlex.join(program.words).replace("$(", "$$(")]
+    run += [*words[2:], *meeting, "--grace", f"{around.grace_s:g}", "--"]
+    run.append(shlex.join(program.words).replace("$(", "$$("))
     return ["sh", "-c", "exec " + " ".join(run)]
 
 

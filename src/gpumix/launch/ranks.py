@@ -98,7 +98,11 @@ class Rank:
 
 @contextmanager
 def started(
-    share: Share, words: Sequence[str], take: Callable[[int, str], None] | None
+    share: Share,
+    words: Sequence[str],
+    take: Callable[[int, str], None] | None,
+    *,
+    grace_s: float,
 ) -> Iterator[list[Rank]]:
     """A host's ranks, which end with the block, or with this process, however that ends."""
     ranks: list[Rank] = []
@@ -112,6 +116,7 @@ def started(
                     world=share.world,
                     address=share.address,
                     port=share.port,
+                    grace_s=grace_s,
                 )
                 ranks.append(Rank(share.first + local, words, env, take))
                 tell(ranks[-1].process.pid)

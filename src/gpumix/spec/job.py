@@ -429,6 +429,12 @@ class Job(Value):
         description="how long a rank waits for another before it names it; one that died is known "
         "at once, one that was stopped or whose host is gone after 20 s",
     )
+    grace: Seconds | None = Field(
+        default=None,
+        description="how long after SIGTERM or Ctrl-C a run may take to save: where the step under "
+        "way would not end in time, the state before it is saved; default: what `gpumix launch "
+        "--grace` says, else 30 s, as torchrun has it",
+    )
 
     @model_validator(mode="after")
     def _traced_step_is_one_of_the_run(self) -> Self:

@@ -69,6 +69,10 @@ class Background(Generic[T]):
         if not event.wait(self._left_s()):
             raise self._overdue()
 
+    def join(self, seconds: float) -> None:
+        """Until it has ended, but not longer."""
+        self._thread.join(seconds)
+
     def result(self) -> T:
         """What the work returned, once it has; raises what it raised.
 

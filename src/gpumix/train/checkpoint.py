@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,17 @@ from gpumix.train import checkpoint_folder
 from gpumix.train.background import Background, Overdue
 from gpumix.train.checkpoint_file import (
     INDEX,
+    METADATA,
     Damaged,
     Manifest,
     SavedFile,
     StateKind,
+    check_written,
     damaged,
     described,
+    described_as,
     read_manifest,
+    step_of,
     verify,
 )
 from gpumix.train.checkpoint_shards import Index, read, write
@@ -45,6 +50,7 @@ KINDS = TypeAdapter(dict[str, StateKind])
 MANIFEST = TypeAdapter(Manifest)
 FOLDER, FOLDERS = TypeAdapter(Path), TypeAdapter(list[Path])
 PERHAPS: TypeAdapter[Path | None] = TypeAdapter(Path | None)
+STEPS = TypeAdapter(list[int])
 FILES = TypeAdapter(dict[str, SavedFile])
 OPENED = TypeAdapter(tuple[Manifest, Index])
 
@@ -151,6 +157,15 @@ class Checkpointer:
             patience_s=self._patience_s,
         )
 
+    def common_step(self, steps: Iterable[int]) -> int | None:
+        """Of the steps that each rank has, the newest that all have."""
+        every = self._ranks.each(lambda: list(steps), STEPS, "tell its copies", self.folder)
+        return max(set.intersection(*map(set, every)), default=None)
+
+    def save_copy(self, copy: content.Content) -> Saved:
+        """Write a checkpoint of what nobody changes."""
+        return self._timed(copy.manifest.step, copy, lambda: copy.tensors)
+
     def settle(self) -> None:
         """Wait until what is saved may change. Not collective.
 
@@ -168,6 +183,12 @@ class Checkpointer:
         except Overdue as error:
             what = "write a checkpoint"
             raise not_in_time(error, what, self._ranks.rank, self.folder) from error
+
+    def wait(self, seconds: float) -> None:
+        """Until the checkpoint that was begun last is written, if there is one, but not longer. Not
+        collective."""
+        if self._saving is not None:
+            self._saving.join(seconds)
 
     @property
     def under_way(self) -> bool:
@@ -201,23 +222,34 @@ class Checkpointer:
         self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None
     ) -> Saved:
         """In a thread of its own."""
-        begun = time.perf_counter()
+
+        def copied() -> Tensors:
+            assert isinstance(to_save, content.Content)
+            return self._copied(to_save.tensors, stream)
+
         try:
-            path = self._save_together(step, to_save, stream)
+            return self._timed(step, to_save, copied)
         finally:
             self._settled.set()
+
+    def _timed(
+        self, step: int, to_save: content.Content | Exception, taken: Callable[[], Tensors]
+    ) -> Saved:
+        begun = time.perf_counter()
+        path = self._save_together(step, to_save, taken)
         return Saved(path, step, seconds=time.perf_counter() - begun)
 
     def _save_together(
-        self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None
+        self, step: int, to_save: content.Content | Exception, taken: Callable[[], Tensors]
     ) -> Path:
+        """`taken` gives the tensors to write."""
         ranks = self._ranks
         tensors: dict[str, Any] = {}
 
         def take() -> dict[str, StateKind]:
             if isinstance(to_save, Exception):
                 raise to_save
-            tensors.update(self._copied(to_save.tensors, stream))
+            tensors.update(taken())
             return to_save.kinds
 
         def describe() -> Manifest:
@@ -256,14 +288,14 @@ class Checkpointer:
 
     def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
         ranks = self._ranks
-        index = write(part, tensors, ranks)  # whole on rank 0, who needs it
-        own = f"__{ranks.rank}_*"
-        files = ranks.each(
-            lambda: {file.name: described(file) for file in part.glob(own)},
-            FILES,
-            "read back what it wrote",
-            part,
-        )
+        index, own = write(part, tensors, ranks)  # the index whole on rank 0, who needs it
+
+        def read_back() -> dict[str, SavedFile]:
+            for name, saved in own.items():
+                check_written(part / name, saved)
+            return own
+
+        files = ranks.each(read_back, FILES, "read back what it wrote", part)
         every_file = {name: saved for by_rank in files for name, saved in by_rank.items()}
         return ranks.first(
             lambda: self._finish(part, manifest, index, every_file),
@@ -276,8 +308,10 @@ class Checkpointer:
         self, part: Path, manifest: Manifest, index: Index, files: dict[str, SavedFile]
     ) -> Path:
         checkpoint_folder.check_visible(part, files)
-        checkpoint_folder.write_durably(part / INDEX, index.model_dump_json())
-        files |= {name: described(part / name) for name in (INDEX, ".metadata")}
+        text = index.model_dump_json()
+        checkpoint_folder.write_durably(part / INDEX, text)
+        files |= {INDEX: described_as(text.encode()), METADATA: described(part / METADATA)}
+        check_written(part / INDEX, files[INDEX])
         path = checkpoint_folder.finish(part, manifest.model_copy(update={"files": files}))
         checkpoint_folder.prune(self.folder, self.keep)
         return path
@@ -294,7 +328,12 @@ class Checkpointer:
         )
 
     def load(
-        self, engine: Engine, optimizer: Optimizer | None, *, source: Path | None = None
+        self,
+        engine: Engine,
+        optimizer: Optimizer | None,
+        *,
+        source: Path | None = None,
+        after: int = -1,
     ) -> LoadedState:
         """Put a checkpoint into the engine and the optimizer.
 
@@ -302,6 +341,8 @@ class Checkpointer:
             optimizer: None takes the model alone, for evaluation.
             source: a checkpoint, or a run's folder; default: this folder. Of a folder the newest
                 is taken that is whole.
+            after: only those count that were saved last, down to the first that is not of a later
+                step.
 
         Raises:
             InputError: there is none that is whole, or it is of another model or optimizer; nothing
@@ -311,7 +352,10 @@ class Checkpointer:
         ranks = self._ranks
         at = source or self.folder
         paths = ranks.first(
-            lambda: checkpoint_folder.choices(at), FOLDERS, "look for checkpoints", at
+            lambda: list(takewhile(lambda p: step_of(p) > after, checkpoint_folder.choices(at))),
+            FOLDERS,
+            "look for checkpoints",
+            at,
         )
 
         def take(path: Path) -> tuple[Path, Manifest, Index]:

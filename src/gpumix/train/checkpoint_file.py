@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +26,14 @@ from pydantic import Field, JsonValue, ValidationError
 
 import gpumix
 from gpumix.spec.base import Value
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, MachineError
 
 SCHEMA = 1
 # Other errors of the system, of a network's disk say, may pass: they do not damage a checkpoint.
 _GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
+METADATA = ".metadata"
 
 STEP = re.compile(r"step-(\d{8,})")
 
@@ -155,6 +157,26 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
             raise damaged(path / name, f"it has {found.bytes} bytes, {saved.bytes} were saved")
         if found.sha256 != saved.sha256:
             raise damaged(path / name, "its content is not what was saved")
+
+
+def check_written(file: Path, wanted: SavedFile) -> None:
+    """Read back what was written.
+
+    Raises:
+        MachineError: something else is there.
+    """
+    if described(file) != wanted:
+        raise MachineError(
+            "what was written is not what is there",
+            where=f"{socket.gethostname()}: {file}",
+            why="bits changed in that host's memory or on its disk",
+            fix="look at both: `dmesg | grep -i -e edac -e mce -e error`, `smartctl -a`",
+        )
+
+
+def described_as(content: bytes) -> SavedFile:
+    """What a file with this content must be."""
+    return SavedFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def described(file: Path) -> SavedFile:

@@ -7,7 +7,9 @@ of our own: its pickled metadata, which can run code, is never read. Tensors are
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -47,7 +49,7 @@ from gpumix.engine.window import Window
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.base import Value
 from gpumix.spec.errors import GpumixError, first_line
-from gpumix.train.checkpoint_file import INDEX, FileName, damaged
+from gpumix.train.checkpoint_file import INDEX, FileName, SavedFile, damaged
 from gpumix.train.checkpoint_together import NOTHING, Together, explained
 
 
@@ -219,7 +221,9 @@ class Index(Value):
 # -- to files and back -----------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together) -> Index:
+def write(
+    folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together
+) -> tuple[Index, dict[str, SavedFile]]:
     """Write all ranks' boxes into `folder`, one file per rank. Collective.
 
     Each rank writes its own as if it was alone: what ranks of torch.distributed.checkpoint tell
@@ -230,7 +234,8 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Togethe
             have the same box.
 
     Returns:
-        Where all boxes are, on rank 0; on the others where their own are.
+        Where all boxes are, on rank 0; on the others where their own are. And what this rank's
+        files are, by what went into them.
 
     Raises:
         GpumixError: a rank could not write; the same on all ranks.
@@ -239,14 +244,11 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Togethe
 
     def save() -> _Written:
         planner = _SavePlanner(flatten_sharded_tensors=False)
+        writer = _Writer(folder, ranks.rank)
         with _alone(), host_memory():  # which it goes through
-            metadata = dcp.save(
-                dict(tensors),
-                storage_writer=_Writer(folder, ranks.rank),
-                planner=planner,
-                no_dist=True,
-            )
-        return _Written(index=Index.of(metadata), paths=planner.mappings)
+            metadata = dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+        found = writer.files.written()
+        return _Written(index=Index.of(metadata), paths=planner.mappings, files=found)
 
     own: list[_Written] = []
     ranks.each(lambda: own.append(save()), NOTHING, doing, folder)
@@ -256,7 +258,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Togethe
     ]
     index = Index.merged(one.index for one in written or own)
     ranks.first(lambda: _describe(folder, index, written), NOTHING, "describe tensors", folder)
-    return index
+    return index, own[0].files
 
 
 class _Written(Value):
@@ -264,6 +266,7 @@ class _Written(Value):
 
     index: Index
     paths: dict[str, tuple[str | int, ...]]
+    files: dict[str, SavedFile]
 
 
 def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
@@ -351,12 +354,52 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
+class _Files(FileSystem):
+    """The digests of files are those of what is written: what is read later may differ from it."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, tuple[int, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _Hashed(stream)
+            yield hashed
+            self._written[Path(path).name] = hashed.length, hashed.digest
+
+    def written(self) -> dict[str, SavedFile]:
+        return {
+            name: SavedFile(bytes=length, sha256=digest.hexdigest())
+            for name, (length, digest) in self._written.items()
+        }
+
+
+class _Hashed:
+    """A file that is written from its begin to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.length, self.digest = 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.length += memoryview(data).nbytes
+        return int(self._stream.write(data))
+
+    def tell(self) -> int:
+        return self.length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _Writer(dcp.FileSystemWriter):
     """Says on the rank where it happens what went wrong."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
         self._folder, self._own_rank = folder, rank
+        self.fs = self.files = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:

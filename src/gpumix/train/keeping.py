@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader
@@ -23,6 +24,7 @@ from gpumix.train.context import Context
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Found, Held, Home
+from gpumix.train.metrics import Told
 
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
 MEMORY_SHARE = 0.01
@@ -68,26 +70,35 @@ class Keeping:
         here = [rank for rank, host in enumerate(self._hosts) if host == context.device.host]
         self._ranks_here = len(here)
         self._first_here = here[0] == ranks.rank
-        patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
-        self._patience_s = patience_s
-        # Whoever writes for too long says so before the others give up waiting for it.
-        self._group = ranks.checkpoint_group(patience_s=patience_s)
-        self.checkpointer = Checkpointer(
-            job.output / run_files.CHECKPOINTS,
-            keep=job.checkpoint.keep,
-            group=self._group,
-            ranks_here=self._ranks_here,
-            patience_s=patience_s,
-        )
+        self._patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
+        self._group = self._group_of_ranks()
+        self.checkpointer = self._checkpointer_of(self._group)
+        self._beside: Checkpointer | None = None
         self._extra = _extra(job, plan, engine)
         self.stalled_s = 0.0
         """How long training stood still for the checkpoint that was begun last."""
+        self.save_s: float | None = None
+        """How long the last one was written."""
         root = shared_memory_folder()
         self._home = None if root is None else Home(root, job.output, context.device.host)
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
         self._copied_s: list[float] = []  # how long training stood still for each copy in memory
+
+    def _checkpointer_of(self, group: dist.ProcessGroup | None) -> Checkpointer:
+        job = self._context.job
+        return Checkpointer(
+            job.output / run_files.CHECKPOINTS,
+            keep=job.checkpoint.keep,
+            group=group,
+            ranks_here=self._ranks_here,
+            patience_s=self._patience_s,
+        )
+
+    def _group_of_ranks(self) -> dist.ProcessGroup | None:
+        """Whoever writes for too long says so before the others give up waiting for it."""
+        return self._context.ranks.checkpoint_group(patience_s=self._patience_s)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -109,6 +120,7 @@ class Keeping:
         begun = time.perf_counter()
         saved = self.checkpointer.finish()
         self.stalled_s += time.perf_counter() - begun
+        self.save_s = saved.seconds
         return saved
 
     # -- in memory ---------------------------------------------------------------------------------
@@ -140,6 +152,8 @@ class Keeping:
             buddies=self._buddies_in(home.generation(generation)),
             patience_s=self._patience_s,
         )
+        # Beside the main thread, whatever that does with the other one.
+        self._beside = self._checkpointer_of(self._group_of_ranks())
         return ""
 
     def _refusal(self, generation: int) -> str:
@@ -156,7 +170,7 @@ class Keeping:
         """Where there are several hosts. Collective then."""
         if len(set(self._hosts)) == 1:
             return None
-        group = self._context.ranks.checkpoint_group(patience_s=self._patience_s)
+        group = self._group_of_ranks()
         assert group is not None
         return Buddies(place, self._hosts, group)
 
@@ -184,14 +198,40 @@ class Keeping:
         self._memory.finish()
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
-    def choose_interval(self, step_s: float) -> None:
+    def choose_interval(self, step_s: float) -> list[Told]:
         """By what the first copies took: so many steps that training stands still for them for a
-        hundredth of its time at most."""
+        hundredth of its time at most. What to say of it."""
         if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
-            return
+            return []
         share = min(self._copied_s, default=0.0) / max(step_s, 1e-9)
         told = self._context.ranks.gather("copies' time", str(share))
-        self._every_steps = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
+        self._every_steps = every = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
+        return [Told("copies", {"every_steps": every}, "")]
+
+    @property
+    def copies_in_memory(self) -> bool:
+        """Whether all ranks have begun to keep some."""
+        return self._memory is not None
+
+    def save_copies(self, *, limit_s: float) -> Saved | None:
+        """Write to disk what is in memory: the newest state of which all ranks have a copy; None if
+        there is none. The state changes no more until `go_on_copying`. Collective; for a thread
+        beside the main one.
+
+        Args:
+            limit_s: how long to wait for a checkpoint that is being written.
+        """
+        assert self._memory is not None
+        assert self._beside is not None
+        held = self._memory.hold()
+        self.checkpointer.wait(limit_s)
+        step = self._beside.common_step(held)
+        return None if step is None else self._beside.save_copy(held[step])
+
+    def go_on_copying(self) -> None:
+        """After `save_copies`; not collective."""
+        if self._memory is not None:
+            self._memory.go_on()
 
     @property
     def not_copied(self) -> str:
@@ -228,13 +268,20 @@ class Keeping:
         Raises:
             InputError: there is none that is whole, or it is of another model, optimizer or data.
         """
-        in_memory = self._found_in_memory()
-        saved = self.checkpointer.latest()
-        if in_memory is not None and (saved is None or in_memory[0].step >= step_of(saved)):
-            return self._from_memory(*in_memory)
-        if saved is None and not needed:
-            return None
-        state = self.checkpointer.load(self._engine, self._optimizer)
+        in_memory, saved = self._found_in_memory(), self.checkpointer.latest()
+        if in_memory is None:
+            return self._from_disk(-1) if saved is not None or needed else None
+        found, held = in_memory
+        if saved is None or step_of(saved) <= found.step:
+            return self._from_memory(found, held)
+        try:
+            return self._from_disk(found.step)
+        except Damaged as error:  # all that are later
+            return replace(self._from_memory(found, held), passed_over=(error,))
+
+    def _from_disk(self, after: int) -> TakenUp:
+        """The newest checkpoint that is whole, of a step later than `after`."""
+        state = self.checkpointer.load(self._engine, self._optimizer, after=after)
         self._loader.load_state_dict(state.cursor)
         return TakenUp(state.step, state.extra, state.path, state.passed_over)
 

@@ -33,6 +33,7 @@ from gpumix.train.display import Display, input_bound, not_copied, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
+from gpumix.train.last_minute import LastMinute
 from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import (
     WARM_UP_STEPS,
@@ -121,6 +122,7 @@ class Trainer:
             if warning and context.first:
                 stderr().print(warning)
         self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
+        self._last_minute = LastMinute(context, self.keeping)
         self.step = 0
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._restart = restart
@@ -137,7 +139,9 @@ class Trainer:
         stamps = stamps_of(self.engine.device)
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
         self._told_of_starvation = self._told_of_copies = False
-        self._balancing = self._balancing_by(profile) if job.rebalance else None
+        moves = may_move(plan) and updates_elements(self.optimizer)
+        balancing = Balancing(plan, profile, context, state_moves=moves)
+        self._balancing = balancing if job.rebalance else None
         self._soundness = Soundness(context, plan, self.engine)
         self._waited_s = 0.0
         self._since = time.perf_counter()
@@ -162,7 +166,8 @@ class Trainer:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
             self._open(stack)
-            self._open_memory()
+            self._tell_of_copies(self.keeping.open_memory(fresh=self.step == 0))
+            stack.enter_context(self._last_minute.beside(stop))
             self._tell_of_replays()
             while self.step < self.job.steps:
                 traced = self.step + 1 == self.job.trace_step
@@ -282,6 +287,7 @@ class Trainer:
         rate = learning_rate(self.job, self.step)
         set_learning_rates(self.optimizer, self.job, self.step)
         asked = stop is not None and stop.requested
+        self._last_minute.step_begins(self._step_times, tells=asked)
         self.engine.notice = UNSAVED if self.keeping.checkpointer.failed else STOP if asked else 0.0
         self.engine.report = watch.computed_s if self._step_times else 0.0
         clip_norm = self.job.optimizer.clip_norm
@@ -481,8 +487,9 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------
 
     def save(self, cursor: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint, and wait for it; the data goes on at `cursor`, by default behind the
-        last batch."""
+        """Write the last checkpoint, and wait for it; the data goes on at `cursor`, by default
+        behind the last batch."""
+        self._last_minute.leave_to_me()
         self._begin_save(cursor)
         return self._finish_save().path
 
@@ -500,19 +507,12 @@ class Trainer:
             )
         return saved
 
-    def _open_memory(self) -> None:
-        self._tell_of_copies(self.keeping.open_memory(fresh=self.step == 0))
-
     def _remember(self) -> None:
         """Have this step's state copied into memory."""
         done = self.step - self._begun_at
         if done == MEASURED_STEPS:
-            self.keeping.choose_interval(typical_s(self._step_times[1:]))
+            self._say(self.keeping.choose_interval(typical_s(self._step_times[1:])))
         self.keeping.remember(self.step)
-
-    def _balancing_by(self, profile: Profile | None) -> Balancing:
-        moves = may_move(self.plan) and updates_elements(self.optimizer)
-        return Balancing(self.plan, profile, self.context, state_moves=moves)
 
     def _rebalance(self) -> None:
         """Split the samples anew, if that is worth it by the last steps."""
@@ -541,7 +541,8 @@ class Trainer:
         if self._display is not None:
             for one in told:
                 self._log.tell(self.step, one)
-                self._display.say(one.text)
+                if one.text:
+                    self._display.say(one.text)
 
     def _take_up(self, *, needed: bool) -> None:
         state = self.keeping.take_up(needed=needed)

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,14 @@ class MemoryCheckpointer:
         self._buddies = buddies
         self._patience_s = patience_s
         self._settled = threading.Event()
+        self._settled.set()
         self._home, self._generation = home, generation
         self._rank, self._world, self._ranks_here = rank, world, ranks_here
         self._tidies = tidies
         self._extra = content.as_json(extra, "extra")
         self._copies: dict[int, HostCopy] = {}
+        self._whole: dict[int, content.Content] = {}  # what is in each slot
+        self._turn, self._held = threading.Condition(), False
         self._begun = 0
         self._copying: Background[None] | None = None
         self.refused = ""
@@ -85,12 +89,30 @@ class MemoryCheckpointer:
         stream = content.copying_stream(engine.device)
         slot = self._begun % folder.SLOTS
         self._begun += 1
-        self._settled.clear()
-        self._copying = Background(
-            lambda: self._copy(slot, now, stream),
-            name="gpumix-memory",
-            patience_s=self._patience_s,
-        )
+        with self._turn:
+            self._wait_for_turn()
+            self._settled.clear()
+            self._copying = Background(
+                lambda: self._copy(slot, now, stream),
+                name="gpumix-memory",
+                patience_s=self._patience_s,
+            )
+
+    def hold(self) -> dict[int, content.Content]:
+        """The copies that are whole, by their steps. From now on nothing is copied: the main thread
+        waits where it would be, or the state may change, until `go_on`. For another thread."""
+        with self._turn:
+            self._held = True
+        settled = self._settled.wait(self._limit_s)
+        if self.refused or not settled:
+            return {}
+        return {one.manifest.step: one for one in self._whole.values()}
+
+    def go_on(self) -> None:
+        """After `hold`."""
+        with self._turn:
+            self._held = False
+            self._turn.notify_all()
 
     def settle(self) -> None:
         """Wait until the state may change. Not collective.
@@ -98,11 +120,22 @@ class MemoryCheckpointer:
         Raises:
             MachineError: the host does not come to it.
         """
+        with self._turn:
+            self._wait_for_turn()
         if self._copying is not None:
             try:
                 self._copying.wait(self._settled)
             except Overdue as error:
                 raise self._not_in_time(error) from error
+
+    def _wait_for_turn(self) -> None:
+        """Until nobody holds the copies; with `_turn`."""
+        if not self._turn.wait_for(lambda: not self._held, self._limit_s):
+            raise self._not_in_time(Overdue(self._patience_s, None))
+
+    @property
+    def _limit_s(self) -> float:
+        return min(self._patience_s, threading.TIMEOUT_MAX)
 
     def _not_in_time(self, error: Overdue) -> GpumixError:
         return not_in_time(error, "copy its state into memory", self._rank, self._folder)
@@ -114,6 +147,8 @@ class MemoryCheckpointer:
         Raises:
             MachineError: the host does not come to it.
         """
+        with self._turn:
+            self._wait_for_turn()
         if self._copying is None:
             return
         copying, self._copying = self._copying, None
@@ -140,6 +175,7 @@ class MemoryCheckpointer:
 
     def _copy_here(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
         seal = self._folder / folder.seal_file(self._rank, slot)
+        self._whole.pop(slot, None)
         seal.unlink(missing_ok=True)
         copy = self._copies.get(slot)
         if copy is None or not copy.fits(now.tensors):
@@ -147,6 +183,8 @@ class MemoryCheckpointer:
         copy.fill(now.tensors, stream)
         told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
         write_at_once(seal, json.dumps(told))
+        manifest = now.manifest.model_copy(update={"extra": self._extra})
+        self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
 
     def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
         """Room for a copy in a slot.

@@ -39,7 +39,8 @@ def typical_s(times: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """What is to be said: an event of `metrics.jsonl` with its fields, and a line."""
+    """What is to be said: an event of `metrics.jsonl` with its fields, and a line, if people are to
+    see it."""
 
     event: str
     fields: dict[str, Any]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
+import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,10 +18,19 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.asked_at: float | None = None
+        """When, by `time.monotonic()`."""
         self._before: dict[signal.Signals, Any] = {}
+        self._error: BaseException | None = None
+        self._open = False
 
     def __enter__(self) -> StopRequest:
+        self._read, self._written = socket.socketpair()
+        for end in (self._read, self._written):
+            end.setblocking(False)
         self._before = {s: signal.signal(s, self._take) for s in SIGNALS}
+        self._open = True
+        self._fd_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -26,8 +39,34 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._open = False
+        signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._written.close()  # who listens in `wait` wakes up
+
+    def wait(self, seconds: float) -> None:
+        """Until a signal comes, but not longer; for one other thread. It hears of it while the main
+        thread, in which Python takes signals, is in a library's function for long."""
+        ready, _, _ = select.select([self._read], [], [], seconds)
+        if ready and set(self._read.recv(64)) & set(SIGNALS):
+            self._note()
+
+    def leave(self, error: BaseException) -> None:
+        """Raise it in the main thread, wherever in the `with` block that is; from another one."""
+        if not self._open:
+            return
+        self._error = error
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        self._note()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _note(self) -> None:
         self.requested = True
+        self.asked_at = self.asked_at or time.monotonic()

@@ -1,0 +1,150 @@
+"""Asked to end in a step that does not end in time: the state before it is saved."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, train, write_job
+
+from gpumix.spec.errors import Interrupted
+from gpumix.train.last_minute import Moment
+
+EACH_STEP = {"memory_every_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> list[float]:
+    """Of a run that nobody disturbs."""
+    job = write_job(tmp_path_factory.mktemp("undisturbed"))
+    return train(job, plan=plan_for(job)).losses
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "step_s", "tells", "save_s", "late"),
+    [
+        (100.0, 1.0, False, 5.0, False),
+        (100.0, 60.0, False, 5.0, True),  # the next step is the first that all hear of it with
+        (100.0, 10.0, False, 5.0, False),  # 5 s of this step, 10 s of the next one: 15 s are left
+        (100.0, 20.0, False, 5.0, True),  # 15 s of this step, 20 s of the next one
+        (100.0, 20.0, True, 5.0, False),
+        (100.0, 20.0, True, 12.0, True),  # times the margin
+        (115.0, 1.0, True, 5.0, False),  # a step that takes longer than others is waited for
+        (123.0, 1.0, True, 5.0, True),  # for as long as a save has time
+        (114.0, 0.0, True, None, False),  # half of the time, where nothing is known
+        (116.0, 0.0, True, None, True),
+    ],
+)
+def test_a_step_is_waited_for_while_there_is_time_for_a_save(now, step_s, tells, save_s, late):
+    """Asked at 100 s, in a step that began at 95 s, by somebody who waits for 30 s."""
+    assert Moment(100.0, 30.0, 95.0, step_s, tells, save_s).too_late(now) is late
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+def asked(tmp_path, fault: str, **changes):
+    """A job of which a rank is asked to end in its fourth step, which takes a minute then."""
+    harm = toy(fault=fault, rank=1, at=4, once=str(tmp_path / "asked"))
+    return write_job(tmp_path, model=harm, **{"grace": 2, "checkpoint": EACH_STEP} | changes)
+
+
+def check_stopped_after_three(tmp_path, losses, job) -> None:
+    with pytest.raises(Interrupted) as caught:
+        train(job, plan=plan_for(job))
+    assert caught.value.what == "stopped after step 3 of 6"
+    assert checkpoints(tmp_path / "run")[-1] == "step-00000003"
+    assert caught.value.where.endswith("step-00000003")
+    assert "`grace`" in caught.value.why
+    assert train(job, plan=plan_for(job), resume=True).losses == pytest.approx(losses[3:], rel=1e-6)
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_long_step_is_given_up_and_no_other_one(tmp_path, losses):
+    check_stopped_after_three(tmp_path, losses, asked(tmp_path, "notice"))
+
+
+def test_with_updates_beside_the_backward_pass(tmp_path):
+    """Part of the parameters may be those of the next step by then."""
+    unclipped = {"optimizer": {"lr": 1e-2, "clip_norm": None}}
+    job = write_job(tmp_path / "undisturbed", **unclipped)
+    losses = train(job, plan=plan_for(job)).losses
+    check_stopped_after_three(tmp_path, losses, asked(tmp_path, "notice", **unclipped))
+
+
+def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
+    """It still writes the checkpoint of the step before: that is waited for."""
+    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "held_out": 0.1}
+    job = asked(tmp_path, "notice", data=slow, checkpoint={"every_steps": 3, "keep": 3} | EACH_STEP)
+    check_stopped_after_three(tmp_path, losses, job)
+
+
+def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
+    """All save, and start again from there."""
+    job = asked(tmp_path, "notice-to-one", restarts=3)
+    train(job, plan=plan_for(job))
+    told = metrics(tmp_path / "run")
+    assert [one["loss"] for one in told] == pytest.approx(losses, rel=1e-6)
+    (restart,) = metrics(tmp_path / "run", "restart")
+    assert restart["resumed_from"] == 3
+    assert restart["why"] == "somebody asked a rank to end: stopped after step 3 of 6"
+
+
+def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):
+    """There is nothing else to save: who has none is asked to choose a `grace` of several steps."""
+    slow = toy(fault="terminate", rank=1, at=3, sample_s=0.2)
+    none = {"memory_every_steps": 0}
+    job = write_job(tmp_path, model=slow, checkpoint=none, grace=0.1)
+    with pytest.raises(Interrupted, match=r"stopped after step [34] of 6"):
+        train(job, plan=plan_for(job))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
+    """torchrun passes it on to the ranks there; the others go on without them."""
+    slow = toy(rank=1, at=3, sample_s=1.0)
+    two = {"cluster": [*CLUSTER[:1], CLUSTER[1] | {"count": 1}]}
+    job = write_job(tmp_path, model=slow, grace=2, restarts=3, checkpoint=EACH_STEP, **two)
+    plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
+    run = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    agents = [agent(tmp_path, port, number) for number in range(2)]
+    try:
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
+            assert agents[0].poll() is None, (tmp_path / "said-0").read_text()
+            time.sleep(0.1)
+        time.sleep(1.0)  # of step 3, which takes longer
+        agents[1].send_signal(signal.SIGTERM)
+        assert agents[0].wait(120) == 0, (tmp_path / "said-0").read_text()
+    finally:
+        for one in agents:
+            one.terminate()
+            one.wait(60)
+    told = metrics(run)
+    assert [one["step"] for one in told] == [1, 2, 3, 4, 5, 6]
+    assert [one["loss"] for one in told] == pytest.approx(losses, rel=1e-5)
+    (restart,) = metrics(run, "restart")
+    assert restart["resumed_from"] == 2
+    assert "stopped after step 2 of 6" in (tmp_path / "said-1").read_text()
+
+
+def agent(folder, port: int, number: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+        "--max-restarts", "3", "--rdzv-backend", "gpumix", "--rdzv-id", "asked",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.2",
+        "--rdzv-conf", f"last_call_timeout=3,keep_alive_interval=1,is_host={number == 0}".lower(),
+        "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json",
+    ]  # fmt: skip
+    with (folder / f"said-{number}").open("wb") as said:
+        env = environment(folder) | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
