@@ -14,7 +14,7 @@ from jobs import checkpoints
 from transformers import AutoModelForCausalLM
 from verbs import gpumix
 
-from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALLER = [
@@ -62,8 +62,8 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
     assert ran == [
         "devices", "plan", "train", "resume", "simulate", "top", "report", "export", "inspect",
     ]  # fmt: skip
-    plan = Plan.load(tmp_path / "runs" / "first" / "plan.json")
-    assert {worker.device_class for worker in plan.workers} == {"big", "small"}
+    profile = Profile.load(tmp_path / "runs" / "first" / "profile.json")
+    assert [one.name for one in profile.cluster.classes] == ["big", "small"]
     assert checkpoints(tmp_path / "runs" / "first")[-1] == "step-00000005"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
     assert model.config.hidden_size == 32

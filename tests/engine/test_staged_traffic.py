@@ -18,6 +18,7 @@ from gpumix.spec.space import Space
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
+MOST = 4  # devices of a plan
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
 # many ranks each worker is a team, and whether it divides the sequence too.
 PLANS = {
@@ -80,15 +81,24 @@ def _plan(profile: Profile, name: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
+def measured() -> Profile:
     return profiled(ranks=2)  # of which two may be a team
 
 
 @pytest.fixture(scope="module")
-def plans(profile) -> dict[str, Plan]:
+def profile(measured) -> Profile:
+    """Of as many such devices as the plans have."""
+    one = measured.cluster.devices[0]
+    every = tuple(one.model_copy(update={"id": f"d{n}", "ordinal": n}) for n in range(MOST))
+    cluster = measured.cluster.model_copy(update={"devices": every})
+    return measured.model_copy(update={"cluster": cluster})
+
+
+@pytest.fixture(scope="module")
+def plans(profile, measured) -> dict[str, Plan]:
     made = {name: _plan(profile, name) for name in PLANS}
     one = {"most_stages": 1, "tensor": 2, "leave_out": False}
-    return made | {"planned": make_plan(profile, 6, space=Space(**one))}
+    return made | {"planned": make_plan(measured, 6, space=Space(**one))}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def risen(folder: Path) -> tuple[int, int]:
             runtime.reset_peak()
             before = runtime.current_bytes()
             if index is None:
-                index = write(folder, {"model": boxed}, together)
+                index, _ = write(folder, {"model": boxed}, together)
             else:
                 read(folder, index, {f"model.{name}": one for name, one in boxed.items()}, together)
             found.append(runtime.peak_bytes() - before)

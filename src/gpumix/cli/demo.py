@@ -78,10 +78,13 @@ def demo(
     speedup = summary.tokens_per_s / even.tokens_per_s
     error = summary.prediction_error or 0.0
     tell_afterwards(pipeline.job.output, summary.steps, _even_told(even))
-    pipeline.show(
-        f"[bold]{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
-        f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}[/bold]"
+    from rich.text import Text
+
+    answer = (
+        f"{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
+        f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}"
     )
+    pipeline.show(Text(answer, style="bold"))
     if as_json:
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
 

@@ -10,6 +10,7 @@ import atexit
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,12 @@ def join_launched(*, on_gpus: bool) -> None:
     if on_gpus:
         _take_gpu(place)
     dist.init_process_group("nccl" if on_gpus else "gloo")
+    leave_at_end()
+
+
+@cache
+def leave_at_end() -> None:
+    """Leave the default process group when the program ends, whoever made it."""
     atexit.register(_leave)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.launched import leave_at_end
 from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
@@ -124,6 +125,7 @@ def host(
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / run_files.PLAN)
     own_device().use()
+    leave_at_end()
     return prepare(model, plan, loss=own or training.loss, seed=training.seed)
 
 

@@ -18,6 +18,7 @@ from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.environment import grace_of_launcher
 from gpumix.spec.errors import GpumixError, Interrupted
 from gpumix.spec.units import show_seconds
+from gpumix.train.background import leave_together
 from gpumix.train.context import Context
 from gpumix.train.keeping import Keeping
 from gpumix.train.metrics import WINDOW, typical_s
@@ -77,14 +78,18 @@ class LastMinute:
     @contextmanager
     def beside(self, stop: StopRequest) -> Iterator[None]:
         """Look, while the block trains, whether this rank or another one was asked to end."""
+        threads = []
         if self._keeping.copies_in_memory:
             self._over.clear()
             watch = partial(self._watch, stop)
-            threading.Thread(target=watch, name="gpumix-last-minute", daemon=True).start()
+            threads = [threading.Thread(target=watch, name="gpumix-last-minute", daemon=True)]
+            threads[0].start()
         try:
             yield
         finally:
             self._closed.set()
+            stop.wake()
+            leave_together(threads)
 
     def step_begins(self, before: Sequence[float], *, tells: bool) -> None:
         """After steps that took `before`; `tells`: see `Moment`."""

@@ -25,6 +25,7 @@ from gpumix.engine.ranks import STORE_ERRORS, beat_of, report_failure, store_gon
 from gpumix.hardware.environment import begun, is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, RankLost, first_line
+from gpumix.train.background import leave_together
 from gpumix.train.connections import answers
 from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
@@ -60,11 +61,14 @@ class Lookout:
         first = {host: [one.host for one in arrivals].index(host) for host in every}
         self._elsewhere = [rank for host, rank in first.items() if host != own]
         self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._looks = 0
 
     def __enter__(self) -> Lookout:
         for work in (self._run, self._watch_store) if self._seat.world > 1 else ():
-            threading.Thread(target=work, name="gpumix-lookout", daemon=True).start()
+            thread = threading.Thread(target=work, name="gpumix-lookout", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return self
 
     def __exit__(
@@ -74,6 +78,7 @@ class Lookout:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
+        leave_together(self._threads)
 
     def _run(self) -> None:
         try:

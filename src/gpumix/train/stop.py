@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -51,6 +52,11 @@ class StopRequest:
         ready, _, _ = select.select([self._read], [], [], seconds)
         if ready and set(self._read.recv(64)) & set(SIGNALS):
             self._note()
+
+    def wake(self) -> None:
+        """End a `wait` of the other thread."""
+        with suppress(BlockingIOError):
+            self._written.send(b"\0")
 
     def leave(self, error: BaseException) -> None:
         """Raise it in the main thread, wherever in the `with` block that is; from another one."""
