@@ -27,7 +27,8 @@ WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
 MOST = 2400  # pixels of height that are shown of a page
 COLUMNS = 120
 POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
-PLAN_ALONE = "header, footer, main > section:not(#plan) {display: none} body {padding: 0 1.5rem}"
+PLAN_ALONE = "header, footer, main > section:not(#cluster, #plan) {display: none}"
+THE_REST = "header, #answer, #cluster, #plan, #memory, #step {display: none}"
 TERMINAL_ALONE = "<!doctype html><style>body {margin: 0} svg {width: 100%; height: auto}</style>"
 
 
@@ -35,11 +36,12 @@ def made(run: Run, to: Path, work: Path) -> None:
     """All of them."""
     report = work / "report.html"
     report.write_text(page(run), encoding="utf-8")
-    for dark, name in ((False, "report-light"), (True, "report-dark")):
-        _shown(report, to / f"{name}.png", width=WIDE, dark=dark)
+    _shown(report, to / "report-light.png", width=WIDE, dark=False)
     _shown(report, to / "report-narrow.png", width=NARROW, dark=False)
-    plan = work / "plan.html"
-    plan.write_text(_plan(page(run)), encoding="utf-8")
+    rest, plan = work / "rest.html", work / "plan.html"
+    rest.write_text(_parts(page(run), THE_REST), encoding="utf-8")
+    _shown(rest, to / "report-dark.png", width=WIDE, dark=True)
+    plan.write_text(_parts(page(run), PLAN_ALONE), encoding="utf-8")
     for dark, name in ((False, "plan-light"), (True, "plan-dark")):
         _shown(plan, to / f"{name}.png", width=PLAN, dark=dark)
     top = work / "top.html"
@@ -52,9 +54,10 @@ def _shown(at: Path, to: Path, *, width: int, dark: bool) -> None:
     browser.picture(at, to, width=width, height=min(height, MOST), dark=dark)
 
 
-def _plan(report: str) -> str:
-    """The page with the picture of the plan alone, which its policy would not allow."""
-    return POLICY.sub("", report).replace("</head>", f"<style>{PLAN_ALONE}</style></head>")
+def _parts(report: str, style: str) -> str:
+    """The page with some of its parts alone, which its policy would not allow."""
+    style += " body {padding: 0 1.5rem} section {border-top: 0}"
+    return POLICY.sub("", report).replace("</head>", f"<style>{style}</style></head>")
 
 
 def _top(run: Run) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+BARE = "--hide-scrollbars"  # as on a phone, which draws them over the page
 DARK, LIGHT = 0, 1  # as Blink counts what a reader prefers
 # A page allows no script in it, so another one looks at it from outside.
 FRAME = """<!doctype html>
@@ -45,7 +46,7 @@ def size(page: Path, *, width: int, dark: bool) -> Size:
     with tempfile.TemporaryDirectory() as folder:
         frame = Path(folder, "frame.html")
         frame.write_text(FRAME.format(page=page.as_uri(), width=width), encoding="utf-8")
-        looks = ("--disable-web-security", "--allow-file-access-from-files", "--dump-dom")
+        looks = ("--disable-web-security", "--allow-file-access-from-files", "--dump-dom", BARE)
         done = _run(folder, dark, *looks, frame.as_uri())
     found = re.search(r'data-found="(\d+),(\d+),(\d+),(\d)"', done.stdout)
     assert found is not None, done.stderr
@@ -56,7 +57,7 @@ def size(page: Path, *, width: int, dark: bool) -> Size:
 def picture(page: Path, to: Path, *, width: int, height: int, dark: bool) -> str:
     """Write what a window shows of a page; what the browser says beside."""
     with tempfile.TemporaryDirectory() as folder:
-        window = (f"--window-size={width},{height}", f"--screenshot={to}", "--hide-scrollbars")
+        window = (f"--window-size={width},{height}", f"--screenshot={to}", BARE)
         return _run(folder, dark, *window, "--enable-logging=stderr", page.as_uri()).stderr
 
 

@@ -71,8 +71,7 @@ needs_browser = pytest.mark.skipif(browser.chromium() is None, reason="no browse
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
 def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width, dark):
     """Styles apply under the page's own policy, and nothing is wider than the window."""
     assert gpumix("report", run).exit_code == 0
@@ -86,6 +85,7 @@ def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width, dark):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_the_pictures_of_the_pages_are_made_from_a_run(run, tmp_path):
     script = DOCS / "pictures.py"
     command = [sys.executable, str(script), str(run), "--to", str(tmp_path)]

@@ -1,8 +1,9 @@
 """Every `gpumix` command in a block of the pages runs, on one small job with emulated devices.
 
 Each distinct command once, in a folder that has what pages take for granted: the job, its cluster,
-a plan, a run. What is not run says why on its page; what prints a shown output is run where that
-is compared, in `test_reference_pages.py`.
+a plan, a run, made by the commands that pages show for it. What is not run says why on its page;
+what prints a shown output is run where that is compared, in `test_reference_pages.py`. Of commands
+that train, and take the same options and others less, only the longest is run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import shlex
 import shutil
 import sys
 import webbrowser
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,13 @@ ELSEWHERE = {
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
 }
+# What makes the folder, before any other command.
+FIRST = (
+    "gpumix profile job.yaml --output profile.json",
+    "gpumix plan job.yaml --output plan.json",
+    "gpumix train job.yaml",
+)
+TRAINS = ("doctor", "profile", "train")
 USAGE = re.compile(r"\[\w+\]|JOB|RUN|PLAN|PROGRAM|CHECKPOINT|PATH")
 
 
@@ -97,7 +107,24 @@ def shown() -> dict[tuple[str, ...], Block]:
     return {command: at for command, at in found.items() if shlex.join(command) not in ELSEWHERE}
 
 
+def settings(command: tuple[str, ...]) -> Counter[str]:
+    """The words of a command, but for its number of steps, which is another one here."""
+    return Counter(word for word in command if not re.fullmatch(r"--set|steps=\d+", word))
+
+
+def longest(commands: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Without those that train and whose words are all in another one; of the same words one."""
+    alike = {frozenset(settings(one).items()): one for one in reversed([*commands])}
+    kept = reversed(alike.values())
+    return [
+        one
+        for one in kept
+        if one[1] not in TRAINS or not any(settings(one) < settings(o) for o in alike.values())
+    ]
+
+
 SHOWN = shown()
+RUN = [command for command in longest(SHOWN) if shlex.join(command) not in FIRST]
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +141,9 @@ def desk(tmp_path_factory) -> Path:
     (folder / "mypackage" / "train.py").write_text(PROGRAM, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for words in (
-            "profile job.yaml --output profile.json",
-            "plan job.yaml --output plan.json",
-            "train job.yaml",
-        ):
-            done = gpumix(*words.split())
-            assert done.exit_code == 0, done.stderr
+        for command in FIRST:
+            done = gpumix(*command.split()[1:])
+            assert done.exit_code == 0, f"{command}: {done.stderr}"
     for name in ("latest", "clm/gpumix", "llama-7b"):
         shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
     as_if_real(folder)
@@ -146,7 +169,7 @@ def folder(desk, tmp_path, monkeypatch) -> Path:
     return copied
 
 
-@pytest.mark.parametrize("command", SHOWN, ids=shlex.join)
+@pytest.mark.parametrize("command", RUN, ids=shlex.join)
 def test_a_command_of_the_pages_runs(command, folder, monkeypatch):
     monkeypatch.setattr(webbrowser, "open", lambda url: True)
     _, verb, *words = command
@@ -163,10 +186,15 @@ def test_a_command_of_the_pages_runs(command, folder, monkeypatch):
 
 
 def launched(words: list[str], folder: Path) -> None:
-    """In a process of its own. There are no such hosts, so what each would run is printed."""
+    """There are no such hosts, so what each would run is printed; what runs here has a process of
+    its own."""
     if "--hosts" in words:
         (folder / "cluster.yaml").write_text(yaml.safe_dump(ON_HOSTS), encoding="utf-8")
         words = ["--print-commands", *words]
+    if {"--print-commands", "--template"} & set(words):
+        printed = gpumix("launch", *words)
+        assert (printed.exit_code, bool(printed.stdout)) == (0, True), printed.stderr
+        return
     env = environment(folder / "cache") | {"NCCL_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "gpumix", "launch", *words]
     done = run(command, folder=folder, env=env, timeout_s=200)
@@ -185,6 +213,10 @@ def shorter(verb: str, words: list[str]) -> list[str]:
 
 
 def test_what_pages_show_is_run():
-    assert len(SHOWN) > 40
+    assert len(SHOWN) > 40 and len(RUN) > 35
+    assert {shlex.join(command) for command in SHOWN} >= set(FIRST)
+    assert all(
+        command in RUN or shlex.join(command) in FIRST or command[1] in TRAINS for command in SHOWN
+    )
     assert {words[1] for words in SHOWN} >= {"plan", "train", "doctor", "launch", "report"}
     assert all((ROOT / test).is_file() for test in ELSEWHERE.values())

@@ -15,7 +15,18 @@ from gpumix.report.run import read_run
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Plan
 
-PARTS = ["answer", "plan", "memory", "step", "curves", "compared", "spent", "events", "reproduce"]
+PARTS = [
+    "answer",
+    "cluster",
+    "plan",
+    "memory",
+    "step",
+    "curves",
+    "compared",
+    "spent",
+    "events",
+    "reproduce",
+]
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -38,7 +49,8 @@ def hostile_run(folder, name: str):
     lines += [
         event_line("restart", 2, resumed_from=1, why=name, decided=name, seconds=1.0),
         event_line("checkpoint", 2, path=name, seconds=1.0, stalled_s=0.0),
-        event_line("rebalance", 2, samples={name: 2}, samples_before={name: 1}, why=name),
+        event_line("plan", 2, live=True, samples={name: 2}, samples_before={name: 1}, why=name),
+        event_line("plan", 2, modes={name: name}, modes_before={name: 1}, strategy=name),
         event_line("input-bound", 2, ranks=[rank]),
         event_line("norm-spike", 2, device=name, times=20.0, others=1.0),
         event_line("replay", 2, devices=[name], deviation=0.5, sure=True, where=name),

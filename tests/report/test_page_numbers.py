@@ -109,10 +109,13 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
             "restart", 7, resumed_from=6, why="rank 1 died", decided="starting again", seconds=4.0
         ),
         event_line(
-            "rebalance",
+            "plan",
             8,
+            live=True,
             samples={"a": 3, "b": 5},
             samples_before={"a": 4, "b": 4},
+            shares={"a": 0.5, "b": 0.5},
+            shares_before={"a": 0.5, "b": 0.5},
             why="b is fast",
         ),
         event_line("input-bound", 9, ranks=[{"device": "a", "share": 0.25, "limit": "cores"}]),
@@ -125,7 +128,7 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
     assert told["restart"] == (
         7, "Started again from step 6, training again after 4.00 s; rank 1 died; starting again",
     )  # fmt: skip
-    assert told["rebalance"] == (8, "Samples split anew; b is fast; a 4 to 3, b 4 to 5")
+    assert told["plan"] == (8, "Split anew; b is fast; samples: a 4 to 3, b 4 to 5")
     assert told["input-bound"] == (9, "Devices wait for their data; a 25% of each step (cores)")
     assert told["replay"][1].startswith("a computes wrong; its gradient of the same sample is 50%")
     assert told["checkpoint"][1].startswith("Checkpoint step-00000011; written in 2.00 s")
@@ -134,6 +137,22 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
     text = read(facts.run).text
     for _, said in told.values():
         assert said.split("; ", 1)[0] in text and said.split("; ", 1)[1] in text
+
+
+def test_parts_are_those_since_the_last_split(tmp_path):
+    plan = planned()
+    before = {worker.device: worker.samples for worker in plan.workers}
+    first, *others = before
+    now = {first: plan.global_batch - len(others)} | dict.fromkeys(others, 1)
+    shares = {worker.device: worker.state_share for worker in plan.workers}
+    told = {"samples": now, "samples_before": before, "shares": shares, "shares_before": shares}
+    facts = Facts(run_of(tmp_path, [event_line("plan", 3, live=True, why="", **told)]))
+    assert {m.device: m.samples.most for m in facts.cluster.all_members} == now
+    assert sum(group.samples for group in facts.groups) == plan.global_batch
+    assert "Split anew after step 3" in read(facts.run).text
+    again = [event_line("plan", step, live=live, **told) for step, live in ((3, True), (5, False))]
+    facts = Facts(run_of(tmp_path / "again", again))  # since then it goes by its plan
+    assert {m.device: m.samples.most for m in facts.cluster.all_members} == before
 
 
 def test_commands_name_the_code_that_a_job_calls(trained, shown):

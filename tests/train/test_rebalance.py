@@ -329,7 +329,7 @@ def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     job = write_job(tmp_path, model=toy(rank=1, sample_s=0.05), **usual)
     samples = (6, 6, 4)
     train(job, plan=plan_for(job, samples))
-    changes = metrics(tmp_path / "run", "rebalance")  # a busy machine may bring others, also before
+    changes = metrics(tmp_path / "run", "plan")  # a busy machine may bring others, also before
     assert changes[0]["samples_before"] == {"big-0": 6, "small-0": 6, "small-1": 4}
     change = min(changes, key=lambda one: one["samples"]["small-0"])
     assert change["samples"]["small-0"] < 4
@@ -339,7 +339,7 @@ def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
 
     still = write_job(tmp_path / "still", **usual | {"rebalance": False})
     train(still, plan=plan_for(still, samples))
-    assert metrics(tmp_path / "still" / "run", "rebalance") == []
+    assert metrics(tmp_path / "still" / "run", "plan") == []
     mine, others = (metrics(f / "run") for f in (tmp_path, tmp_path / "still"))
     assert [one["loss"] for one in mine] == pytest.approx([one["loss"] for one in others], rel=1e-6)
     assert [one["tokens"] for one in mine] == [one["tokens"] for one in others]

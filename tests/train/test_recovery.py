@@ -52,6 +52,7 @@ def test_a_killed_rank(tmp_path, undisturbed, rank):
     assert restarts
     assert all("was killed by signal 9" in one["why"] for one in restarts)
     assert restarts[0]["resumed_from"] in (2, 3)
+    assert metrics(tmp_path / "run", "plan") == []  # it is the same one
     assert progress(tmp_path / "run")["state"] == "finished"
     assert checkpoints(tmp_path / "run") == ["step-00000012"]
 
@@ -154,6 +155,10 @@ def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undis
     assert [one["resumed_from"] for one in restarts] == [0]
     assert restarts[0]["decided"].endswith("is left out: its rank was lost 2 times in a row")
     assert [d.id for d in pipeline.cluster.devices] == ["big-0"]
+    (plan,) = metrics(tmp_path / "run", "plan")
+    assert plan["why"] == restarts[0]["decided"]
+    assert plan["samples_before"].keys() > plan["samples"].keys() == {"big-0"}
+    assert sum(plan["samples_before"].values()) == plan["samples"]["big-0"]
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):

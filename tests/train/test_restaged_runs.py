@@ -46,6 +46,13 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
     (restart,) = metrics(run, "restart")[:1]
     assert restart["why"].startswith(f"device '{device}' takes"), said
     assert "planning again, by the times that devices take now" in said
+    (plan_event,) = metrics(run, "plan")[:1]
+    assert plan_event["why"] == restart["decided"]
+    work, before = (
+        plan_event[f"blocks{when}"][device] * plan_event[f"samples{when}"][device]
+        for when in ("", "_before")
+    )
+    assert work < before == _work_of(plan, device)
     steps = metrics(run)
     assert [one["step"] for one in steps] == list(range(1, len(steps) + 1))
     assert restart["resumed_from"] == restart["step"] - 1

@@ -336,8 +336,8 @@ class Messages:
             return between(giver, taker)
         return near((giver, taker)), giver.device_class, taker.device_class
 
-    def _times(self, giver: Device, taker: Device) -> Curve | None:
-        """None: nothing is known of any link."""
+    def timed(self, giver: Device, taker: Device) -> Curve | None:
+        """As it was measured; None: it was not."""
         timed = self._profile.links.times(giver, taker)
         if timed is not None:
             return timed
@@ -345,9 +345,14 @@ class Messages:
         for times in self._profile.network:
             if (times.operation, times.group) == ("send", group):
                 return times.times
+        return None
+
+    def _times(self, giver: Device, taker: Device) -> Curve | None:
+        """None: nothing is known of any link."""
+        timed = self.timed(giver, taker)
         network, where = self._profile.cluster.network, near((giver, taker))
-        if network is None:
-            return None
+        if timed is not None or network is None:
+            return timed
         pair = (giver.device_class, taker.device_class)
         return _slowest(network, "between" if where == "all" else where, [pair]).times
 

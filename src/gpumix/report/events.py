@@ -10,9 +10,9 @@ from typing import Literal
 from gpumix.report.history import Happened, finite
 from gpumix.report.run import Run
 from gpumix.spec.units import show_seconds
+from gpumix.train.plan_change import in_words
 
 Weight = Literal["note", "change", "trouble"]
-CHANGED = 6  # devices whose samples are told one by one
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,9 @@ def _checkpoint(one: Happened) -> _Words:
     return f"Checkpoint {name}".strip(), ", ".join(filter(None, (took, still))), "note"
 
 
-def _rebalance(one: Happened) -> _Words:
-    moved = _changes(one.told.get("samples_before"), one.told.get("samples"))
-    state = " State moved with them." if "shares" in one.told else ""
-    return "Samples split anew", f"{_sentences(one.text('why'), moved)}{state}", "change"
-
-
-def _changes(before: object, after: object) -> str:
-    """Whose samples changed; of many only some."""
-    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
-        return ""
-    changed = [
-        f"{device} {before[device]} to {now}"
-        for device, now in after.items()
-        if device in before and before[device] != now
-    ]
-    more = f" and {len(changed) - CHANGED} more" if len(changed) > CHANGED else ""
-    return ", ".join(changed[:CHANGED]) + more
+def _plan(one: Happened) -> _Words:
+    what = "Split anew" if one.told.get("live") is True else "New plan"
+    return what, _sentences(one.text("why"), in_words(one.told)), "change"
 
 
 def _rebalanced(one: Happened) -> _Words:
@@ -146,7 +132,7 @@ def _sentences(*parts: str) -> str:
 WORDS: dict[str, Callable[[Happened], _Words]] = {
     "restart": _restart,
     "checkpoint": _checkpoint,
-    "rebalance": _rebalance,
+    "plan": _plan,
     "rebalanced": _rebalanced,
     "input-bound": _starved,
     "norm-spike": _spike,

@@ -8,28 +8,16 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from gpumix.report.cluster import Box, cluster_of
 from gpumix.report.events import Told, told_of
+from gpumix.report.history import Happened
+from gpumix.report.ranges import Range
 from gpumix.report.run import Run
 from gpumix.report.speed import Answer, answer_of
 from gpumix.spec.plan import Plan, Stage, Worker, WorkerPrediction
 from gpumix.train.account import Shares
 from gpumix.train.metrics import ClassRecord, utilisation
-
-
-@dataclass(frozen=True)
-class Range:
-    """The least and the most that a device of several has."""
-
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        return cls(min(values), max(values))
-
-    @property
-    def alike(self) -> bool:
-        return self.most - self.least <= 1e-3 * max(abs(self.most), 1e-12)
+from gpumix.train.plan_change import EVENT, split_anew
 
 
 @dataclass(frozen=True)
@@ -98,13 +86,30 @@ class Facts:
         return answer_of(self.run)
 
     @cached_property
+    def split_anew(self) -> Happened | None:
+        """The last time that this was done to the plan, since the run started by it."""
+        changes = [one for one in self.run.history.events if one.event == EVENT]
+        return changes[-1] if changes and changes[-1].told.get("live") is True else None
+
+    @cached_property
+    def plan_now(self) -> Plan:
+        """The plan with samples and shares as they are now."""
+        if self.split_anew is None:
+            return self.run.plan
+        return split_anew(self.run.plan, self.split_anew.told)
+
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
-        plan = self.run.plan
+        plan = self.plan_now
         return tuple(
             group
             for number, stage in enumerate(plan.stages)
             for group in _groups(plan, stage, number)
         )
+
+    @cached_property
+    def cluster(self) -> Box:
+        return cluster_of(self.plan_now, self.run.profile)
 
     @cached_property
     def classes(self) -> tuple[ClassFacts, ...]:
@@ -153,6 +158,7 @@ class Facts:
                 "of_ideal": answer.of_ideal,
                 "prediction_error": answer.prediction_error,
             },
+            "cluster": asdict(self.cluster),
             "groups": [asdict(group) for group in self.groups],
             "classes": [asdict(one) for one in self.classes],
             "left_out": list(self.left_out),

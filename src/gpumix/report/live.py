@@ -17,9 +17,10 @@ from gpumix.train.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # that are shown one by one
-OTHER_LINES = 21  # of a frame, but for classes and devices
+OTHER_LINES = 22  # of a frame, but for classes and devices
 SEPARATOR = "  ·  "
 NARROW = 100  # columns of a terminal: below it some columns of a table are left out
+WIDE_ALONE = ("HFU", "input", "planned", "of the limit")
 STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
 STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
 
@@ -37,7 +38,8 @@ def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableT
     events = facts.events[-EVENTS:]
     if events:
         parts += [Text(), _events(events)]
-    return Group(*parts, *_labels(facts))
+    labels = list(_labels(facts))
+    return Group(*parts, *([Text(), *labels] if labels else []))
 
 
 def _title(facts: Facts) -> Text:
@@ -115,29 +117,31 @@ def _new_table(*columns: str) -> Table:
 
 
 def _classes(facts: Facts, *, wide: bool) -> Table:
-    columns = ["class", "devices", "samples", "busy", "MFU", "tokens/s", "memory", "limit"]
-    table = _new_table(*columns, *(["HFU", "input", "planned", "of the limit"] if wide else []))
+    rows = [dict(_class(facts, one)) for one in facts.classes_now]
+    columns = [name for name in rows[0] if wide or name not in WIDE_ALONE]
+    table = _new_table(*columns)
     table.columns[0].overflow = "ellipsis"
-    for one in facts.classes_now:
-        table.add_row(*_class(facts, one, wide=wide))
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
     return table
 
 
-def _class(facts: Facts, one: ClassFacts, *, wide: bool) -> Iterator[str]:
+def _class(facts: Facts, one: ClassFacts) -> Iterator[tuple[str, str]]:
+    """Cells by their columns."""
     samples = [str(g.samples) for g in facts.groups if g.device_class == one.device_class]
-    yield one.device_class
-    yield str(one.devices)
-    yield ", ".join(dict.fromkeys(samples))  # of each stage
-    yield words.part(one.busy_share)
-    yield words.part(one.mfu)
-    yield words.count(one.tokens_per_s)
-    yield words.size(one.peak_bytes)
-    yield words.size(one.memory_limit_bytes)
-    if wide:
-        yield words.part(one.hfu)
-        yield words.part(one.shares.input if one.shares else None)
-        yield words.size(one.planned_peak_bytes)
-        yield words.gauge(one.peak_bytes, one.planned_peak_bytes, one.memory_limit_bytes)
+    yield "class", one.device_class
+    yield "devices", str(one.devices)
+    yield "samples", ", ".join(dict.fromkeys(samples))  # of each stage
+    yield "busy", words.part(one.busy_share)
+    yield "MFU", words.part(one.mfu)
+    yield "HFU", words.part(one.hfu)
+    yield "input", words.part(one.shares.input if one.shares else None)
+    yield "tokens/s", words.count(one.tokens_per_s)
+    yield "memory", words.size(one.peak_bytes)
+    yield "planned", words.size(one.planned_peak_bytes)
+    yield "limit", words.size(one.memory_limit_bytes)
+    bar = words.gauge(one.peak_bytes, one.planned_peak_bytes, one.memory_limit_bytes)
+    yield "of the limit", bar
 
 
 def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:

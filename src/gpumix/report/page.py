@@ -16,6 +16,7 @@ from gpumix.report.draw import bar, picture
 from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.answer import answer
+from gpumix.report.parts.cluster_picture import cluster_picture
 from gpumix.report.parts.compared import compared
 from gpumix.report.parts.curves import curves
 from gpumix.report.parts.happened import happened
@@ -30,6 +31,7 @@ from gpumix.spec.errors import InputError, MachineError
 
 PARTS = (
     answer,
+    cluster_picture,
     plan_picture,
     memory_bars,
     timeline,

@@ -25,6 +25,14 @@ def rate(tokens_per_s: float | None) -> str:
     return UNKNOWN if tokens_per_s is None else f"{count(tokens_per_s)} tokens/s"
 
 
+def link(bytes_per_s: float) -> str:
+    """The rate of a link, counted as its sellers count."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.3g} {unit}"
+    return f"{bytes_per_s / 1e3:.3g} kB/s"
+
+
 def seconds(value: float | None) -> str:
     return UNKNOWN if value is None else show_seconds(value)
 

@@ -15,9 +15,11 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
+from gpumix.train import plan_change
 from gpumix.train.context import Context
 from gpumix.train.metrics import Told
 from gpumix.train.pipeline import plan_of
+from gpumix.train.plan_change import Parts
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
@@ -94,8 +96,9 @@ class Balancing:
         change = self._rebalancer.observe(compute_s)
         if change is None:
             return self._effect(times)
-        told = self._told(before, change)
-        self.plan = self._with(change)
+        plan = self._with(change)
+        told = self._told(before, change, plan)
+        self.plan = plan
         if change.shares is not None:
             self._planned = self.plan
             self._rebalancer.go_on(self.plan, self._room())
@@ -132,21 +135,20 @@ class Balancing:
             return plan
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
-    def _told(self, before: Sequence[int], change: Change) -> Told:
+    def _told(self, before: Sequence[int], change: Change, plan: Plan) -> Told:
         (stage,) = self._planned.stages
         devices = [team[0].device for team in stage.teams]
         fields = {
-            "samples": dict(zip(devices, change.samples)),
-            "samples_before": dict(zip(devices, before)),
             "why": change.why,
+            "live": True,
+            **plan_change.change(Parts.of(self.plan), Parts.of(plan)),
             "computing_s": change.after_s,
             "computing_before_s": change.before_s,
         }
         if change.shares is not None:
-            fields["shares"] = dict(zip(devices, change.shares))
-            fields["shares_before"] = dict(zip(devices, stage.shares))
             fields["moving_s"] = change.moving_s
-        return Told("rebalance", fields, described(devices, before, change, stage.shares))
+        text = described(devices, before, change, stage.shares)
+        return Told(plan_change.EVENT, fields, text)
 
     def _effect(self, times: Sequence[float]) -> Told | None:
         """What the last change came to, once."""

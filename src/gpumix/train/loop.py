@@ -50,6 +50,7 @@ from gpumix.train.models import attention_cost, model_of
 from gpumix.train.not_finite import overflowed, spoilt, without_labels
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.outcome import Summary, Trial
+from gpumix.train.plan_change import in_force, started
 from gpumix.train.recovery import Restart
 from gpumix.train.soundness import Soundness
 from gpumix.train.stop import StopRequest
@@ -126,6 +127,8 @@ class Trainer:
         self.step = 0
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._restart = restart
+        again = context.first and (resume or restart is not None)
+        self._plan_before = in_force(job.output) if again else None
         self._kept_in = ""  # where the state was that it goes on from
         if resume or restart is not None:
             self._take_up(needed=restart is None)
@@ -364,6 +367,7 @@ class Trainer:
         if not self.context.first:
             return
         stack.enter_context(self._log)
+        self._tell_of_plan()
         self._display = stack.enter_context(Display(self._log, self.job.log_every_steps))
 
     def _tell(self, record: StepRecord) -> None:
@@ -372,6 +376,14 @@ class Trainer:
         if self.context.first and self._display is not None:
             self._log.step(record)
             self._display.step(record)
+
+    def _tell_of_plan(self) -> None:
+        """If it is another one than that by which the run trained before."""
+        why = self._restart.decided if self._restart is not None else "the run was resumed"
+        before = self._plan_before
+        told = started(before, self.plan, why) if before is not None else None
+        if told is not None:
+            self._log.tell(self.step, told)
 
     def _tell_of_restart(self) -> None:
         """Once, when training goes on."""

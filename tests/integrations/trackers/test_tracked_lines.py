@@ -121,6 +121,19 @@ def test_what_is_looked_for_is_what_records_have(record, names):
             line("input-bound", ranks=[{"device": "a", "share": 0.3, "limit": "cores"}]),
             "devices stand idle for their data: a 30% (cores)",
         ),
+        (
+            line(
+                "plan",
+                why="device 'b' is left out",
+                live=False,
+                samples={"a": 8},
+                samples_before={"a": 6, "b": 2},
+                shares={"a": 1.0},
+                shares_before={"a": 0.75, "b": 0.25},
+            ),
+            "device 'b' is left out; samples: a 6 to 8, b 2 to none; of the state: a 75.0% to "
+            "100.0%, b 25.0% to none",
+        ),
         (line("rebalanced", step_s=1.0, step_before_s=2.0), "step s 1.0, step before s 2.0"),
     ],
 )

@@ -21,7 +21,7 @@ from typing import IO, Any
 from gpumix.hardware.environment import step_aside
 from gpumix.integrations.trackers.follow import Follower, Marks, marks_of
 from gpumix.integrations.trackers.lines import told
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Tracker, plan_in_short
+from gpumix.integrations.trackers.tracker import Numbers, Run, Tracker
 from gpumix.spec.errors import GpumixError, InputError, MachineError, in_a_line
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
@@ -104,26 +104,27 @@ class Telling:
         self._name, self._tracker, self._job = name, tracker, job
         self._marks, self._path = marks, path
         self._follower = Follower(job.output / run_files.METRICS)
-        self._plan: Plan | None = None
+        self._begun = False
 
     def tell(self, state: str) -> None:
         """What the run wrote since; and how it ended, if it did."""
         done = self._marks.done
         lines = [line for line in self._follower.lines() if self._marks.passes(line)]
         if lines:
-            if self._plan is None:
+            if not self._begun:
                 self._begin(done)
             # Before they are told, not after: what is told twice cannot be taken back.
             self._marks.save(self._path)
             for line in lines:
                 self._tell_of(line)
             self._tracker.flush()
-        if state and self._plan is not None:
+        if state and self._begun:
             self._tracker.end(state)
 
     def _begin(self, done: int) -> None:
-        self._plan = self._planned()
-        self._marks.run = self._tracker.begin(Run(self._job, self._plan, self._marks.run, done))
+        plan = Plan.load(self._job.output / run_files.PLAN)
+        self._marks.run = self._tracker.begin(Run(self._job, plan, self._marks.run, done))
+        self._begun = True
         say(self._name, self._tracker.where)
 
     def _tell_of(self, line: dict[str, Any]) -> None:
@@ -132,13 +133,6 @@ class Telling:
                 self._tracker.numbers(one)
             else:
                 self._tracker.event(one)
-        if line["event"] == "restart" and (plan := self._planned()) != self._plan:
-            self._plan = plan
-            text = json.dumps(plan_in_short(plan))
-            self._tracker.event(Event(line["step"], line["time"], "plan", text))
-
-    def _planned(self) -> Plan:
-        return Plan.load(self._job.output / run_files.PLAN)
 
 
 def say(name: str, what: str) -> None:

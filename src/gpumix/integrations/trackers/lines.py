@@ -10,6 +10,7 @@ from typing import Any
 
 from gpumix.integrations.trackers.tracker import Event, Numbers, Series
 from gpumix.spec.units import show_seconds
+from gpumix.train.plan_change import in_words as plan_in_words
 
 # Of more devices than these only classes are told: there would be too many curves for any tracker.
 MOST_DEVICES = 64
@@ -93,5 +94,7 @@ def in_words(line: Mapping[str, Any]) -> str:
     if kind == "input-bound":
         idle = (f"{one['device']} {one['share']:.0%} ({one['limit']})" for one in line["ranks"])
         return f"devices stand idle for their data: {', '.join(idle)}"
+    if kind == "plan":
+        return "; ".join(filter(None, (line["why"], plan_in_words(line))))
     fields = {k: v for k, v in line.items() if k not in ("event", "step", "time")}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in fields.items())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from gpumix.report import words
 from gpumix.report.draw import bar, colour, picture
-from gpumix.report.facts import Facts, Group, Range
+from gpumix.report.facts import Facts, Group
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
 from gpumix.spec.plan import Stage
@@ -31,6 +31,7 @@ def plan_picture(facts: Facts) -> Markup:
         if len(plan.stages) > STAGES
         else None,
         _left_out(facts),
+        _split_anew(facts),
         el("details", el("summary", "Why this plan"), el("ul", [el("li", line) for line in rest]))
         if rest
         else None,
@@ -140,17 +141,13 @@ def _each(group: Group) -> str:
     if not group.samples:
         return "computes nothing: it stores for others"
     batch = f"in micro-batches of {group.micro_batch}" if group.micro_batch > 1 else "one by one"
-    samples = _range(group.samples_each, words.count)
+    samples = group.samples_each.shown(words.count)
     parts = [f"each {samples} samples {batch}", group.mode, group.compute_dtype]
     if group.devices > 1 and group.stored is not None:
-        parts.insert(1, f"{_range(group.stored_each, words.part)} of the state")
+        parts.insert(1, f"{group.stored_each.shown(words.part)} of the state")
     if group.state_on == "host":
         parts.append("state on the host")
     return "; ".join(parts)
-
-
-def _range(each: Range, shown: Callable[[float], str]) -> str:
-    return shown(each.most) if each.alike else f"{shown(each.least)} to {shown(each.most)}"
 
 
 def _place(facts: Facts, name: str) -> int:
@@ -167,3 +164,12 @@ def _left_out(facts: Facts) -> Markup | None:
         return None
     names = words.some(facts.left_out)
     return aside(f"Left out of the plan: {names}.")
+
+
+def _split_anew(facts: Facts) -> Markup | None:
+    if facts.split_anew is None:
+        return None
+    return aside(
+        f"Split anew after step {facts.split_anew.step:,}: parts are those since then, what is "
+        "predicted is of the plan that the run started by."
+    )

@@ -1,0 +1,335 @@
+"""The cluster as boxes in boxes: racks, hosts, islands, and what links those in a box to each
+other; in them devices with their part of the plan.
+
+Rates are those of one large message, of the same links that the cost model takes messages to go by:
+as they were timed, or as they are stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import fmean
+from typing import Literal
+
+from gpumix.cost.wire import Messages
+from gpumix.report.ranges import Range
+from gpumix.spec.cluster import Device
+from gpumix.spec.curve import Curve
+from gpumix.spec.islands import near
+from gpumix.spec.network import Link, Where
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.profile import Profile
+
+MOST_ALONE = 24  # devices that are told one by one; of more those of a class on a host are one
+
+Level = Literal["cluster", "rack", "host", "island"]
+Source = Literal["measured", "stated"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a device has of the plan: the mean over its stages, which are counted from 1.
+
+    `samples` are its own or its team's; `computed` is its part of the samples of a step, `stored`
+    of the state that its stage's workers divide, None where each of them stores all. The even ones
+    are what it would have if all of them had the same.
+    """
+
+    stages: tuple[int, ...]
+    samples: int
+    computed: float
+    even_computed: float
+    stored: float | None
+    even_stored: float | None
+    team: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A device, or `count` of one class that stand together in a box; of these `device` is one.
+    `part` has means over them, `samples` the range; None are left out of the plan."""
+
+    device: str
+    device_class: str
+    count: int
+    part: Part | None
+    samples: Range
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of the links between those in a box, from the slowest to the fastest; `name` is that of a
+    stated link, if all have it; `source` is measured or stated."""
+
+    bytes_per_s: Range
+    source: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Box:
+    """What stands in it, and the links between that: boxes, or devices that are in none of them.
+    `alike` are hosts that look the same and are not told."""
+
+    level: Level
+    name: str
+    link: Rate | None
+    boxes: tuple[Box, ...] = ()
+    members: tuple[Member, ...] = ()
+    alike: tuple[str, ...] = ()
+
+    @property
+    def all_members(self) -> tuple[Member, ...]:
+        """With those of the boxes in it."""
+        return (*self.members, *(m for box in self.boxes for m in box.all_members))
+
+    @property
+    def devices(self) -> int:
+        """How many there are, with those that are not told."""
+        own = sum(member.count for member in self.members)
+        return (own + sum(box.devices for box in self.boxes)) * (1 + len(self.alike))
+
+    @property
+    def hosts(self) -> int:
+        """The same of hosts."""
+        if self.level == "host":
+            return 1 + len(self.alike)
+        return sum(box.hosts for box in self.boxes)
+
+
+def cluster_of(plan: Plan, profile: Profile | None) -> Box:
+    """All devices that are there; without a profile those of the plan, and nothing of links."""
+    devices = _devices(plan, profile)
+    return _Boxes(plan, profile, fold=len(devices) > MOST_ALONE).all_of(devices)
+
+
+def _devices(plan: Plan, profile: Profile | None) -> list[Device]:
+    """Of the classes that the plan gives them, class by class."""
+    workers = {worker.device: worker for stage in plan.stages for worker in stage.workers}
+    there = {} if profile is None else {d.id: d for d in profile.cluster.in_rank_order()}
+    strangers = [_device(worker) for name, worker in workers.items() if name not in there]
+    known = [
+        device.model_copy(update={"device_class": workers[name].device_class})
+        if name in workers
+        else device
+        for name, device in there.items()
+    ]
+    classes = list(dict.fromkeys(device.device_class for device in (*known, *strangers)))
+    return sorted([*known, *strangers], key=lambda device: classes.index(device.device_class))
+
+
+def _device(worker: Worker) -> Device:
+    return Device(id=worker.device, device_class=worker.device_class, host=worker.host)
+
+
+class _Boxes:
+    """Makes the boxes of one cluster."""
+
+    def __init__(self, plan: Plan, profile: Profile | None, *, fold: bool) -> None:
+        self._profile = profile
+        self._messages = None if profile is None else Messages(profile)
+        self._classes = {} if profile is None else {d.id: d for d in profile.cluster.devices}
+        self._parts = dict(_parts(plan))
+        self._fold = fold
+
+    def all_of(self, devices: Sequence[Device]) -> Box:
+        racks = _by(devices, "rack")
+        if len(racks) == 1:
+            return self._hosts("cluster", "", devices)
+        loose = _by(racks.pop("", []), "host")
+        boxes = [self._hosts("rack", name, own) for name, own in racks.items()]
+        hosts = self._folded([self._host(name, own) for name, own in loose.items()])
+        link = self._rate(_across([*racks.values(), *_unlike(loose.values())]))
+        return Box("cluster", "", link, (*boxes, *hosts))
+
+    def _hosts(self, level: Level, name: str, devices: Sequence[Device]) -> Box:
+        hosts = _by(devices, "host")
+        boxes = self._folded([self._host(host, own) for host, own in hosts.items()])
+        return Box(level, name, self._rate(_across(_unlike(hosts.values()))), tuple(boxes))
+
+    def _host(self, name: str, devices: Sequence[Device]) -> Box:
+        islands = _by(devices, "island")
+        if len(islands) == 1:
+            return Box("host", name, self._rate(_inside(devices)), (), self._members(devices))
+        boxes = tuple(
+            Box("island", island, self._rate(_inside(own)), (), self._members(own))
+            for island, own in islands.items()
+            if island
+        )
+        alone = islands.get("", [])
+        link = self._rate(
+            _across([*(own for island, own in islands.items() if island), *_each(alone)])
+        )
+        return Box("host", name, link, boxes, self._members(alone))
+
+    def _members(self, devices: Sequence[Device]) -> tuple[Member, ...]:
+        alike: dict[object, list[Device]] = {}
+        for device in devices:
+            part = self._parts.get(device.id)
+            kind = (device.device_class, part and part.stages) if self._fold else device.id
+            alike.setdefault(kind, []).append(device)
+        return tuple(self._member(own) for own in alike.values())
+
+    def _member(self, devices: Sequence[Device]) -> Member:
+        parts = [part for d in devices if (part := self._parts.get(d.id)) is not None]
+        first = devices[0]
+        samples = Range.of([part.samples for part in parts] or [0])
+        return Member(first.id, first.device_class, len(devices), _mean(parts), samples)
+
+    def _folded(self, hosts: Sequence[Box]) -> list[Box]:
+        """Of hosts that look the same one, where many devices are told together."""
+        if not self._fold:
+            return list(hosts)
+        alike: dict[object, list[Box]] = {}
+        for host in hosts:
+            alike.setdefault(_look(host), []).append(host)
+        return [_as_one(own) for own in alike.values()]
+
+    def _rate(self, pairs: Iterable[tuple[Device, Device]]) -> Rate | None:
+        """Of the links between these pairs, as far as any is known."""
+        found = [link for pair in pairs if (link := self._link(*pair)) is not None]
+        rates = [rate for _, _, rate in found]
+        if not rates:
+            return None
+        source = " or ".join(sorted({source for source, _, _ in found}))
+        names = {name for _, name, _ in found}
+        return Rate(Range.of(rates), source, names.pop() if len(names) == 1 else "")
+
+    def _link(self, one: Device, other: Device) -> tuple[Source, str, float] | None:
+        if self._profile is None or self._messages is None:
+            return None
+        one, other = (self._classes.get(device.id, device) for device in (one, other))
+        timed = self._messages.timed(one, other)
+        if timed is not None:
+            rate = _rate_of(timed)
+            return None if rate is None else ("measured", "", rate)
+        link = _stated(self._profile, one, other)
+        return None if link is None else ("stated", link.name, link.largest_bytes_per_s)
+
+
+def _stated(profile: Profile, one: Device, other: Device) -> Link | None:
+    network, nearest = profile.cluster.network, near((one, other))
+    where: Where = "between" if nearest == "all" else nearest
+    return None if network is None else network.of(where, one.device_class, other.device_class)
+
+
+def _rate_of(times: Curve) -> float | None:
+    """Of the largest message that was timed."""
+    return times.sizes[-1] / times.values[-1] if times.values[-1] > 0 else None
+
+
+def _by(
+    devices: Iterable[Device], what: Literal["rack", "host", "island"]
+) -> dict[str, list[Device]]:
+    found: dict[str, list[Device]] = {}
+    for device in devices:
+        found.setdefault(getattr(device, what), []).append(device)
+    return found
+
+
+def _each(devices: Iterable[Device]) -> Iterator[list[Device]]:
+    return ([device] for device in devices)
+
+
+def _unlike(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
+    """Of hosts with the same classes two, which have all of their links."""
+    alike: dict[object, list[Sequence[Device]]] = {}
+    for devices in hosts:
+        alike.setdefault(frozenset(d.device_class for d in devices), []).append(devices)
+    return [own for same in alike.values() for own in same[:2]]
+
+
+def _across(groups: Sequence[Sequence[Device]]) -> Iterator[tuple[Device, Device]]:
+    """A pair for each two classes of each two groups."""
+    for one, other in combinations(groups, 2):
+        for first in _of_each_class(one):
+            for second in _of_each_class(other):
+                yield first, second
+
+
+def _of_each_class(devices: Sequence[Device]) -> Iterable[Device]:
+    return {device.device_class: device for device in reversed(devices)}.values()
+
+
+def _inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
+    """Pairs with all of the links: of each class two devices."""
+    alike: dict[str, list[Device]] = {}
+    for device in devices:
+        alike.setdefault(device.device_class, []).append(device)
+    return combinations([device for own in alike.values() for device in own[:2]], 2)
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, Part]]:
+    """What each device has of the plan."""
+    found: dict[str, list[Part]] = {}
+    for number, stage in enumerate(plan.stages, 1):
+        for worker in stage.workers:
+            found.setdefault(worker.device, []).append(_part(plan, stage, worker, number))
+    for device, parts in found.items():
+        whole = _mean(parts)
+        assert whole is not None
+        stages = tuple(stage for part in parts for stage in part.stages)
+        yield device, replace(whole, stages=stages)
+
+
+def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> Part:
+    # Where hosts repeat the state, those of each host divide it.
+    divide = sum(plan.sharding == "all" or w.host == worker.host for w in stage.workers)
+    return Part(
+        stages=(number,) if len(plan.stages) > 1 else (),
+        samples=worker.samples,
+        # A team's workers divide what is their team's.
+        computed=worker.samples / stage.tensor / plan.global_batch,
+        even_computed=1 / len(stage.workers),
+        stored=worker.state_share / stage.tensor if plan.zero_stage else None,
+        even_stored=1 / divide if plan.zero_stage else None,
+        team=stage.tensor,
+    )
+
+
+def _mean(parts: Sequence[Part]) -> Part | None:
+    if not parts:
+        return None
+    stored = [part.stored for part in parts if part.stored is not None]
+    even = [part.even_stored for part in parts if part.even_stored is not None]
+    return replace(
+        parts[0],
+        computed=fmean(part.computed for part in parts),
+        even_computed=fmean(part.even_computed for part in parts),
+        stored=fmean(stored) if stored else None,
+        even_stored=fmean(even) if even else None,
+    )
+
+
+def _look(host: Box) -> object:
+    """What hosts that are told as one have in common."""
+    boxes = tuple(_look(box) for box in host.boxes)
+    members = ((m.device_class, m.count, m.part and m.part.stages) for m in host.members)
+    return host.level, boxes, tuple(members)
+
+
+def _as_one(hosts: Sequence[Box]) -> Box:
+    """Boxes that look the same as the first of them, with the means of all."""
+    first, *others = hosts
+    members = tuple(
+        replace(
+            same[0],
+            part=_mean([m.part for m in same if m.part is not None]),
+            samples=Range(min(m.samples.least for m in same), max(m.samples.most for m in same)),
+        )
+        for same in zip(*(host.members for host in hosts), strict=True)
+    )
+    boxes = tuple(_as_one(same) for same in zip(*(host.boxes for host in hosts), strict=True))
+    link = _joined([host.link for host in hosts if host.link is not None])
+    alike = tuple(host.name for host in others) if first.level == "host" else ()
+    return replace(first, members=members, boxes=boxes, link=link, alike=alike)
+
+
+def _joined(rates: Sequence[Rate]) -> Rate | None:
+    if not rates:
+        return None
+    ranges = [rate.bytes_per_s for rate in rates]
+    whole = Range(min(r.least for r in ranges), max(r.most for r in ranges))
+    return replace(rates[0], bytes_per_s=whole)

@@ -1,0 +1,209 @@
+"""The cluster as a picture: hosts as boxes, what links them, and in them devices with what each
+computes and stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gpumix.report import words
+from gpumix.report.cluster import Box, Member, Part, Rate
+from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
+from gpumix.report.facts import Facts
+from gpumix.report.html import Markup, el
+from gpumix.report.parts.plan_picture import class_names
+from gpumix.report.parts.section import aside, section
+
+MOST_BOXES = 24  # in a box; more are told
+BAR = 9  # pixels
+THINNEST, THICKEST = 1.0, 7.0  # pixels: links of 10 MB/s and of 1 TB/s
+
+
+def cluster_picture(facts: Facts) -> Markup:
+    whole = facts.cluster
+    many = whole.devices > len(whole.all_members)
+    return section(
+        facts,
+        "cluster",
+        "The cluster",
+        legend(_legend(facts)),
+        _whole(whole, _Scale(facts)),
+        aside(_note(facts, many=many)),
+        lead="Who stands where, what links them, and what each computes and stores.",
+    )
+
+
+def _legend(facts: Facts) -> Iterator[Entry]:
+    for name in class_names(facts):
+        yield _colour(facts, name), name
+    yield "even", "as much as an even split", "mark"
+
+
+def _colour(facts: Facts, name: str) -> str:
+    return colour(class_names(facts).index(name))
+
+
+def _note(facts: Facts, *, many: bool) -> str:
+    parts = ["Bars are drawn to one scale."]
+    if many:
+        parts.append("Devices of a class that stand together are one, with the mean of each.")
+    if len(facts.run.plan.stages) > 1:
+        parts.append("Parts are of the samples, and of the state, of a device's own stage.")
+    if _linked(facts.cluster):
+        parts.append("Rates are of one large message between two devices, or two hosts.")
+    elif facts.cluster.devices > 1:
+        parts.append("How fast its links are is not known.")
+    return " ".join(parts)
+
+
+def _linked(box: Box) -> bool:
+    return box.link is not None or any(map(_linked, box.boxes))
+
+
+class _Scale:
+    """How long bars are: the longest of all fills its track."""
+
+    def __init__(self, facts: Facts) -> None:
+        parts = [m.part for m in facts.cluster.all_members if m.part is not None]
+        self.facts = facts
+        self.longest = max((x for part in parts for x in _lengths(part)), default=1.0) or 1.0
+
+    def at(self, part: float) -> float:
+        return part / self.longest
+
+
+def _lengths(part: Part) -> Iterator[float]:
+    yield from (part.computed, part.even_computed)
+    if part.stored is not None and part.even_stored is not None:
+        yield from (part.stored, part.even_stored)
+
+
+def _whole(box: Box, scale: _Scale) -> Markup:
+    """The outermost box, which is none where there is only one host."""
+    alone = len(box.boxes) == 1 and not box.boxes[0].alike
+    return el("div", _box(box.boxes[0] if alone else box, scale), class_="cluster")
+
+
+def _box(box: Box, scale: _Scale) -> Markup:
+    inner = [_box(one, scale) for one in box.boxes[:MOST_BOXES]]
+    more = len(box.boxes) - len(inner)
+    return el(
+        "div",
+        el("div", _named(box), _link(box), class_="box-head"),
+        el("div", inner, class_="boxes") if inner else None,
+        aside(f"{more:,} more are not drawn.") if more else None,
+        el("div", [_member(one, scale) for one in box.members], class_="members")
+        if box.members
+        else None,
+        class_=f"box {box.level}",
+    )
+
+
+def _named(box: Box) -> Markup:
+    names = {
+        "cluster": words.plural(box.hosts, "host"),
+        "rack": f"rack {box.name}",
+        "host": box.name,
+        "island": f"island {box.name}",
+    }
+    told = words.plural(box.devices, "device")
+    alike = f"and {words.plural(len(box.alike), 'host')} alike, {told} in all"
+    return el(
+        "p",
+        el("strong", names[box.level]),
+        " ",
+        el("span", alike if box.alike else told, title=", ".join(box.alike[:40]) or None),
+        class_="box-name",
+    )
+
+
+def _link(box: Box) -> Markup | None:
+    """What links those in a box: a line, thicker where it is faster, and its rate."""
+    link = box.link
+    if link is None:
+        return None
+    between = _between(box)
+    told = link.bytes_per_s.shown(words.link)
+    name = f" {link.name}" if link.name not in ("", told) else ""
+    return el(
+        "p",
+        _line(link),
+        el("span", told, class_="rate"),
+        el("span", f" {between}, {link.source}{name}"),
+        class_="link",
+    )
+
+
+def _between(box: Box) -> str:
+    inner = {one.level for one in box.boxes}
+    if "island" in inner:
+        return "between islands"
+    if "rack" in inner:
+        return "between racks"
+    return "between hosts" if inner else "inside"
+
+
+def _line(link: Rate) -> Markup:
+    decades = math.log10(max(link.bytes_per_s.least, 1.0)) - 7
+    width = min(THICKEST, max(THINNEST, THINNEST + decades * (THICKEST - THINNEST) / 5))
+    ends = (el("circle", cx=x, cy=6, r=4) for x in (4, 40))
+    line = el("line", x1=4, x2=40, y1=6, y2=6, stroke_width=width)
+    return el("svg", line, ends, width=44, height=12, aria_hidden="true", class_="wire")
+
+
+def _member(one: Member, scale: _Scale) -> Markup:
+    name = f"{one.count:,} × {one.device_class}" if one.count > 1 else one.device
+    what = "" if one.count > 1 else one.device_class
+    class_ = _colour(scale.facts, one.device_class) if one.part is not None else "idle"
+    square = el("rect", width=11, height=11, rx=2, class_=class_)
+    head = [
+        el("svg", square, width=11, height=11, aria_hidden="true", class_="swatch"),
+        el("strong", name, title=name, class_="device"),
+    ]
+    if one.part is None:
+        return el(
+            "div",
+            el("div", head, class_="member-head"),
+            el("p", ", ".join(filter(None, (what, "left out of the plan"))), class_="small"),
+            class_="member out",
+        )
+    return el(
+        "div",
+        el("div", head, class_="member-head"),
+        el("p", ", ".join(filter(None, (what, *_place(one.part)))), class_="small"),
+        *_bars(one, one.part, scale, class_),
+        class_="member",
+    )
+
+
+def _place(part: Part) -> Iterator[str]:
+    if part.stages:
+        numbers = ", ".join(map(str, part.stages))
+        yield f"stage {numbers}" if len(part.stages) == 1 else f"stages {numbers}"
+    if part.team > 1:
+        yield f"team of {part.team}"
+
+
+def _bars(one: Member, part: Part, scale: _Scale, class_: str) -> Iterator[Markup]:
+    samples = f"{one.samples.shown(words.count)} samples{' a team' if part.team > 1 else ''}"
+    yield from _row("computes", part.computed, part.even_computed, scale, class_, samples)
+    if part.stored is None or part.even_stored is None:
+        yield el("p", el("span", "stores"), el("span", "all", class_="rate"), class_="told")
+        return
+    of_state = "of the state"
+    yield from _row("stores", part.stored, part.even_stored, scale, f"{class_} stores", of_state)
+
+
+def _row(
+    what: str, part: float, even: float, scale: _Scale, class_: str, unit: str
+) -> Iterator[Markup]:
+    told = words.part(part)
+    title = f"{what} {told}, {unit}; an even split has {words.part(even)}"
+    yield el("p", el("span", what), el("span", told, class_="rate"), class_="told")
+    yield picture(
+        title,
+        BAR + 4,
+        bar(0, 1, y=2, height=BAR, class_="track"),
+        bar(0, scale.at(part), y=2, height=BAR, class_=class_),
+        tick(scale.at(even), 0, BAR + 4, "even"),
+    )

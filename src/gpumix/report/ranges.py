@@ -1,0 +1,28 @@
+"""From the least to the most of several, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """The least and the most that one of several has."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Range:
+        known = list(values)
+        return cls(min(known), max(known))
+
+    @property
+    def alike(self) -> bool:
+        return self.most - self.least <= 1e-3 * max(abs(self.most), 1e-12)
+
+    def shown(self, as_: Callable[[float], str]) -> str:
+        """In words; once where both come to the same."""
+        least, most = as_(self.least), as_(self.most)
+        return most if self.alike or least == most else f"{least} to {most}"

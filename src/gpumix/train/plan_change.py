@@ -1,0 +1,176 @@
+"""What became of a run's plan, as an event of its record: what each device had before and has now.
+
+Told of a start by another plan, and of a split anew while the run trains. Its words are made here
+too, for all who show a run. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train import run_files
+from gpumix.train.metrics import Told
+
+EVENT = "plan"
+BEFORE = "_before"  # behind the names of fields
+ALWAYS = ("samples", "shares")  # that are told where they stay, too
+MOST = 6  # devices that words are made of, one by one
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each device has of a plan: all by device, but for the first two.
+
+    `shares` are parts of the state that a stage's workers divide, without any at ZeRO stage 0;
+    `stages` are counted from 1, `blocks` are the unit calls of all of them.
+    """
+
+    strategy: str
+    zero_stage: int
+    samples: Mapping[str, int]
+    shares: Mapping[str, float]
+    micro_batches: Mapping[str, int]
+    modes: Mapping[str, str]
+    stages: Mapping[str, list[int]]
+    blocks: Mapping[str, int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Parts:
+        placed: dict[str, list[tuple[int, Stage, Worker]]] = {}
+        for number, stage in enumerate(plan.stages, 1):
+            for worker in stage.workers:
+                placed.setdefault(worker.device, []).append((number, stage, worker))
+        first = {device: own[0][2] for device, own in placed.items()}
+        shares = {
+            device: fmean(worker.state_share / stage.tensor for _, stage, worker in own)
+            for device, own in placed.items()
+        }
+        return cls(
+            strategy=plan.strategy,
+            zero_stage=plan.zero_stage,
+            samples={device: worker.samples for device, worker in first.items()},
+            shares=shares if plan.zero_stage else {},
+            micro_batches={device: worker.micro_batch for device, worker in first.items()},
+            modes={device: worker.mode.describe() for device, worker in first.items()},
+            stages={device: [number for number, _, _ in own] for device, own in placed.items()},
+            blocks={d: sum(len(stage.units) for _, stage, _ in own) for d, own in placed.items()},
+        )
+
+
+def change(before: Parts, after: Parts) -> dict[str, Any]:
+    """The event's fields: what differs, and what it was; nothing if nothing does."""
+    if before == after:
+        return {}
+    old = asdict(before)
+    fields: dict[str, Any] = {}
+    for name, value in asdict(after).items():
+        if name in ALWAYS or value != old[name]:
+            fields |= {name: value, f"{name}{BEFORE}": old[name]}
+    return fields
+
+
+def started(before: Parts, plan: Plan, why: str) -> Told | None:
+    """What to tell of a start by `plan` in place of what the run had `before`; None if it is the
+    same."""
+    fields = change(before, Parts.of(plan))
+    return Told(EVENT, {"why": why, "live": False} | fields, "") if fields else None
+
+
+def in_force(folder: Path) -> Parts | None:
+    """By what a run trained last: its plan, and how it was split anew since. None without any."""
+    try:
+        plan = Plan.load(folder / run_files.PLAN)
+    except InputError:  # there is none, or none of this version
+        return None
+    newest = next(_newest_first(folder / run_files.METRICS), None)
+    return Parts.of(plan if newest is None else split_anew(plan, newest))
+
+
+def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
+    """The plan with the samples and shares that an event tells; as it is, if they are of another.
+    What is predicted stays that of the plan as it was."""
+
+    def now(worker: Worker, tensor: int) -> dict[str, Any]:
+        device = worker.device
+        samples = told["samples"][device]
+        share = told["shares"][device] * tensor if plan.zero_stage else worker.state_share
+        most = told.get("micro_batches", {}).get(device, worker.micro_batch)
+        changed = {"samples": samples, "micro_batch": min(most, samples), "state_share": share}
+        return worker.model_dump() | changed
+
+    with suppress(LookupError, TypeError, AttributeError, ValueError):
+        stages = [
+            stage.model_dump()
+            | {"workers": [now(worker, stage.tensor) for worker in stage.workers]}
+            for stage in plan.stages
+        ]
+        return Plan.model_validate(plan.model_dump() | {"stages": stages})
+    return plan
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a record; its last line may have been cut short."""
+    with suppress(OSError):
+        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+            if f'"{EVENT}"' in line:
+                with suppress(ValueError, LookupError, TypeError):
+                    told = json.loads(line)
+                    if told["event"] == EVENT:
+                        yield told
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _part(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, float | int) else str(value)
+
+
+# The fields in the order in which they are told, what they are called, and how values are shown.
+WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "strategy": ("strategy", _plain),
+    "zero_stage": ("ZeRO stage", _plain),
+    "stages": ("stages", _plain),
+    "blocks": ("blocks", _plain),
+    "samples": ("samples", _plain),
+    "shares": ("of the state", _part),
+    "micro_batches": ("largest micro-batches", _plain),
+    "modes": ("modes", _plain),
+}
+
+
+def in_words(told: Mapping[str, Any]) -> str:
+    """What an event says that has changed; of many devices only some."""
+    found = []
+    for name, (what, shown) in WORDS.items():
+        before, after = told.get(f"{name}{BEFORE}"), told.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changed = list(_devices(before, after, shown))
+            if changed:
+                more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
+                found.append(f"{what}: {', '.join(changed[:MOST])}{more}")
+        elif all(isinstance(one, str | int) for one in (before, after)) and before != after:
+            found.append(f"{what} {shown(before)} to {shown(after)}")
+    return "; ".join(found)
+
+
+def _devices(
+    before: Mapping[str, Any], after: Mapping[str, Any], shown: Callable[[Any], str]
+) -> Iterator[str]:
+    """Each whose value has changed as it is shown; who has none is not in the plan."""
+    for device in dict.fromkeys([*before, *after]):
+        values = [shown(all_[device]) if device in all_ else "none" for all_ in (before, after)]
+        if values[0] != values[1]:
+            yield f"{device} {values[0]} to {values[1]}"

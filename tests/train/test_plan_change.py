@@ -1,0 +1,123 @@
+"""What a run's record tells of another plan: what each device had, and has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jobs import plan_for, write_job
+
+from gpumix.spec.plan import Plan
+from gpumix.train import run_files
+from gpumix.train.metrics import RunLog, StepRecord
+from gpumix.train.plan_change import Parts, change, in_force, in_words, split_anew, started
+from gpumix.train.rebalance import with_samples
+from gpumix.train.rebalance_room import with_shares
+
+STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Plan:
+    """Of `big-0`, `small-0` and `small-1`."""
+    return plan_for(write_job(tmp_path_factory.mktemp("job"), global_batch=16), (6, 6, 4))
+
+
+def other(plan: Plan) -> Plan:
+    return with_shares(with_samples(plan, (8, 6, 2)), (0.25, 0.5, 0.25))
+
+
+def test_the_same_plan_changes_nothing(plan):
+    assert change(Parts.of(plan), Parts.of(plan)) == {}
+    assert started(Parts.of(plan), plan, "starting again") is None
+    predicted_anew = plan.model_copy(update={"prediction": None, "reasons": None})
+    assert started(Parts.of(plan), predicted_anew, "starting again") is None
+
+
+def test_samples_and_shares_are_told_before_and_after(plan):
+    told = started(Parts.of(plan), other(plan), "by the times of now")
+    assert told is not None
+    assert (told.event, told.fields["why"], told.fields["live"]) == (
+        "plan",
+        "by the times of now",
+        False,
+    )
+    names = ("big-0", "small-0", "small-1")
+    assert told.fields["samples_before"] == dict(zip(names, (6, 6, 4)))
+    assert told.fields["samples"] == dict(zip(names, (8, 6, 2)))
+    assert told.fields["shares_before"] == {w.device: w.state_share for w in plan.workers}
+    assert told.fields["shares"] == dict(zip(names, (0.25, 0.5, 0.25)))
+    assert "modes" not in told.fields  # stays
+
+
+def test_what_else_differs_is_told_too(plan):
+    (stage,) = plan.stages
+    workers = [w.model_copy(update={"micro_batch": 1}) for w in stage.workers]
+    smaller = plan.model_copy(
+        update={
+            "strategy": "mine",
+            "stages": (stage.model_copy(update={"workers": tuple(workers)}),),
+        }
+    )
+    fields = change(Parts.of(plan), Parts.of(smaller))
+    assert (fields["strategy_before"], fields["strategy"]) == (plan.strategy, "mine")
+    assert set(fields["micro_batches"].values()) == {1}
+    assert fields["samples"] == fields["samples_before"]
+    assert in_words(fields).startswith(f"strategy {plan.strategy} to mine; largest micro-batches: ")
+
+
+def test_words_tell_of_those_whose_part_has_changed(plan):
+    fields = change(Parts.of(plan), Parts.of(other(plan)))
+    first, second = in_words(fields).split("; ")[:2]
+    assert first == "samples: big-0 6 to 8, small-1 4 to 2"
+    assert second.startswith("of the state: big-0 ")
+
+
+def test_words_of_very_many_name_some():
+    before = {f"gpu-{n}": 1 for n in range(1000)}
+    told = in_words({"samples_before": before, "samples": dict.fromkeys(before, 2)})
+    assert told.endswith("gpu-5 1 to 2 and 994 more")
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"samples": 3}, {"samples": {"a": 1}}, {"samples": [], "samples_before": {}}]
+)
+def test_words_of_what_is_no_such_event_are_few(told):
+    assert in_words(told) == ""
+
+
+def test_an_event_makes_the_plan_that_it_tells_of(plan):
+    after = other(plan)
+    assert Parts.of(split_anew(plan, change(Parts.of(plan), Parts.of(after)))) == Parts.of(after)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"samples": {"big-0": 16}, "shares": {"big-0": 1.0}},
+        {"samples": {"big-0": 1, "small-0": 1, "small-1": 1}, "shares": {}},
+        {"samples": {"big-0": "x", "small-0": 1, "small-1": 1}, "shares": 3},
+    ],
+)
+def test_an_event_of_another_plan_makes_none(plan, told):
+    assert split_anew(plan, told) == plan
+
+
+def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
+    assert in_force(tmp_path) is None
+    plan.save(tmp_path / run_files.PLAN)
+    assert in_force(tmp_path) == Parts.of(plan)
+    told = started(Parts.of(plan), other(plan), "")
+    assert told is not None
+    with RunLog(tmp_path, plan, 10) as log:
+        log.step(STEP)
+        log.tell(1, told)
+    with (tmp_path / run_files.METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": "plan", "step": 2})[:-3])  # cut short
+    assert in_force(tmp_path) == Parts.of(other(plan))
+
+
+def test_a_plan_of_another_version_is_none(tmp_path):
+    (tmp_path / run_files.PLAN).write_text('{"kind": "plan", "schema_version": 99}')
+    assert in_force(tmp_path) is None
