@@ -1,9 +1,10 @@
 """Does the loader reach what device and cores allow, by itself, and how soon?
 
-A stand-in for a device sleeps for a step; pipelines of seven kinds feed it. The bound of a step is
-the longer of the device's time and what a batch takes of the cores here. Beside it: torch's
-DataLoader without workers, with values that people set by hand, and with the best of all that are
-tried. Runs alternate; ratios are of mean step times once a loader is warm.
+A stand-in for a device sleeps for a step; pipelines of eight kinds feed it. What computes in Python
+is calibrated to this machine: one core is too slow for the device, and in one pipeline all are. The
+bound of a step is the longer of the device's time and what a batch takes of the cores here. Beside
+it: torch's DataLoader without workers, with values that people set by hand, and the best of all
+that are tried. Runs alternate; ratios are of mean step times once a loader is warm.
 
     python benchmarks/input.py --json
 """
@@ -19,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from multiprocessing import get_context
 from statistics import mean, median
@@ -34,11 +36,12 @@ from gpumix.data.loader import Loader
 
 SAMPLES = 32
 STEP_S = 0.04
-STEPS, WARM_STEPS = 150, 50
-ROUNDS = 3
+STEPS = 150  # of a run; the first third is left out
+ROUNDS = 2
+SLOW = 1.5  # times what the device takes, that a batch takes of one core, or of all of them
 BY_HAND = (2, 2)  # workers, batches that each has ahead
-TRIED = [(0, None), *product((1, 2, 3, 4, 8), (2, 8))]
-TRIED_STEPS = 60
+TRIED = [*product((1, 2, 4, 8), (2,)), (2, 8)]  # workers, batches that each has ahead
+NONE_STEPS = 40
 SETTLED = 1.05  # times the mean in the end, that windows stay below once it is settled
 WINDOW = 10
 
@@ -58,34 +61,77 @@ class Cheap:
         return {"x": torch.from_numpy(self.tokens[512 * k : 512 * (k + 1)])}
 
 
-class Parsed(Cheap):
-    """Python computes: a document is parsed and cut into words."""
+@cache
+def _calibrated(make: Callable[[int], Any], work: Callable[[Any], object], wanted_s: float) -> int:
+    """How much of what `make` makes `work` takes so long for, at a quiet moment."""
+    some = 50
+    made = make(some)
 
-    def __init__(self) -> None:
-        self.text = json.dumps([{"id": k, "text": "word " * 20} for k in range(60)])
+    def taken_s() -> float:
+        begun = time.perf_counter()
+        work(made)
+        return time.perf_counter() - begun
+
+    return max(1, round(some * wanted_s / min(taken_s() for _ in range(20))))
+
+
+def _documents(count: int) -> str:
+    return json.dumps([{"id": k, "text": "word " * 20} for k in range(count)])
+
+
+def _words(text: str) -> list[int]:
+    return [len(w) for one in json.loads(text) for w in one["text"].split()]
+
+
+class Parsed(Cheap):
+    """Python computes: a document is parsed and cut into words.
+
+    Args:
+        slow: times what the device takes, that a batch takes of one core.
+    """
+
+    def __init__(self, slow: float = SLOW) -> None:
+        self.text = _documents(_calibrated(_documents, _words, slow * STEP_S / SAMPLES))
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        words = [len(w) for one in json.loads(self.text) for w in one["text"].split()]
-        return {"x": torch.tensor(words[:512])}
+        return {"x": torch.tensor(_words(self.text)[:512])}
 
 
 class Decoded(Cheap):
-    """A library computes that lets other threads run: an image is unpacked and scaled."""
+    """A library computes that lets other threads run: an image is unpacked and scaled. Several
+    threads may read it."""
 
-    def __init__(self, side: int = 192) -> None:
-        pixels = np.random.default_rng(0).integers(0, 16, side * side * 3, dtype=np.uint8)
-        self.packed = zlib.compress(pixels.tobytes(), 1)
+    thread_safe = True
+
+    def __init__(self) -> None:
+        self.packed = _image(_calibrated(_image, _unpacked, SLOW * STEP_S / SAMPLES))
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        pixels = np.frombuffer(zlib.decompress(self.packed), dtype=np.uint8)
-        return {"x": torch.from_numpy(pixels.astype(np.float32) / 255)}
+        return {"x": torch.from_numpy(_unpacked(self.packed))}
+
+
+def _image(lines: int) -> bytes:
+    """Packed."""
+    pixels = np.random.default_rng(0).integers(0, 16, lines * 192 * 3, dtype=np.uint8)
+    return zlib.compress(pixels.tobytes(), 1)
+
+
+def _unpacked(image: bytes) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(image), dtype=np.uint8).astype(np.float32) / 255
 
 
 class Ragged(Cheap):
     """Lists of numbers, of unequal lengths, that become a batch in Python."""
 
+    def __init__(self) -> None:
+        self.length = _calibrated(_lists, padded, SLOW * STEP_S)
+
     def __getitem__(self, k: int) -> dict[str, Any]:
-        return {"x": list(range(400 + 37 * k % 400))}
+        return {"x": [k] * (self.length // 2 + 37 * k % (self.length // 2 + 1))}
+
+
+def _lists(length: int) -> list[dict[str, Any]]:
+    return [{"x": [0] * length}] * SAMPLES
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -132,6 +178,7 @@ class Pipeline:
 PIPELINES = {
     "cheap": Pipeline(Cheap),
     "slow decode in Python": Pipeline(Parsed),
+    "too slow for all cores": Pipeline(partial(Parsed, SLOW * cores_here())),
     "slow decode that releases the GIL": Pipeline(Decoded),
     "heavy collate": Pipeline(Ragged, padded),
     "large samples": Pipeline(Large),
@@ -149,7 +196,7 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        return mean(self.steps_s[WARM_STEPS:] or self.steps_s[len(self.steps_s) // 3 :])
+        return mean(self.steps_s[len(self.steps_s) // 3 :])
 
     @property
     def settled_s(self) -> float:
@@ -161,14 +208,14 @@ class Run:
         return sum(self.steps_s[:last])
 
 
-def ours(pipeline: Pipeline) -> Run:
+def ours(pipeline: Pipeline, steps: int) -> Run:
     with Loader(pipeline.dataset(), [SAMPLES], 0, collate=pipeline.collate) as loader:
-        steps_s = list(_driven(loader, STEPS))
+        steps_s = list(_driven(loader, steps))
         setting = loader.setting
         return Run(steps_s, f"{setting.workers} {setting.kind}, {setting.ahead} ahead")
 
 
-def theirs(pipeline: Pipeline, workers: int, ahead: int | None, steps: int = STEPS) -> Run:
+def theirs(pipeline: Pipeline, workers: int, ahead: int | None, steps: int) -> Run:
     with _batches(pipeline, workers, ahead) as batches:
         return Run(list(_driven(batches, steps)))
 
@@ -209,18 +256,18 @@ def _driven(batches: Iterator[Any], steps: int) -> Iterator[float]:
         begun = now
 
 
-def bound_s(pipeline: Pipeline) -> float:
+def bound_s(name: str) -> float:
     """Of a step: what the device takes, or what a batch takes of the cores when all are busy."""
     cores = cores_here()
     context = get_context("fork")
     with context.Pool(max(1, int(cores))) as pool:
-        cpu_s = mean(pool.map(_cpu_s, [pipeline.dataset().__class__.__name__] * int(cores)))
+        cpu_s = mean(pool.map(_cpu_s, [name] * max(1, int(cores))))
     return max(STEP_S, cpu_s / cores)
 
 
 def _cpu_s(name: str) -> float:
     """Seconds of a core for a batch."""
-    pipeline = next(p for p in PIPELINES.values() if p.dataset.__name__ == name)  # type: ignore[attr-defined]
+    pipeline = PIPELINES[name]
     torch.set_num_threads(1)
     dataset, collate = pipeline.dataset(), pipeline.collate
     stack = torch.utils.data.default_collate if collate is None else collate
@@ -232,47 +279,70 @@ def _cpu_s(name: str) -> float:
     return (time.process_time() - begun) / batches
 
 
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step of one pipeline; `how`: what the loader chose, and who tried them all."""
+
+    bound_s: float
+    ours_s: float
+    none_s: float
+    by_hand_s: float
+    best_s: float
+    settled_s: float
+    how: str
+
+    def __str__(self) -> str:
+        times = (self.bound_s, self.ours_s, self.none_s, self.by_hand_s, self.best_s)
+        shown = "{:6.1f} {:6.1f} {:6.1f} {:8.1f} {:6.1f}".format(*(1e3 * t for t in times))
+        part = self.bound_s / self.ours_s
+        return f"{shown}  {part:.2f} of the bound after {self.settled_s:.1f} s: {self.how}"
+
+
+def row_of(name: str, steps: int) -> Row:
+    """A pipeline, run by all."""
+    pipeline = PIPELINES[name]
+    best = min(TRIED, key=lambda tried: theirs(pipeline, *tried, steps).step_s)
+    bounds, mine, hand, tuned = [], [], [], []
+    for _ in range(ROUNDS):
+        bounds.append(bound_s(name))
+        mine.append(ours(pipeline, steps))
+        tuned.append(theirs(pipeline, *best, steps).step_s)
+        hand.append(theirs(pipeline, *BY_HAND, steps).step_s if best != BY_HAND else tuned[-1])
+    return Row(
+        bound_s=median(bounds),
+        ours_s=median(run.step_s for run in mine),
+        none_s=theirs(pipeline, 0, None, min(steps, NONE_STEPS)).step_s,
+        by_hand_s=median(hand),
+        best_s=median(tuned),
+        settled_s=median(run.settled_s for run in mine),
+        how=f"{mine[-1].setting}; best: {best[0]} workers, {best[1]} each",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
-    parser.add_argument("--only", help="a pipeline")
+    parser.add_argument("--only", choices=PIPELINES, help="a pipeline")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of a run; fewer show only that all of it works"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    vs_bound, vs_best, settled = {}, {}, {}
+    rows: list[Row] = []
     print(f"{cores_here():g} cores, {SAMPLES} samples a step, the device takes {STEP_S * 1e3:g} ms")
     print(f"{'pipeline':34} {'bound':>6} {'ours':>6} {'none':>6} {'by hand':>8} {'best':>6}  ms")
-    for name, pipeline in PIPELINES.items():
-        if options.only not in (None, name):
-            continue
-        best = min(TRIED, key=lambda s: theirs(pipeline, s[0], s[1], TRIED_STEPS).step_s)
-        bounds, mine, none, hand, tuned = [], [], [], [], []
-        for _ in range(ROUNDS):
-            bounds.append(bound_s(pipeline))
-            mine.append(ours(pipeline))
-            tuned.append(theirs(pipeline, *best).step_s)
-            hand.append(theirs(pipeline, *BY_HAND).step_s)
-        none = theirs(pipeline, 0, None, TRIED_STEPS).step_s
-        step_s = median(run.step_s for run in mine)
-        vs_bound[name] = median(bounds) / step_s
-        vs_best[name] = median(tuned) / step_s
-        settled[name] = median(run.settled_s for run in mine)
-        times = (median(bounds), step_s, none, median(hand), median(tuned))
-        shown = "{:6.1f} {:6.1f} {:6.1f} {:8.1f} {:6.1f}".format(*(1e3 * t for t in times))
-        how = f"{best[0]} workers, {best[1]} each" if best[0] else "no workers"
-        print(
-            f"{name:34} {shown}  {vs_bound[name]:.2f} of the bound after {settled[name]:.1f} s: "
-            f"{mine[-1].setting}; best: {how}",
-            flush=True,
-        )
+    for name in [options.only] if options.only else PIPELINES:
+        rows.append(row_of(name, options.steps))
+        print(f"{name:34} {rows[-1]}", flush=True)
     common.print_figures(
         {
-            "pipelines": len(vs_bound),
-            "worst_vs_bound": round(min(vs_bound.values()), 3),
-            "worst_settle_s": round(max(settled.values()), 2),
-            "worst_vs_best_fixed": round(min(vs_best.values()), 3),
+            "pipelines": len(rows),
+            "worst_vs_bound": round(min(row.bound_s / row.ours_s for row in rows), 3),
+            "worst_settle_s": round(max(row.settled_s for row in rows), 2),
+            "worst_vs_best_fixed": round(min(row.best_s / row.ours_s for row in rows), 3),
             "cores": cores_here(),
         },
         as_json=options.json,
