@@ -154,6 +154,7 @@ def test_the_next_batch_is_on_its_way_while_one_is_computed():
 def test_batches_on_their_way_do_not_count():
     way = FakeWay()
     with copying(Numbers(40), way) as loader:
+        assert "pinned memory" in loader.reasons[0][1]
         state = loader.state_dict()
         first = next(loader)["k"].tolist()
         until_there(loader)
@@ -203,6 +204,7 @@ def test_a_stream_that_lags_behind_reads_what_it_was_given():
             torch.cuda._sleep(10_000_000)
             sums.append(batch["x"][:, :: 2**10].mean(1))
             del batch
+        assert "pinned memory" in loader.reasons[0][1]
         found = [int(k) for mean in sums for k in mean.tolist()]
     assert found == GlobalOrder(64, 0).span(0, 160).tolist()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,6 +182,70 @@ def test_who_trains_draws_as_if_nothing_were_read(dataset, given):
     with Loader(dataset, [8], 0, **given) as loader:
         assert of_trainer() == alone[0]  # a sample was read
         assert trained(loader) == alone
+
+
+class Late(Augmented):
+    """The first sample, by which all are judged, draws nothing."""
+
+    thread_safe = True
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return super().__getitem__(k) if k else {"k": 0, **{key: v * 0 for key, v in KEPT.items()}}
+
+
+KEPT = {"python": 0.0, "numpy": 0.0, "torch": torch.zeros(2), "own": torch.zeros(())}
+
+
+@pytest.mark.parametrize("cut", [[8], [5, 3]])
+@pytest.mark.parametrize("given", READERS)
+def test_that_samples_draw_is_seen_while_threads_read_them(cut, given):
+    assert life(Late(), cut, **given) == life(Late(), [8], workers=1, kind="processes")
+
+
+@pytest.mark.parametrize("given", READERS)
+def test_who_trains_draws_as_if_nothing_were_read_also_then(given):
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    alone = [of_trainer() for _ in range(6)]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with Loader(Late(), [8], 0, **given) as loader:
+        found = []
+        for _ in range(6):
+            next(loader)
+            found.append(of_trainer())
+    assert found == alone
+
+
+def test_that_samples_draw_is_told(caplog):
+    with Loader(Late(), [8], 0) as loader:
+        next(loader)
+        assert loader.setting.kind == "processes"
+    with Loader(Late(), [8], 0, kind="threads", workers=2) as loader:
+        next(loader)
+        assert (loader.setting.workers, loader.setting.ahead) == (1, 1)
+        assert "they are read while `next` waits" in loader.reasons[-1][1]
+    assert sum("draw at random, which was not seen" in r.message for r in caplog.records) == 2
+
+
+def test_it_is_looked_for_where_nobody_waits_for_data():
+    """Batches lie ready, and samples draw from the 20th batch on."""
+    order = GlobalOrder(8000, 0).span(0, 8 * 20)
+
+    class Much(Late):
+        def __len__(self) -> int:
+            return 8000
+
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            return {"k": k, "x": 0.0 if k in early else random.random()}
+
+    early = {0, *order.tolist()}
+    with Loader(Much(), [8], 0) as loader:
+        for step in range(40):
+            while step and not loader._feed.is_ready(8 * step):
+                time.sleep(0.001)
+            next(loader)
+            assert loader._feed.draws == (step >= 32)
+        assert loader.setting.kind == "processes"
+        assert [step for step, why in loader.reasons if "were seen to draw" in why] == [31]
 
 
 def test_other_samples_in_the_places_of_bad_ones_draw_the_same_in_every_plan():

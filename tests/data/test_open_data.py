@@ -199,15 +199,6 @@ def test_a_factory_may_make_a_stream(tmp_path, module, name):
         train.rows(np.array([4, 5]))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"packing": "documents"}, {"packing": "none"}, {"packing": "none", "tokenize": "on-the-fly"}],
-)
-def test_streams_are_not_packed_or_tokenised(tmp_path, module, given):
-    with pytest.raises(InputError, match="stream cannot be packed, padded or tokenised"):
-        opened(tmp_path, factory=f"{module}:make_generator", arguments={"n": 10}, **given)
-
-
 def test_near_names_are_offered(tmp_path, module):
     with pytest.raises(InputError) as caught:
         opened(tmp_path, factory=f"{module}:mke")

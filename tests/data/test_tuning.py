@@ -57,6 +57,21 @@ def test_batches_ahead_hide_slow_samples_as_far_as_memory_goes():
     assert choose(slow, replace(BOUNDS, ahead=3), splits=True).ahead == 3
 
 
+def test_parts_of_a_batch_are_as_many_as_may_be_handed_over():
+    """2 % of a step of 40 ms: eight that take 0.1 ms each, or two that take 0.4 ms."""
+    assert choose(measured(0.1), BOUNDS, splits=True).chunk == SAMPLES // 8
+    assert choose(measured(0.1, handed_s=4e-4), BOUNDS, splits=True).chunk == SAMPLES // 2
+    assert choose(measured(0.1, handed_s=1e-2), BOUNDS, splits=True).chunk == WHOLE
+    assert choose(measured(0.1, handed_s=1e-6), BOUNDS, splits=True).chunk == 1
+
+
+def test_what_it_takes_to_hand_them_over_is_measured():
+    world = World(0.1, 0.1)
+    world.handed_s = 4e-4
+    world.run(FIRST + 2)
+    assert world.tuner.setting.chunk == SAMPLES // 2
+
+
 @given(
     wall_s=st.floats(1e-6, 10),
     part=st.floats(0.001, 1),
@@ -82,11 +97,12 @@ class World:
 
     def __init__(self, wall_s: float, cpu_s: float, bounds: Bounds = BOUNDS) -> None:
         self.wall_s, self.cpu_s, self.bounds = wall_s, cpu_s, bounds
+        self.handed_s = 0.0
         self.tuner = Tuner(bounds, splits=True)
 
     def run(self, steps: int, step_s: float = STEP_S) -> None:
         for _ in range(steps):
-            costs = [Cost(SAMPLES, self.wall_s, self.cpu_s)]
+            costs = [Cost(SAMPLES, self.wall_s, self.cpu_s, self.handed_s)]
             if not self.tuner.knows:
                 self.tuner.first(costs, SAMPLES, 2**20)
                 continue

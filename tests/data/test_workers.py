@@ -163,6 +163,13 @@ def test_workers_end_with_a_trainer_that_is_killed():
     until(lambda: not any(map(alive, some)))
 
 
+def test_what_it_takes_to_hear_of_workers_is_known():
+    with processes(Squares()) as loader:
+        take(loader, 12)
+        handed_s = loader._tuner._handed_s
+    assert handed_s and all(0.0 < one < 1.0 for one in handed_s)
+
+
 def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost(caplog):
     with processes(Squares()) as loader:
         found = take(loader, 3)

@@ -36,6 +36,11 @@ def write(folder: Path, data: dict[str, object], **changes: object) -> Path:
     return write_job(folder, **(job | changes))
 
 
+STREAM = {
+    "factory": "toys:text_stream",
+    "arguments": {"lines": LINES},
+    "tokenize": "on-the-fly",
+}
 LINE_BY_LINE = {"text": ["lines.txt"], "document": "line"}
 
 
@@ -45,15 +50,17 @@ LINE_BY_LINE = {"text": ["lines.txt"], "document": "line"}
         {**LINE_BY_LINE, "packing": "documents"},
         {**LINE_BY_LINE, "packing": "none", "bucketing": True},
         {"dataset": "saved", "packing": "none", "tokenize": "on-the-fly"},
+        {**STREAM, "packing": "documents"},
+        {**STREAM, "packing": "none"},
     ],
-    ids=["packed", "bucketed", "on the fly"],
+    ids=["packed", "bucketed", "on the fly", "a stream packed", "a stream padded"],
 )
 def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
     import datasets
 
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": LINES}).save_to_disk(str(tmp_path / "saved"))
-    job = write(tmp_path, data)
+    job = write(tmp_path, data, evaluation={"every_steps": 2, "batches": 1})
     plan = plan_for(job)
     whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
     assert all(math.isfinite(loss) for loss in whole.losses) and len(whole.losses) == 4

@@ -339,6 +339,10 @@ def token_stream(samples: int = 64) -> Iterator[dict[str, Tensor]]:
     yield from tokens(samples)
 
 
+def text_stream(lines: list[str]) -> Iterator[dict[str, str]]:
+    yield from ({"text": line} for line in lines)
+
+
 def token_passes(samples: int = 64) -> Callable[[int], Iterator[dict[str, Tensor]]]:
     """What makes a generator for each pass."""
     return lambda number: token_stream(samples)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -101,6 +101,7 @@ class Threads(Crew):
 
     Args:
         timeout_s: after that long over one chunk a thread counts as stuck.
+        draws: samples are known to draw from generators of this process; see `Bounds`.
     """
 
     kind: Kind = "threads"
@@ -113,10 +114,11 @@ class Threads(Crew):
         workers: int,
         *,
         timeout_s: float,
+        draws: bool = False,
     ) -> None:
         super().__init__(workers)
         self._source, self._bad_samples, self._done = source, bad_samples, done
-        self._timeout_s = timeout_s
+        self._timeout_s, self._draws = timeout_s, draws
         self._given: SimpleQueue[tuple[Chunk, Place] | None] = SimpleQueue()  # None ends a thread
         self._begun = 0  # chunks that are not done
         # What they are at, since when, and their notes of the sample that they read.
@@ -201,14 +203,15 @@ class Threads(Crew):
             with host_memory(), self._drawing(chunk):
                 values, skipped, cost = clocked(self._source, chunk, self._bad_samples)
                 written = _written(values, place.target, chunk.rows)
-            return Fetched(cost, skipped, None if written else values)
+            values_left = None if written else values
+            return Fetched(cost, skipped, values_left, draws=self._source.draws)
         except Exception as error:
             return error
 
     @contextmanager
     def _drawing(self, chunk: Chunk) -> Iterator[None]:
         """Where samples draw from generators of the process, who trains waits: see `Bounds`."""
-        everywhere = self._source.draws
+        everywhere = self._draws or self._source.draws
         with ExitStack() as stack:
             if everywhere:
                 stack.enter_context(draws.put_back())
@@ -375,6 +378,7 @@ class Processes(Crew):
             self._look_for_stuck()
 
     def _hear(self, hand: _Hand) -> None:
+        heard_s = time.thread_time()
         try:
             found: Fetched | Exception = hand.worker.connection.recv()
         except (OSError, EOFError):
@@ -384,6 +388,8 @@ class Processes(Crew):
             chunk, _ = hand.given.popleft()
             hand.since_s = time.monotonic()
             self._tries.pop((chunk.batch, chunk.start), None)
+        if isinstance(found, Fetched):
+            found = replace(found, heard_s=heard_s)
         self._done(chunk, found)
 
     def _dismiss(self) -> None:
@@ -474,7 +480,8 @@ def _work(
         try:
             with draws.reading(chunk.seeds.tolist(), everywhere=True):
                 values, skipped, cost = clocked(source, chunk, bad_samples)
-            found = Fetched(cost, skipped, *_delivered(values, arena, slot, layout, chunk))
+            where = _delivered(values, arena, slot, layout, chunk)
+            found = Fetched(cost, skipped, *where, draws=source.draws)
         except Exception as error:
             found = picklable(error)
         sent(inbox.connection, found)

@@ -125,6 +125,16 @@ def put_back() -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
+@contextmanager
+def put_back_if_moved() -> Iterator[Drawn]:
+    """This thread waits meanwhile, so what moves the generators of the process is a dataset that
+    others read. Afterwards they are as they were, and it is told whether they had moved."""
+    drawn, before = Drawn(), _states()
+    with put_back():
+        yield drawn
+        drawn.of_process = before != _states()
+
+
 def forget() -> None:
     """What generators of the process keep of numbers that were drawn: the next is not one of these,
     which would look as if none had been drawn."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class Feed:
         self._skipped: list[Skipped] = []
         self.batch_bytes = 0
         """Of the largest batch so far."""
+        self.draws = source.draws
+        """Whether samples were seen to draw from generators of the process that reads them."""
         self._lost_before = 0
 
     @property
@@ -126,13 +129,8 @@ class Feed:
         batch = self._by_position.get(position)
         return None if batch is None else batch.done
 
-    def take(self, position: int) -> tuple[Batch, np.ndarray]:
-        """The batch at `position`, which was wanted, and its samples' indices; waits for it. After
-        an error it can be wanted again.
-
-        Raises:
-            GpumixError: it cannot be had.
-        """
+    def wait(self, position: int) -> None:
+        """Until the batch at `position`, which was wanted, is there, or cannot be had."""
         batch = self._by_position[position]
         with self._changed:
             while batch.done is None and batch.error is None:
@@ -142,6 +140,16 @@ class Feed:
                 self._changed.wait(LOOK_S)  # not for ever: so an interrupt comes through
                 if self._crew is not None:
                     self._crew.look()
+
+    def take(self, position: int) -> tuple[Batch, np.ndarray]:
+        """The batch at `position`, which was wanted, and its samples' indices; waits for it. After
+        an error it can be wanted again.
+
+        Raises:
+            GpumixError: it cannot be had.
+        """
+        self.wait(position)
+        batch = self._by_position[position]
         if batch.done is None:
             assert batch.error is not None, "it is done or not"
             self.forget()
@@ -159,6 +167,13 @@ class Feed:
             for batch in self._by_position.values():
                 self._drop(batch)
             self._by_position.clear()
+
+    def begin_anew(self) -> None:
+        """What was fetched was read by workers that did not know that samples draw."""
+        self.draws = True
+        self._skipped.clear()
+        self.forget()
+        self._dismiss()
 
     def recut(self, part_at: Callable[[int], Part]) -> None:
         """Batches under way have other parts of this rank now, by their positions: rows that were
@@ -210,6 +225,7 @@ class Feed:
                 self._finished,
                 setting.workers,
                 timeout_s=self._timeout_s,
+                draws=self.draws,
             )
         layout = self._layout(max((b.rows for b in self._by_position.values()), default=0))
         known = max(self.batch_bytes, 0 if layout is None else layout.nbytes)
@@ -352,8 +368,8 @@ class Feed:
             if isinstance(found, Exception):
                 batch.error = batch.error or found
             else:
-                self._costs.append(found.cost)
                 batch.skipped[chunk.start] = found.skipped
+                self.draws |= found.draws
                 if found.values is not None:
                     batch.parts[chunk.start] = found.values
                 batch.layout = batch.layout or found.layout
@@ -361,6 +377,8 @@ class Feed:
             if whole:
                 del self._by_number[batch.number]
             self._dispatch()
+            if isinstance(found, Fetched):
+                self._costs.append(_all_of(found))
             if batch.error is not None:
                 self._changed.notify_all()
         if whole:
@@ -397,3 +415,10 @@ class Feed:
         if self._pin is None:
             return batch
         return {k: v if v.is_pinned() else v.pin_memory() for k, v in batch.items()}
+
+
+def _all_of(found: Fetched) -> Cost:
+    """What a chunk took, to hand it over too, which ends here."""
+    if found.heard_s is None:
+        return found.cost
+    return replace(found.cost, handed_s=time.thread_time() - found.heard_s)

@@ -70,21 +70,31 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Cost:
-    """What fetching took: seconds by the clock, and of a core."""
+    """What fetching took: seconds by the clock, and of a core; `handed_s`: of a core of the process
+    that trains, to hear of it and to give out the next one; 0: not known."""
 
     samples: int
     wall_s: float
     cpu_s: float
+    handed_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came of a chunk: `values`, where they were not written to where the batch lies."""
+    """What came of a chunk: `values`, where they were not written to where the batch lies.
+
+    Attributes:
+        draws: whether samples were seen to draw from generators of the process that read them.
+        heard_s: by the thread that listens to workers, and its own time: when it began to hear of
+            it.
+    """
 
     cost: Cost
     skipped: tuple[Skipped, ...] = ()
     values: Batch | None = None
     layout: Layout | None = None
+    draws: bool = False
+    heard_s: float | None = None
 
 
 def fetch(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gpumix.data import draws
 from gpumix.data.copies import Copies, CopyStream
 from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
 from gpumix.data.crew import Kind
@@ -31,14 +32,19 @@ from gpumix.data.pace import pace_of
 from gpumix.data.reading import AS_USUAL, BadSamples, Reading
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
-from gpumix.data.streams import StreamSource, is_stream
+from gpumix.data.streams import Form, StreamSource, is_stream
 from gpumix.data.tuning import Bounds, Limit, Setting, Tuner
 from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import MOST_WORKERS
 from gpumix.spec.shares import Shares, share_of
 
+COPIED = (
+    "the device is a GPU: batches lie in pinned memory, and each is copied beside the step before "
+    "its own; tokens with an attention_mask when their step begins"
+)
 TOLD = 5  # bad samples that a line is said of, each
+LOOK_AT = 8  # batches, twice as many, and so on: after them it is watched whether threads draw
 _LOG = logging.getLogger(__name__)
 
 
@@ -147,6 +153,7 @@ class Loader(Iterator[Batch]):
         self._feed.set(self._tuner.setting)
         self._pace = pace_of(pin)
         self._costs: list[Cost] = []  # that the tuner does not know of
+        self._batches = 0  # that were returned
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
         self.skipped: list[Skipped] = []
@@ -174,8 +181,9 @@ class Loader(Iterator[Batch]):
 
     @property
     def reasons(self) -> list[tuple[int, str]]:
-        """Why: each change with the number of steps before it."""
-        return list(self._tuner.reasons)
+        """Why: each change with the number of steps before it; and how batches come to a GPU."""
+        copied = [] if self._copies is None else [(0, COPIED)]
+        return copied + self._tuner.reasons
 
     @property
     def limit(self) -> Limit:
@@ -183,6 +191,10 @@ class Loader(Iterator[Batch]):
         return self._tuner.limit
 
     def __next__(self) -> Batch:
+        if self._looks:
+            self._fetch_watched()
+        elif self._unseen and self._draws:
+            self._read_anew()  # an evaluation saw it
         self._pace.asked()
         position = self._cursor.position
         self._fetch_ahead()
@@ -196,7 +208,8 @@ class Loader(Iterator[Batch]):
         self._cursor = self._cursor.advanced(self.global_batch)
         self._pace.taken(ready=ready)
         self._tune()
-        if not self._only_waiting:
+        self._batches += 1
+        if not self._only_waiting and not self._looks:
             self._fetch_ahead()
         self._copy_ahead()
         return batch
@@ -270,18 +283,68 @@ class Loader(Iterator[Batch]):
             in_order=self._source.in_order,
         )
 
-    def _fetch_ahead(self) -> None:
-        """Have the next batches under way: at first one alone, to see what it takes."""
+    def _fetch_ahead(self) -> list[int]:
+        """Have the next batches under way, at first one alone, to see what it takes: where they
+        are."""
         one = not self._tuner.knows or self._only_waiting
         ahead = 1 if one else self._feed.setting.ahead
-        for k in range(ahead):
-            position = self._cursor.position + k * self.global_batch
+        positions = [self._cursor.position + k * self.global_batch for k in range(ahead)]
+        for position in positions:
             self._feed.want(position, partial(self.course.part, position))
+        return positions
 
     @property
     def _only_waiting(self) -> bool:
         """Whether samples are read only while `next` waits: nobody else may draw then."""
-        return self._source.draws and self._feed.setting.kind == "threads"
+        return self._draws and self._feed.setting.kind == "threads"
+
+    @property
+    def _draws(self) -> bool:
+        """Whether samples were seen to draw from generators of the process that reads them."""
+        return self._feed.draws or self._source.draws
+
+    @property
+    def _unseen(self) -> bool:
+        """Whether threads read that would draw from this process's generators without a word."""
+        threads = self._feed.setting.kind == "threads"
+        return threads and not self._bounds.draws and not self._source.once
+
+    @property
+    def _looks(self) -> bool:
+        """Whether it is time to watch threads while this one waits: for the first batch, and then
+        ever more seldom, for batches may always be there in time."""
+        n = self._batches
+        return self._unseen and (not n or (n >= LOOK_AT and not n & (n - 1)))
+
+    def _fetch_watched(self) -> None:
+        """Have the next batches under way, and wait for the first that is not there. If samples are
+        seen to draw, they are read anew."""
+        with draws.put_back_if_moved() as drawn:
+            late = [
+                position for position in self._fetch_ahead() if not self._feed.is_ready(position)
+            ]
+            if late:
+                self._feed.wait(late[0])
+        if drawn:
+            self._read_anew()
+
+    def _read_anew(self) -> None:
+        """What is under way, and was read by threads that did not know that samples draw."""
+        _LOG.warning(
+            "samples of %s draw at random, which was not seen before: those so far drew from the "
+            "generators of this process, and will not be the same again; "
+            "gpumix.sample_generator() is for that",
+            self._source.name,
+        )
+        self._feed.begin_anew()
+        if self._copies is not None:
+            self._copies.forget()
+        self._know_that_it_draws()
+
+    def _know_that_it_draws(self) -> None:
+        self._bounds = self._bounds.where_it_draws()
+        bounds = self._tuner.bounds.where_it_draws()
+        self._feed.set(self._tuner.drawing(bounds, self._feed.batch_bytes))
 
     def _copy_ahead(self) -> None:
         """Have the next batch on its way to the device, if it is there."""
@@ -310,6 +373,8 @@ class Loader(Iterator[Batch]):
         self._tell(skipped)
         self._costs += costs
         rows, batch_bytes = len(self.last_indices), self._feed.batch_bytes
+        if self._draws and not self._unseen and not self._bounds.draws:
+            self._know_that_it_draws()
         if not self._tuner.knows:
             self._feed.set(self._tuner.first(self._costs, rows, batch_bytes))
             self._costs = []
@@ -342,8 +407,7 @@ def _source_of(
             dataset,
             name,
             global_batch,
-            transform=transform,
-            collate=collate,
+            form=Form(transform, collate),
             seed=seed,
             reading=reading,
         )

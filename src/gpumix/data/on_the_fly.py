@@ -79,12 +79,8 @@ class TokenizedTexts(Ragged):
         return len(self._dataset)
 
     def samples(self, indices: np.ndarray) -> list[Sample]:
-        end = self._tokenizer.end_of_text
-        encoded = self._tokenizer.encode_batch(self._texts([int(i) for i in indices]))
-        return [
-            {TOKENS: torch.from_numpy(np.append(tokens[: self.longest], end)[: self.longest])}
-            for tokens in (one.astype(np.int64) for one in encoded)
-        ]
+        found = tokens_of(self._texts([int(i) for i in indices]), self._tokenizer)
+        return [{TOKENS: torch.from_numpy(tokens[: self.longest])} for tokens in found]
 
     def measure(self, progress: Callable[[], None]) -> np.ndarray:
         """Tokens of each sample: all texts are tokenised once; tells of progress in between."""
@@ -97,24 +93,39 @@ class TokenizedTexts(Ragged):
 
     def _texts(self, indices: list[int]) -> Sequence[str]:
         rows = self._dataset.fetch(indices)
-        return [self._text(index, row) for index, row in zip(indices, rows, strict=True)]
+        samples = zip(indices, rows, strict=True)
+        return [text_of(row, self._column, f"sample {k}", self.name) for k, row in samples]
 
-    def _text(self, index: int, row: Any) -> str:
-        text = row.get(self._column) if isinstance(row, Mapping) else row
-        if not isinstance(text, str):
-            has = f"it is a {type(row).__name__}"
-            columns = []
-            if isinstance(row, Mapping):
-                has = f"it has {', '.join(map(repr, row))}"
-                columns = [key for key, value in row.items() if isinstance(value, str)]
-                if self._column in row:
-                    has = f"that is a {type(text).__name__}"
-            raise InputError(
-                f"sample {index} should be a text, or a dictionary with one in '{self._column}'; "
-                f"{has}",
-                where=self.name,
-                fix=f"--set data.column={columns[0]}"
-                if columns
-                else "drop such samples, or leave out `tokenize: on-the-fly`",
-            )
-        return text
+
+def text_of(row: Any, column: str, what: str, name: str) -> str:
+    """The text of a sample.
+
+    Args:
+        what: to call the sample, `name` the dataset, in errors.
+
+    Raises:
+        InputError: it has none.
+    """
+    text = row.get(column) if isinstance(row, Mapping) else row
+    if not isinstance(text, str):
+        has = f"it is a {type(row).__name__}"
+        columns = []
+        if isinstance(row, Mapping):
+            has = f"it has {', '.join(map(repr, row))}"
+            columns = [key for key, value in row.items() if isinstance(value, str)]
+            if column in row:
+                has = f"that is a {type(text).__name__}"
+        raise InputError(
+            f"{what} should be a text, or a dictionary with one in '{column}'; {has}",
+            where=name,
+            fix=f"--set data.column={columns[0]}"
+            if columns
+            else "drop such samples, or leave out `tokenize: on-the-fly`",
+        )
+    return text
+
+
+def tokens_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Of each text, with end-of-text behind them: int64."""
+    encoded = tokenizer.encode_batch(texts)
+    return [np.append(one.astype(np.int64), tokenizer.end_of_text) for one in encoded]

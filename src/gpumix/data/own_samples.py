@@ -84,32 +84,40 @@ class OwnSamples(Ragged):
     def samples(self, indices: np.ndarray) -> list[Sample]:
         found = self._source.samples(indices)
         for index, sample in zip(indices.tolist(), found, strict=True):
-            self._check(index, sample)
+            check_tokens(sample, f"sample {index}", self.name, aligned=self._aligned)
         return [cut_to(sample, self.longest) for sample in found]
 
-    def _check(self, index: int, sample: Sample) -> None:
-        tokens, labels = sample.get(TOKENS), sample.get(LABELS)
-        if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
-            has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
+
+def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None:
+    """
+    Args:
+        what: to call the sample, `name` the dataset, in errors.
+        aligned: see `OwnSamples`.
+
+    Raises:
+        InputError: it has no tokens, or not what belongs to each.
+    """
+    tokens, labels = sample.get(TOKENS), sample.get(LABELS)
+    if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):
+        has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
+        raise InputError(
+            f"{what} needs '{TOKENS}', a list of one or more tokens; it has {has}",
+            where=name,
+            fix="drop empty samples; data.packing other than concatenate is for tokens",
+        )
+    if labels is not None and labels.is_floating_point():
+        raise InputError(
+            f"'{LABELS}' of {what} are {labels.dtype}, not whole numbers",
+            where=name,
+            fix="data.packing other than concatenate is for tokens: give int64",
+        )
+    for key in (MASK, LABELS) if aligned else (MASK,):
+        value = sample.get(key, tokens)
+        if value.shape != tokens.shape:
             raise InputError(
-                f"sample {index} needs '{TOKENS}', a list of one or more tokens; it has {has}",
-                where=self.name,
-                fix="drop empty samples; data.packing other than concatenate is for tokens",
+                f"{what} has {len(tokens)} {TOKENS}, and '{key}' of the shape {list(value.shape)}",
+                where=name,
+                why="each belongs to a token",
+                fix=f"make them as long as {TOKENS}"
+                + (f", {IGNORED} where nothing is to be learnt" if key == LABELS else ""),
             )
-        if labels is not None and labels.is_floating_point():
-            raise InputError(
-                f"'{LABELS}' of sample {index} are {labels.dtype}, not whole numbers",
-                where=self.name,
-                fix="data.packing other than concatenate is for tokens: give int64",
-            )
-        for key in (MASK, LABELS) if self._aligned else (MASK,):
-            value = sample.get(key, tokens)
-            if value.shape != tokens.shape:
-                raise InputError(
-                    f"sample {index} has {len(tokens)} {TOKENS}, and '{key}' of the shape "
-                    f"{list(value.shape)}",
-                    where=self.name,
-                    why="each belongs to a token",
-                    fix=f"make them as long as {TOKENS}"
-                    + (f", {IGNORED} where nothing is to be learnt" if key == LABELS else ""),
-                )

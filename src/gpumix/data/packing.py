@@ -6,6 +6,9 @@ The packs are the samples, so what is in them does not depend on plan, ranks or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +23,44 @@ from gpumix.spec.errors import InputError
 POSITIONS = "position_ids"
 
 
+@dataclass(frozen=True)
+class Packer:
+    """Makes a sample of `longest` tokens of documents that fit in.
+
+    Attributes:
+        predicts_next: whether labels are compared with what comes out one token before: then those
+            of first tokens would be predicted from another document, and do not count.
+    """
+
+    longest: int
+    pad_token: int
+    predicts_next: bool
+
+    def filled(self, documents: Sequence[Sample]) -> Sample:
+        """One pack."""
+        used = sum(len(document[TOKENS]) for document in documents)
+        padding = self._padding(documents[0], self.longest - used)
+        parts = [*(self._alone(document) for document in documents), padding]
+        return {key: torch.cat([part[key] for part in parts]) for key in padding}
+
+    def _alone(self, document: Sample) -> Sample:
+        """A document that does not know what lies before it."""
+        tokens = document[TOKENS]
+        labels = document.get(LABELS, tokens).long().clone()
+        if self.predicts_next:
+            labels[0] = IGNORED
+        return {**document, LABELS: labels, POSITIONS: torch.arange(len(tokens))}
+
+    def _padding(self, like: Sample, length: int) -> Sample:
+        beside = {key: value.new_zeros((length, *value.shape[1:])) for key, value in like.items()}
+        return {
+            **beside,
+            TOKENS: like[TOKENS].new_full((length,), self.pad_token),
+            LABELS: torch.full((length,), IGNORED),
+            POSITIONS: torch.arange(length),
+        }
+
+
 class PackedDocuments(Source):
     """The samples of `documents` in packs of `documents.longest` tokens: `input_ids`, `labels`,
     `position_ids` and what else a document has for each token, int64[k, L].
@@ -29,8 +70,7 @@ class PackedDocuments(Source):
     Args:
         documents: what to pack.
         seed: of the order in which documents come to the windows that are packed.
-        predicts_next: whether labels are compared with what comes out one token before: then those
-            of first tokens would be predicted from another document, and do not count.
+        predicts_next: see `Packer`.
 
     Raises:
         InputError: nothing says how long the documents are.
@@ -41,7 +81,7 @@ class PackedDocuments(Source):
     ) -> None:
         self.name = documents.name
         self._documents = documents
-        self._predicts_next = predicts_next
+        self._packer = Packer(documents.longest, documents.pad_token, predicts_next)
         self._lengths = lengths_needed(documents, "packing", "--set data.packing=none")
         self._packs: Packs = first_fit(self._lengths, documents.longest, seed=seed, window=window)
         self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
@@ -73,7 +113,7 @@ class PackedDocuments(Source):
         numbers = np.concatenate(packs)
         with draws.parts([row for row, pack in enumerate(packs) for _ in pack]):
             documents = iter(self._checked(numbers, self._read(numbers)))
-        filled = [self._filled([next(documents) for _ in pack]) for pack in packs]
+        filled = [self._packer.filled([next(documents) for _ in pack]) for pack in packs]
         return {
             key: torch.stack([pack[key] for pack in filled])[: len(indices)] for key in filled[0]
         }
@@ -89,30 +129,6 @@ class PackedDocuments(Source):
                 if problem is not None:
                     raise in_words(self.name, number, problem) from problem
             return self._documents.samples(numbers)  # what does not happen again is over
-
-    def _filled(self, documents: list[Sample]) -> Sample:
-        """One pack."""
-        used = sum(len(document[TOKENS]) for document in documents)
-        padding = self._padding(documents[0], self._documents.longest - used)
-        parts = [*(self._alone(document) for document in documents), padding]
-        return {key: torch.cat([part[key] for part in parts]) for key in padding}
-
-    def _alone(self, document: Sample) -> Sample:
-        """A document that does not know what lies before it."""
-        tokens = document[TOKENS]
-        labels = document.get(LABELS, tokens).long().clone()
-        if self._predicts_next:
-            labels[0] = IGNORED
-        return {**document, LABELS: labels, POSITIONS: torch.arange(len(tokens))}
-
-    def _padding(self, like: Sample, length: int) -> Sample:
-        beside = {key: value.new_zeros((length, *value.shape[1:])) for key, value in like.items()}
-        return {
-            **beside,
-            TOKENS: like[TOKENS].new_full((length,), self._documents.pad_token),
-            LABELS: torch.full((length,), IGNORED),
-            POSITIONS: torch.arange(length),
-        }
 
     def _checked(self, numbers: np.ndarray, documents: list[Sample]) -> list[Sample]:
         """Those whose lengths are as they were told."""

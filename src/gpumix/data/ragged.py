@@ -49,27 +49,37 @@ class Ragged(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         # A sample tells keys and dtypes where none is wanted.
         wanted = indices if len(indices) else np.array([self.template])
-        samples = [_complete(sample) for sample in self.samples(wanted)]
-        fill = {TOKENS: self.pad_token, LABELS: IGNORED}
-        return {
-            key: _padded([sample[key] for sample in samples], fill.get(key, 0))[: len(indices)]
-            for key in samples[0]
-        }
+        batch = padded(self.samples(wanted), self.pad_token)
+        return {key: value[: len(indices)] for key, value in batch.items()}
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Samples as long as any may be; the mask hides a token, for without padding attention may
-        take another, cheaper way."""
-        first = _complete(self.samples(np.array([self.template]))[0])
-        length = len(first[TOKENS])
-        tiled = torch.arange(self.longest) % length
-        batch = {
-            key: (value[tiled] if value.dim() and len(value) == length else value)
-            .unsqueeze(0)
-            .repeat(len(indices), *[1] * max(1, value.dim()))
-            for key, value in first.items()
-        }
-        batch[MASK][-1:, -1] = 0
-        return batch
+        sample = self.samples(np.array([self.template]))[0]
+        return as_long_as_any(sample, len(indices), self.longest)
+
+
+def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
+    """A batch of one or more samples: as long as the longest."""
+    samples = [_complete(sample) for sample in samples]
+    fill = {TOKENS: pad_token, LABELS: IGNORED}
+    return {
+        key: _padded([sample[key] for sample in samples], fill.get(key, 0)) for key in samples[0]
+    }
+
+
+def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor]:
+    """A batch of so many samples like this one, as long as any may be; the mask hides a token, for
+    without padding attention may take another, cheaper way."""
+    first = _complete(sample)
+    length = len(first[TOKENS])
+    tiled = torch.arange(longest) % length
+    batch = {
+        key: (value[tiled] if value.dim() and len(value) == length else value)
+        .unsqueeze(0)
+        .repeat(count, *[1] * max(1, value.dim()))
+        for key, value in first.items()
+    }
+    batch[MASK][-1:, -1] = 0
+    return batch
 
 
 def cut_to(sample: Mapping[str, Tensor], longest: int) -> Sample:

@@ -134,35 +134,7 @@ class Stack:
         Raises:
             InputError: it is no dictionary of what can be a tensor.
         """
-        if not isinstance(sample, Mapping) or not sample:
-            article = "an empty" if isinstance(sample, Mapping) else "a"
-            raise InputError(
-                f"sample {index} is {article} {type(sample).__name__}, not a dictionary of tensors",
-                where=self._name,
-                fix=IF_TEXT
-                if isinstance(sample, str)
-                else "return {'input_ids': ..., 'labels': ...} from __getitem__; or, in a loop of "
-                "one's own, make a batch of samples: Loader(collate=...)",
-            )
-        return {key: self._tensor(index, key, value) for key, value in sample.items()}
-
-    def _tensor(self, index: int, key: str, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
-        try:
-            array = np.array(value)
-            if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
-                array = array.astype(np.float32)  # Python's numbers follow torch's default
-            return torch.from_numpy(array)
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"sample {index} holds '{key}', a {type(value).__name__} that is no tensor",
-                where=self._name,
-                why=str(error),
-                fix=IF_TEXT
-                if isinstance(value, str)
-                else "return tensors, numpy arrays, numbers or flat lists of numbers",
-            ) from error
+        return tensors_of(sample, f"sample {index}", self._name)
 
     def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
         """
@@ -192,6 +164,47 @@ class Stack:
                     if value.shape != first.shape
                     else f"let all have one dtype: sample['{key}'].to({first.dtype})",
                 )
+
+
+def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
+    """A sample's.
+
+    Args:
+        what: to call the sample, `name` the dataset, in errors.
+
+    Raises:
+        InputError: it is no dictionary of what can be a tensor.
+    """
+    if not isinstance(sample, Mapping) or not sample:
+        article = "an empty" if isinstance(sample, Mapping) else "a"
+        raise InputError(
+            f"{what} is {article} {type(sample).__name__}, not a dictionary of tensors",
+            where=name,
+            fix=IF_TEXT
+            if isinstance(sample, str)
+            else "return {'input_ids': ..., 'labels': ...} from __getitem__; or, in a loop of "
+            "one's own, make a batch of samples: Loader(collate=...)",
+        )
+    return {key: _tensor(value, key, what, name) for key, value in sample.items()}
+
+
+def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.array(value)
+        if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
+            array = array.astype(np.float32)  # Python's numbers follow torch's default
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{what} holds '{key}', a {type(value).__name__} that is no tensor",
+            where=name,
+            why=str(error),
+            fix=IF_TEXT
+            if isinstance(value, str)
+            else "return tensors, numpy arrays, numbers or flat lists of numbers",
+        ) from error
 
 
 class CollatedSource(Source):

@@ -27,7 +27,8 @@ from gpumix.data.rows import (
 )
 from gpumix.data.samples import SampleSource
 from gpumix.data.saved_dataset import open_saved, open_saved_documents, open_saved_texts
-from gpumix.data.streams import StreamSource, is_stream
+from gpumix.data.stream_documents import Kind, OwnTokens, StreamDocuments, Texts
+from gpumix.data.streams import AS_IT_COMES, Form, StreamSource, is_stream
 from gpumix.data.text import pack_text
 from gpumix.data.tokenizer import Tokenizer, open_tokenizer
 from gpumix.spec.errors import InputError
@@ -113,12 +114,59 @@ class _Opened:
     def from_documents(self) -> Source:
         """Documents one by one, or packed without being cut."""
         data = self._job.data
-        documents = self._documents()
+        made = None if data.factory is None else self._made(data.factory)
+        if is_stream(made) and not isinstance(made, Source):
+            return self._from_stream(made)
+        documents = self._documents(made)
         self.is_text = isinstance(documents, Documents | TokenizedTexts)
         if data.packing == "none":
             if data.bucketing:
                 lengths_needed(documents, "data.bucketing", "leave it out")
             return documents
+        predicts_next = self._predicts_next()
+        return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
+
+    def _from_stream(self, stream: Any) -> StreamSource:
+        """Documents of a stream: padded, or packed as they come."""
+        job, data = self._job, self._job.data
+        assert data.factory is not None, "it made the stream"
+        if data.bucketing:
+            raise InputError(
+                "a stream's samples cannot be sorted by length",
+                where="data.bucketing",
+                why="how long they are is known once they are read",
+                fix="leave it out, or set data.packing to documents",
+            )
+        self.is_text = data.tokenize == "on-the-fly"
+        kind: Kind = (
+            Texts(self._tokenizer(), data.column)
+            if self.is_text
+            else OwnTokens(aligned=self.aligned)
+        )
+        documents = StreamDocuments(data.factory, kind, self._length, self._reading)
+        if data.packing == "none":
+            return self._stream(stream, documents.padded())
+        form = documents.packed(seed=job.seed, predicts_next=self._predicts_next())
+        return self._stream(stream, form)
+
+    def _stream(self, stream: Any, form: Form = AS_IT_COMES) -> StreamSource:
+        job = self._job
+        assert job.data.factory is not None, "it made the stream"
+        return StreamSource(
+            stream,
+            job.data.factory,
+            job.global_batch,
+            form=form,
+            seed=job.seed,
+            reading=self._reading,
+        )
+
+    def _predicts_next(self) -> bool:
+        """Whether labels of packed documents are compared with what comes out one token before.
+
+        Raises:
+            InputError: documents cannot be packed for the job's task.
+        """
         if self._job.model.task == "seq2seq-lm":
             raise InputError(
                 "documents of a seq2seq-lm cannot be packed: what its encoder and its decoder see "
@@ -126,17 +174,19 @@ class _Opened:
                 where="data.packing",
                 fix="set data.packing to none",
             )
-        predicts_next = self._job.model.task == "causal-lm"
-        return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
+        return self._job.model.task == "causal-lm"
 
-    def _documents(self) -> Ragged:
+    def _documents(self, made: Any) -> Ragged:
+        """
+        Args:
+            made: by the factory, if there is one.
+        """
         data = self._job.data
         if data.text:
             return Documents(self._text(), pad_token=self._tokenizer().end_of_text)
         if data.tokenize == "on-the-fly":
-            return self._on_the_fly()
+            return self._on_the_fly(made)
         if data.factory is not None:
-            made = self._samples_of(data.factory)
             if isinstance(made, Ragged):
                 return made
             return OwnSamples(
@@ -149,21 +199,20 @@ class _Opened:
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
-    def _on_the_fly(self) -> TokenizedTexts:
+    def _on_the_fly(self, made: Any) -> TokenizedTexts:
         data, tokenizer = self._job.data, self._tokenizer()
         if data.dataset is not None:
             texts = open_saved_texts(self._place, data.column, tokenizer, self._length)
         else:
             assert data.factory is not None
-            texts = self._texts_of_factory(data.factory, tokenizer)
+            texts = self._texts_of_factory(made, data.factory, tokenizer)
         needed = data.packing == "documents" or data.bucketing
         if needed and texts.lengths is None and texts.has_content:
             key = f"lengths-{texts.fingerprint}"
             texts.take_lengths(counted_once(self._cache, key, len(texts), texts.measure))
         return texts
 
-    def _texts_of_factory(self, reference: str, tokenizer: Tokenizer) -> TokenizedTexts:
-        made = self._samples_of(reference)
+    def _texts_of_factory(self, made: Any, reference: str, tokenizer: Tokenizer) -> TokenizedTexts:
         texts = TokenizedTexts(
             made,
             tokenizer,
@@ -198,28 +247,13 @@ class _Opened:
         made = make()
         return (lambda: make()) if isinstance(made, Iterator) else made
 
-    def _samples_of(self, reference: str) -> Any:
-        """By a factory; not a stream."""
-        made = self._made(reference)
-        if isinstance(made, Source) or not is_stream(made):
-            return made
-        raise InputError(
-            "the samples of a stream cannot be packed, padded or tokenised here",
-            where=reference,
-            why="what does that asks for samples by their numbers, and must know how long they are",
-            fix="let it give samples of sequence_length tokens, and leave out data.packing and "
-            "data.tokenize; or write it to disk once: datasets.save_to_disk",
-        )
-
     def _fixed_samples(self, reference: str) -> Source:
         made = self._made(reference)
         source: Source
         if isinstance(made, Source):
             source = made
         elif is_stream(made):
-            source = StreamSource(
-                made, reference, self._job.global_batch, seed=self._job.seed, reading=self._reading
-            )
+            source = self._stream(made)
         else:
             source = SampleSource(made, reference, reading=self._reading)
         sample = source.rows(np.empty(0, dtype=np.int64))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -31,6 +32,30 @@ Transform = Callable[[Any], Any]
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
 
 
+@dataclass(frozen=True)
+class Form:
+    """What becomes of what a stream gives.
+
+    Attributes:
+        transform: what a worker makes of each sample of its own.
+        collate: makes a batch of samples; None: they are stacked.
+        repack: makes samples of a pass through one of so many lanes, which its number and the
+            lane's tell from the others; all who read the lane do so.
+        specimen: makes a batch of so many samples that takes no less time and memory than any
+            other, by the first sample; None: all are alike.
+        mark: changes when samples do.
+    """
+
+    transform: Transform | None = None
+    collate: Collate | None = None
+    repack: Callable[[Iterator[Any], int, tuple[int, int]], Iterator[Any]] | None = None
+    specimen: Callable[[Any, int], Batch] | None = None
+    mark: str = ""
+
+
+AS_IT_COMES = Form()
+
+
 class StreamSource(Source):
     """The samples of a stream, by their positions in it; when it ends it is begun again.
 
@@ -38,8 +63,7 @@ class StreamSource(Source):
         stream: an iterable, an iterable of `datasets`, a function that makes an iterator (given the
             number of the pass, if it takes an argument), or an iterator, which goes through once.
         global_batch: samples of a step over all ranks: lanes divide it.
-        transform: what a worker makes of each sample.
-        collate: makes a batch of samples; default: they are stacked.
+        form: what becomes of its samples.
         passed_over: global batches at the beginning of each pass that are left out.
         seed: of what a stream itself draws at random, such as the order of its files.
         reading: how long its first samples are waited for.
@@ -59,8 +83,7 @@ class StreamSource(Source):
         name: str,
         global_batch: int,
         *,
-        transform: Transform | None = None,
-        collate: Collate | None = None,
+        form: Form = AS_IT_COMES,
         passed_over: int = 0,
         seed: int = 0,
         reading: Reading = AS_USUAL,
@@ -71,9 +94,9 @@ class StreamSource(Source):
         self._key = draws.key_of(f"gpumix stream {seed}")
         self._draws = self._stream_draws = False
         self.once = isinstance(stream, Iterator)
-        self.parallel = transform is not None and not self.once
-        self.splits = collate is None
-        self._stream, self._transform, self._collate = stream, transform, collate
+        self.parallel = form.transform is not None and not self.once
+        self.splits = form.collate is None
+        self._stream, self._form = stream, form
         self._lanes = _lanes_of(stream, global_batch)
         self._of_lane = global_batch // self._lanes
         self._passed_over = passed_over * self._of_lane  # samples of a lane
@@ -92,8 +115,8 @@ class StreamSource(Source):
     @property
     def fingerprint(self) -> str:
         shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in sorted(self._empty.items())]
-        passed_over = [self._passed_over] if self._passed_over else []
-        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *passed_over)
+        more = [part for part in (self._passed_over, self._form.mark) if part]
+        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *more)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -107,6 +130,8 @@ class StreamSource(Source):
 
     def specimen(self, indices: np.ndarray) -> Batch:
         """The first sample, so many times: nothing is read."""
+        if self._form.specimen is not None:
+            return self._form.specimen(self._first, len(indices))
         return self._batch(np.zeros_like(indices), [self._first] * len(indices))
 
     def split(self, batches: int, *, read: bool) -> tuple[Source, Source]:
@@ -123,8 +148,7 @@ class StreamSource(Source):
             self._stream,
             self.name,
             self._lanes * self._of_lane,
-            transform=self._transform,
-            collate=self._collate,
+            form=self._form,
             passed_over=batches,
             seed=self._seed,
             reading=self._reading,
@@ -141,7 +165,7 @@ class StreamSource(Source):
         self._stream_draws = bool(drawn)
         with draws.watched() as drawn_later:
             self._first = self._sample(0, position)
-            if self._collate is None:
+            if self._form.collate is None:
                 self._stack = Stack(self.name, self._first, position)
                 self._empty = self._stack.empty
             else:
@@ -150,17 +174,17 @@ class StreamSource(Source):
         self._draws = drawn.of_process or drawn_later.of_process
 
     def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
-        if self._collate is not None:
-            return collated(self._collate, samples, self.name)
+        if self._form.collate is not None:
+            return collated(self._form.collate, samples, self.name)
         assert self._stack is not None, "there is one or the other"
         return self._stack.of(indices, samples)
 
     def _sample(self, row: int, position: int) -> Any:
         sample = self._raw(position)
-        if self._transform is None:
+        if self._form.transform is None:
             return sample
         draws.begin(row)
-        return self._transform(sample)
+        return self._form.transform(sample)
 
     def _raw(self, position: int) -> Any:
         if os.getpid() != self._opener:  # what another process opened, files say, it reads on
@@ -183,7 +207,14 @@ class StreamSource(Source):
             draws.begin_with(draws.mixed(key, place))
 
     def _begun(self, lane: int, epoch: int) -> Iterator[Any]:
-        """A pass through a lane."""
+        """The samples of a pass through a lane."""
+        given = self._given(lane, epoch)
+        if self._form.repack is None:
+            return given
+        return self._form.repack(given, self._lanes, (epoch, lane))
+
+    def _given(self, lane: int, epoch: int) -> Iterator[Any]:
+        """What the stream gives."""
         stream = self._stream
         if self._lanes > 1:
             stream = stream.shard(num_shards=self._lanes, index=lane)

@@ -27,7 +27,9 @@ PAUSE = 200  # steps between later moves
 BUSY = 0.9  # of what workers can do at most is planned with
 CHEAP = 0.05  # of a device's step that one thread's fetching may take from who launches its work
 CHEAP_S = 1e-3  # of a batch: less is not worth a process
-HANDED_S = 5e-3  # of a step for each part of a batch: each costs the trainer about 0.1 ms
+HANDED_S = 1e-4  # of a core of the process that trains, for each part of a batch, until it is known
+HANDED_SHARE = 0.02  # of a step, that all parts of a batch may take of it
+HANDED = 64  # parts by which it is known, the last ones
 THREADS_GAIN = 1.4  # times the rate of one thread that two reach, if the interpreter lets them
 LEAST_AHEAD = 4
 FIRST_WAITING = 8  # workers for each core at most, before it is known what the device takes
@@ -36,6 +38,7 @@ FORGETS = 0.1  # of what was measured before, each step
 TRIED = 4  # chunks that two threads are tried with
 AT_FIRST = "as fast as the cores can, at first"
 DRAWS = "samples draw from this process's generators, so they are read while `next` waits"
+DREW = "samples were seen to draw from generators of the process that reads them"
 UNEVEN = 2.0  # times what a batch takes, that the slowest chunk took
 UNEVEN_BUSY = 0.6  # of the time, that workers have something to do then
 MUCH = 3.0  # times a starved share; that is no noise
@@ -95,6 +98,7 @@ class Measured:
         tail_s: of the slowest chunk that was seen.
         step_s: that the device takes for one; 0: not known.
         threads_gain: rate of two threads over that of one; None: not measured.
+        handed_s: that the process that trains takes for each part of a batch.
     """
 
     rows: int
@@ -104,6 +108,7 @@ class Measured:
     tail_s: float
     step_s: float
     threads_gain: float | None = None
+    handed_s: float = HANDED_S
 
     @property
     def waiting(self) -> float:
@@ -129,7 +134,8 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     if kind == "threads" and not bounds.threads and bounds.kind is None:
         workers = 1
     step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
-    parts = max(1, min(found.rows, round(step_s / HANDED_S))) if splits and workers > 1 else 1
+    most_parts = round(HANDED_SHARE * step_s / found.handed_s)
+    parts = max(1, min(found.rows, most_parts)) if splits and workers > 1 else 1
     ahead = max(LEAST_AHEAD, ceil(TAIL * found.tail_s / step_s) + 2, ceil(3 * workers / parts) + 1)
     if not splits:
         ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
@@ -177,19 +183,12 @@ class Tuner:
     _samples: int = 0  # that this was learnt from
     _gain: float | None = None
     _tried: list[Cost] | None = None  # chunks of two threads, while these are tried
+    _handed_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDED))
     _rows: int = 0
     _tail_s: float = 0.0
 
     def __post_init__(self) -> None:
-        pins = {
-            "kind": self.bounds.kind,
-            "workers": self.bounds.workers,
-            "ahead": self.bounds.ahead,
-        }
-        given = {key: pin for key, pin in pins.items() if pin is not None}
-        if "workers" in given:
-            given["workers"] = max(1, given["workers"])
-        self.setting = replace(self.setting, **given)  # type: ignore[arg-type]
+        self.setting = self._pinned()
         if self.bounds.draws and self.bounds.kind == "threads":
             self.reasons.append((0, f"{describe(self.setting)}: {DRAWS}"))
 
@@ -243,7 +242,32 @@ class Tuner:
             self._window.clear()
         return self.setting
 
+    def drawing(self, bounds: Bounds, batch_bytes: int) -> Setting:
+        """Only now samples were seen to draw from generators of the process: these are the bounds
+        by that. What the device takes is looked at anew."""
+        self.bounds, self._tried = bounds, None
+        if self.setting.kind == "processes":
+            return self.setting  # in which each sees it for itself
+        self._begun, self._jumped = self._steps, False
+        if not self.knows or bounds.kind == "threads":
+            wanted = self._pinned()
+        else:
+            wanted = choose(self._measured(batch_bytes, 0.0), bounds, self.splits)
+        return self._move(wanted, DRAWS if bounds.kind == "threads" else DREW)
+
     # -- inside ------------------------------------------------------------------------------------
+
+    def _pinned(self) -> Setting:
+        """The setting, as far as it is free."""
+        pins = {
+            "kind": self.bounds.kind,
+            "workers": self.bounds.workers,
+            "ahead": self.bounds.ahead,
+        }
+        given = {key: pin for key, pin in pins.items() if pin is not None}
+        if "workers" in given:
+            given["workers"] = max(1, given["workers"])
+        return replace(self.setting, **given)  # type: ignore[arg-type]
 
     def _jump(self, batch_bytes: int) -> Setting:
         found = self._measured(batch_bytes, self._device_s())
@@ -267,6 +291,7 @@ class Tuner:
     def _learn(self, costs: Sequence[Cost]) -> None:
         if not costs:
             return
+        self._handed_s.extend(one.handed_s for one in costs if one.handed_s)
         self._tail_s = max(0.99 * self._tail_s, *(c.wall_s for c in costs))
         wall_s, cpu_s = _per_sample(costs)
         if self._solo is None:
@@ -290,7 +315,14 @@ class Tuner:
         wall_s, cpu_s = self._solo or (0.0, 0.0)
         rows = self._rows
         return Measured(
-            rows, batch_bytes, rows * wall_s, rows * cpu_s, self._tail_s, step_s, self._gain
+            rows=rows,
+            batch_bytes=batch_bytes,
+            wall_s=rows * wall_s,
+            cpu_s=rows * cpu_s,
+            tail_s=self._tail_s,
+            step_s=step_s,
+            threads_gain=self._gain,
+            handed_s=median(self._handed_s) if self._handed_s else HANDED_S,
         )
 
     def _device_s(self) -> float:

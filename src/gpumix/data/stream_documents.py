@@ -1,0 +1,230 @@
+"""Documents that a stream gives: tokenised as they are read, then padded, or packed.
+
+Packs are made window by window, of documents in the order in which they come, by whoever reads
+them. So what is in a pack depends on the stream, its lanes and the seed, and on no plan, rank or
+worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gpumix.data.draws import key_of
+from gpumix.data.first_fit import first_fit
+from gpumix.data.on_the_fly import text_of, tokens_of
+from gpumix.data.order import GlobalOrder
+from gpumix.data.own_samples import check_tokens
+from gpumix.data.packing import Packer
+from gpumix.data.ragged import TOKENS, Sample, as_long_as_any, cut_to, padded
+from gpumix.data.reading import AS_USUAL, Reading
+from gpumix.data.rows import digest
+from gpumix.data.samples import tensors_of
+from gpumix.data.streams import Form
+from gpumix.data.tokenizer import Tokenizer
+from gpumix.spec.errors import InputError
+
+WINDOW = 1024  # documents that are packed together, in all lanes of a stream
+LEAST_WINDOW = 64  # of a lane
+AT_ONCE = 64  # texts that are tokenised by one call
+TOLD = 5  # documents of a pass that are passed over, each in a line
+_LOG = logging.getLogger(__name__)
+
+
+class Kind(Protocol):
+    """How what a stream gives becomes documents."""
+
+    @property
+    def pad_token(self) -> int: ...
+
+    @property
+    def mark(self) -> str:
+        """Changes when documents do."""
+
+    def checked(self, given: Any, what: str, name: str) -> Any:
+        """
+        Raises:
+            InputError: it is none.
+        """
+
+    def documents(self, given: Sequence[Any]) -> list[Sample]:
+        """Of what was checked, each as long as it is."""
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """What is packed of it."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """How texts become documents: strings, or dictionaries with one in `column`.
+
+    Attributes:
+        tokenizer: puts end-of-text behind each.
+    """
+
+    tokenizer: Tokenizer
+    column: str
+
+    @property
+    def pad_token(self) -> int:
+        return self.tokenizer.end_of_text
+
+    @property
+    def mark(self) -> str:
+        return digest(self.tokenizer.fingerprint, self.column)
+
+    def checked(self, given: Any, what: str, name: str) -> str:
+        return text_of(given, self.column, what, name)
+
+    def documents(self, given: Sequence[str]) -> list[Sample]:
+        found = tokens_of(given, self.tokenizer)
+        return [{TOKENS: torch.from_numpy(tokens)} for tokens in found]
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """A long one becomes several; of a single token nothing is to be learnt."""
+        return [{TOKENS: part} for part in document[TOKENS].split(longest) if len(part) > 1]
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """How dictionaries of `input_ids` and what goes with them become documents.
+
+    Attributes:
+        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+    """
+
+    aligned: bool
+    pad_token: int = 0
+    mark: str = "tokens"
+
+    def checked(self, given: Any, what: str, name: str) -> Sample:
+        sample = tensors_of(given, what, name)
+        check_tokens(sample, what, name, aligned=self.aligned)
+        return sample
+
+    def documents(self, given: Sequence[Sample]) -> list[Sample]:
+        return list(given)
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """Its first tokens: what a sample has beside them may belong together."""
+        part = cut_to(document, longest)
+        return [part] if len(part[TOKENS]) else []
+
+
+@dataclass(frozen=True)
+class StreamDocuments:
+    """The documents of a stream.
+
+    Attributes:
+        name: of the stream, in errors.
+        kind: what it gives.
+        longest: tokens of a sample.
+        reading: whether documents that are none are passed over.
+    """
+
+    name: str
+    kind: Kind
+    longest: int
+    reading: Reading = AS_USUAL
+
+    def padded(self) -> Form:
+        """Each a sample, padded to the longest of its batch; made of its own by each worker."""
+        return Form(
+            transform=self._sample,
+            collate=partial(padded, pad_token=self.kind.pad_token),
+            specimen=partial(as_long_as_any, longest=self.longest),
+            mark=digest("padded", self.longest, self.kind.mark),
+        )
+
+    def packed(self, *, seed: int, predicts_next: bool) -> Form:
+        """Whole ones in packs of `longest` tokens: first-fit in each window of documents, whose
+        packs then come in a keyed order.
+
+        The documents of the emptiest pack of a window go into the next one: only the last pack of a
+        pass is as empty as it happens to be.
+
+        Args:
+            predicts_next: see `Packer`.
+        """
+        packer = Packer(self.longest, self.kind.pad_token, predicts_next)
+        return Form(
+            repack=partial(self._packs, packer=packer, seed=seed),
+            mark=digest("packed", self.longest, self.kind.mark, seed, WINDOW, LEAST_WINDOW),
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _sample(self, given: Any) -> Sample:
+        document = self.kind.documents([self.kind.checked(given, "a sample", self.name)])[0]
+        return cut_to(document, self.longest)
+
+    def _packs(
+        self,
+        given: Iterator[Any],
+        lanes: int,
+        place: tuple[int, int],
+        *,
+        packer: Packer,
+        seed: int,
+    ) -> Iterator[Sample]:
+        documents = self._documents(given)
+        window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
+        left: list[Sample] = []  # in the emptiest pack, which the next window goes on with
+        while fresh := list(islice(documents, window)):
+            key = key_of(f"gpumix packs {seed} {place} {number}")
+            packs = _in_packs(left + fresh, self.longest, key)
+            left = packs.pop(min(range(len(packs)), key=lambda k: _tokens(packs[k])))
+            if packs:
+                yield from (
+                    packer.filled(packs[k])
+                    for k in GlobalOrder(len(packs), key).span(0, len(packs))
+                )
+            number += 1
+        if left:
+            yield packer.filled(left)
+
+    def _documents(self, given: Iterator[Any]) -> Iterator[Sample]:
+        """What is packed, in the order of the stream."""
+        keys: set[str] | None = None
+        good = self._good(given)
+        while some := list(islice(good, AT_ONCE)):
+            for document in self.kind.documents(some):
+                keys = keys or set(document)
+                if set(document) != keys:
+                    raise InputError(
+                        f"a document holds {sorted(document)}, those before it {sorted(keys)}",
+                        where=self.name,
+                        fix="let all samples have the same keys",
+                    )
+                yield from self.kind.parts(document, self.longest)
+
+    def _good(self, given: Iterator[Any]) -> Iterator[Any]:
+        bad = 0
+        for number, one in enumerate(given):
+            try:
+                checked = self.kind.checked(one, f"document {number}", self.name)
+            except InputError as error:
+                if self.reading.bad_samples == "stop":
+                    raise
+                bad += 1
+                if bad <= TOLD:
+                    _LOG.warning("a document of %s is passed over: %s", self.name, error.what)
+            else:
+                yield checked
+
+
+def _tokens(documents: Sequence[Sample]) -> int:
+    return sum(len(document[TOKENS]) for document in documents)
+
+
+def _in_packs(documents: Sequence[Sample], longest: int, key: int) -> list[list[Sample]]:
+    lengths = np.array([len(document[TOKENS]) for document in documents])
+    packs = first_fit(lengths, longest, seed=key, window=len(documents))
+    return [[documents[k] for k in packs.of(pack)] for pack in range(len(packs))]
