@@ -8,12 +8,13 @@ are one device here, with times that were measured so.
 
     python benchmarks/planner_sailor.py [--json]
 
-Figures: `step_s_32_96`, `step_s_80_240` (A100 + V100) and `search_s_...` of the plan taken; of
-single GPUs `one_stage_step_s_...`, `one_stage_search_s_...` of the best of one stage alone and
-`staged_step_s_...`, `staged_search_s_...` of the best that is found of several, and
-`staged_bound_s_...`, which none of those that are looked at is faster than;
-`staged_in_hosts_step_s_...`, `staged_in_hosts_search_s_...` of that of four GPUs that divide every
-layer. Where no plan of several stages is found its figures are left out.
+Figures: `step_s_32_96`, `step_s_80_240` (A100 + V100), `search_s_...` and `stages_...` of the plan
+taken (1 stage where more do not pay); of single GPUs `one_stage_step_s_...`,
+`one_stage_search_s_...` of the best of one stage alone and `staged_step_s_...`,
+`staged_search_s_...` of the best that is found of several, and `staged_bound_s_...`, which none of
+those that are looked at is faster than; `staged_in_hosts_step_s_...`,
+`staged_in_hosts_search_s_...` of that of four GPUs that divide every layer. Where no plan of
+several stages is found its figures are left out.
 
 What is assumed, for it is not in their data: memory by the formula of `published/sailor.py`, AdamW
 in fp32 (16 bytes a parameter), 1 GiB of each GPU for CUDA and NCCL, collectives that hide behind
@@ -95,6 +96,7 @@ def _figures(a100: int, v100: int, *, in_words: bool) -> Figures:
     for name, entry in found.items():
         figures[f"{name}step_s_{a100}_{v100}"] = entry.step_s
         figures[f"{name}search_s_{a100}_{v100}"] = entry.search_s
+    figures[f"stages_{a100}_{v100}"] = len(found[""].plan.stages)
     if "staged_" in found and (bound := predicted(found["staged_"].plan).bound_s) is not None:
         figures[f"staged_bound_s_{a100}_{v100}"] = bound
     if in_words:
