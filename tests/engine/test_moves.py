@@ -184,8 +184,7 @@ def test_what_cannot_be_moved_is_refused():
                 "a running engine moves no state of this plan",
                 f"what an optimizer that is not given {KEEPS}",
                 f"what Adagrad {KEEPS}",
-                "a running engine takes only a plan of one stage that splits the samples or the "
-                "state anew",
+                "a running engine takes only a plan that splits the samples or the state anew",
             ]
         ]
         * 2

@@ -177,8 +177,8 @@ class Engine(ShardedModel):
         return table[:, 0].sum() / table[:, 1].sum()
 
     def replan(self, plan: Plan, optimizer: Optimizer | None = None) -> None:
-        """Go on by `plan`, which is this engine's but for how it splits the samples of a single
-        stage, or its state; then what `optimizer` keeps moves too. All ranks do so between the same
+        """Go on by `plan`, which is this engine's but for how it splits the samples, or the state
+        of a single stage; then what `optimizer` keeps moves too. All ranks do so between the same
         two steps; there are no gradients.
 
         Raises:
@@ -187,6 +187,10 @@ class Engine(ShardedModel):
         if moves_state(self.plan, plan):
             self._parts = replace(self._parts, division=self._parts.division.by(plan))
             move_state(self._buckets, self._parts.division, optimizer)
+        if self._places:
+            self._places[0].wires.replan(plan)
+            self._places = [replace(place, plan=plan) for place in self._places]
+            self._pipeline = Pipeline.of(plan)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
         self._rows = plan.rows_of(self.comm.rank)

@@ -1,5 +1,8 @@
 """What a running engine goes on by: another split of the samples, other shares of the state.
 
+Workers of one of several stages give each other whole micro-batches: the batch is cut as it was, so
+the other stages send and take what they did, to and from other ranks.
+
 Ranks send each other what they lack of each flat buffer, one buffer after the other, so that no
 more than one of them is there twice. Buffers that steps compute with stay where they are.
 """
@@ -28,18 +31,18 @@ def moves_state(before: Plan, after: Plan) -> bool:
     Raises:
         InputError: they differ in more, or what differs cannot be changed while a run trains.
     """
-    if len(after.stages) > 1 or _but_parts(before) != _but_parts(after):
+    if _but_parts(before) != _but_parts(after) or not _cut_alike(before, after):
         raise InputError(
-            "a running engine takes only a plan of one stage that splits the samples or the state "
-            "anew",
+            "a running engine takes only a plan that splits the samples or the state anew",
+            why="workers of several stages can give each other whole micro-batches of a wave",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
-    moved = before.stages[0].shares != after.stages[0].shares
+    moved = [stage.shares for stage in before.stages] != [stage.shares for stage in after.stages]
     if moved and not may_move(after):
         raise InputError(
             "a running engine moves no state of this plan",
             why="state moves where it is divided over all ranks (ZeRO 1 to 3, sharding 'all', no "
-            "teams) by collectives that take any shares",
+            "teams, one stage) by collectives that take any shares",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
     return moved
@@ -65,6 +68,18 @@ def _but_parts(plan: Plan) -> list[Any]:
     ]
     unsaid = {"stages": (), "prediction": None, "reasons": None}
     return [*stages, plan.model_copy(update=unsaid)]
+
+
+def _cut_alike(before: Plan, after: Plan) -> bool:
+    """Whether stages, where there are several, go through the same micro-batches in the same
+    waves."""
+    if len(before.stages) == 1:
+        return True
+    cuts = [
+        {tuple((one.wave, one.rows) for one in s.micro_batches(p.waves)) for s in p.stages}
+        for p in (before, after)
+    ]
+    return cuts[0] == cuts[1]
 
 
 def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimizer | None) -> None:

@@ -62,20 +62,27 @@ class Wires:
     def __init__(self, plan: Plan, comm: Communicator, dtype: torch.dtype) -> None:
         self._comm = comm
         self._dtype = dtype
+        self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
+        self._lines: dict[_Line, Communicator] = {}
+        self._made: set[_Line] = set()  # those of all ranks
+        self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
+        self._coming: dict[Message, tuple[torch.Tensor, Pending]] = {}
+        self._going: deque[Pending] = deque()
+        self.replan(plan)
+
+    def replan(self, plan: Plan) -> None:
+        """Go on by a plan of the same stages, whose workers have other micro-batches. Collective,
+        between two steps."""
         self._team_of = {
             (number, batch): plan.ranks_of(number)[one.worker : one.worker + stage.tensor]
             for number, stage in enumerate(plan.stages)
             for batch, one in enumerate(stage.micro_batches(plan.waves))
         }
-        self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
-        self._lines: dict[_Line, Communicator] = {}
-        self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
-        self._coming: dict[Message, tuple[torch.Tensor, Pending]] = {}
-        self._going: deque[Pending] = deque()
-        for line in sorted(self._needed(plan), key=str):
-            made = comm.among((line.giver, line.taker))
+        for line in sorted(self._needed(plan) - self._made, key=str):
+            made = self._comm.among((line.giver, line.taker))
             if made is not None:
                 self._lines[line] = made
+            self._made.add(line)
 
     def _needed(self, plan: Plan) -> set[_Line]:
         found = set()
