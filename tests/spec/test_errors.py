@@ -26,7 +26,7 @@ ERRORS = [
     *(cls("it broke", **WORDS) for cls in (Damaged, RankInterrupted)),
     RankLost("it broke", **WORDS, device="a", device_class="c"),
     OutOfMemory("it broke", **WORDS, device="a", device_class="c", fragmented=True),
-    PlanOutdated("it broke", **WORDS, slower={"a": 2.0}),
+    PlanOutdated("it broke", **WORDS, slower={"a": 2.0}, step_s=0.5),
 ]
 
 

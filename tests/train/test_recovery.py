@@ -9,9 +9,11 @@ import pytest
 from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.spec.errors import RankLost, TrainingError
+from gpumix.spec.errors import GpumixError, RankLost, TrainingError
+from gpumix.spec.read import read_job
 from gpumix.train.memory_folder import Home
 from gpumix.train.pipeline import Pipeline
+from gpumix.train.runner import LocalRunner
 
 STEPS = 12
 
@@ -159,6 +161,44 @@ def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undis
     assert plan["why"] == restarts[0]["decided"]
     assert plan["samples_before"].keys() > plan["samples"].keys() == {"big-0"}
     assert sum(plan["samples_before"].values()) == plan["samples"]["big-0"]
+
+
+class Scripted(LocalRunner):
+    """Its ranks are not started: each start fails with the next error, if there is one."""
+
+    def __init__(self, errors: list[GpumixError]) -> None:
+        super().__init__()
+        self.errors = errors
+        self.starts: list[list[str]] = []
+
+    def run(self, work, cluster, *args, saves=False):
+        if not saves:
+            return super().run(work, cluster, *args, saves=saves)
+        _, plan, profile, devices, *_ = args
+        names = [device.id for device in devices]
+        assert sorted(worker.device for worker in plan.workers) == sorted(names)
+        assert [device.id for device in profile.cluster.in_rank_order()] == names
+        self.starts.append(names)
+        if self.errors:
+            raise self.errors.pop(0)
+        return "trained"
+
+
+def test_a_device_that_was_left_out_is_tried_once_more_later(tmp_path, monkeypatch):
+    """When another rank is lost, some steps on; lost at once it stays out until the next time."""
+    lost = [
+        RankLost("lost", device=name, device_class=name.split("-")[0])
+        for name in ["small-0"] * 2 + ["big-0", "small-0", "big-0"]
+    ]
+    newest = [5, 5, 9, 9, 12]
+    monkeypatch.setattr(Pipeline, "_newest", lambda self: newest.pop(0))
+    runs = Scripted(list(lost))
+    job = read_job(write_job(tmp_path, strategy="even", restarts=3))
+    pipeline = Pipeline(job, tmp_path, runs)
+    assert pipeline.train(None, resume=False) == "trained"
+    every = ["big-0", "small-0", "small-1"]
+    without = ["big-0", "small-1"]
+    assert runs.starts == [every, every, without, every, without, every]
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):

@@ -65,6 +65,18 @@ def test_a_device_whose_rank_is_lost_twice_at_the_same_step_is_left_out():
     assert recovery.after(lost("a"), 5, plan()).without == {"a"}
 
 
+def test_who_was_left_out_is_tried_once_more_when_the_run_starts_again_some_steps_later():
+    recovery = Recovery(3)
+    for _ in range(2):
+        recovery.after(lost("a"), 5, plan())
+    assert recovery.after(lost("b"), 5, plan()).without == {"a"}
+    assert not recovery.after(lost("b"), 9, plan()).without
+    again = recovery.after(lost("a"), 9, plan())
+    assert again.without == {"a"}
+    assert again.told == "device 'a' is left out: its rank was lost again"
+    assert not recovery.after(outdated(b=2.0), 12, plan()).without
+
+
 def test_a_step_between_forgives():
     recovery = Recovery(3)
     for step in range(20):
@@ -122,7 +134,7 @@ def test_memory_in_pieces_is_tried_as_it_was_once():
 def test_lessons_are_taken_up_by_other_processes():
     recovery = Recovery(3)
     recovery.after(full(), 5, plan(peak=50))
-    restart = Restart("out of memory", 1.5, "planning again")
+    restart = Restart("out of memory", 1.5, "planning again", 0.25)
     lessons = Lessons.from_text(recovery.lessons(restart).to_text())
     assert lessons.restart == restart
     taken_up = Recovery(3, lessons)

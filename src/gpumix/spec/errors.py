@@ -154,14 +154,18 @@ class PlanOutdated(TrainingError):
 
     Args:
         slower: how many times as long devices take as the profile of the plan says, by id.
+        step_s: what a step took in the end.
     """
 
-    def __init__(self, what: str, *, slower: Mapping[str, float], **others: str) -> None:
+    def __init__(
+        self, what: str, *, slower: Mapping[str, float], step_s: float = 0.0, **others: str
+    ) -> None:
         super().__init__(what, **others)
         self.slower = dict(slower)
+        self.step_s = step_s
 
     def _more(self) -> dict[str, Any]:
-        return {"slower": self.slower}
+        return {"slower": self.slower, "step_s": self.step_s}
 
 
 class Interrupted(GpumixError):

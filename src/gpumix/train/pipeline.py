@@ -66,6 +66,7 @@ class Pipeline:
         self._debug = debug
         self._console = stderr()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
+        self._devices = self.cluster  # with those that are left out for a while
 
     @classmethod
     def of_file(
@@ -172,7 +173,8 @@ class Pipeline:
             plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
         while True:
-            known = recovery.again.known(profile) if profile is not None else None
+            again = recovery.again
+            known = again.known(without(profile, again.without)) if profile is not None else None
             try:
                 return self._run(plan, known, resume, restart)
             except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
@@ -180,7 +182,8 @@ class Pipeline:
                     raise
                 failed_at = time.time()
                 again = recovery.after(error, self._newest(), plan)
-                restart = Restart(error.what, failed_at, again.told)
+                step_s = error.step_s if isinstance(error, PlanOutdated) else None
+                restart = Restart(error.what, failed_at, again.told, step_s)
                 self.show(f"{error}\n{again.told}")
                 if self.speaks:
                     mark_restarting(self.job.output, error.what)
@@ -227,16 +230,18 @@ class Pipeline:
     def _plan_again(
         self, again: Again, plan: Plan, profile: Profile | None
     ) -> tuple[Plan, Profile | None]:
-        """The plan for what is left: the same one, if nothing is gone."""
-        gone = again.without & {d.id for d in self.cluster.devices}
-        if not gone and not again.memory and not again.slower:
+        """The plan for the devices that are to take part: the same one, if these are, and nothing
+        was learnt. And a profile of all that there are."""
+        left = {device.id for device in self._devices.devices} - again.without
+        before = {device.id for device in self.cluster.devices}
+        if left == before and not again.memory and not again.slower:
             return plan, profile
-        self.cluster = self.cluster.only({d.id for d in self.cluster.devices} - gone)
-        if profile is None:  # the plan was given without it
-            profile = self.profile()
-        elif gone:
-            profile = without(profile, gone)
-        plan = self.plan(again.known(profile))
+        self.cluster = self._devices.only(left)
+        if profile is None or not left <= {device.id for device in profile.cluster.devices}:
+            profile = self.profile()  # the plan was given without it
+        plan = self.plan(again.known(without(profile, again.without)))
+        if back := left - before:
+            self.show(f"tried once more: {', '.join(sorted(back))}")
         self.show(plan_table(plan))
         return plan, profile
 

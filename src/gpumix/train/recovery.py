@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from gpumix.hardware.whatif import with_less_memory, with_slower
 from gpumix.spec.errors import (
@@ -21,7 +23,8 @@ from gpumix.spec.errors import (
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-# A device whose rank is lost so often in a row, without a step between, is left out.
+# A device whose rank is lost so often in a row, without a step between, is left out. When the run
+# starts again some steps later it is tried once more, and left out if its rank is lost at once.
 BLAMED = 2
 # Of what a plan may fill of a class's memory, what is left to it after it was not enough.
 LESS_MEMORY = 0.92
@@ -31,11 +34,12 @@ BELOW_PEAK = 0.97
 @dataclass(frozen=True)
 class Restart:
     """Why a run had to start again, and what was decided then; `failed_at` is the time of that
-    (`time.time()`)."""
+    (`time.time()`). `step_s` is what a step took by a plan that was left for a faster one."""
 
     why: str
     failed_at: float
     decided: str = ""
+    step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ class Lessons:
         told = json.loads(text)
         memory = tuple((str(name), float(part)) for name, part in told["memory"])
         slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
-        why, failed_at = str(told["restart"]["why"]), float(told["restart"]["failed_at"])
-        restart = Restart(why, failed_at, str(told["restart"].get("decided", "")))
+        restart = _restart_of(told["restart"])
         return cls(restart, int(told["tried"]), int(told["newest"]), memory, slower)
 
 
@@ -94,6 +97,7 @@ class Recovery:
         self._tried = lessons.tried if lessons else 0
         self._newest = lessons.newest if lessons else -1
         self._blamed: Counter[str] = Counter()
+        self._left_out: set[str] = set()  # at some time
         self.again = Again(
             memory=lessons.memory if lessons else (), slower=lessons.slower if lessons else ()
         )
@@ -121,6 +125,7 @@ class Recovery:
         if newest > self._newest:
             self._newest, self._tried = newest, 0
             self._blamed.clear()
+            self.again = replace(self.again, without=frozenset())
         if isinstance(error, PlanOutdated):
             return self._with_slower(error)
         self._tried += 1
@@ -131,7 +136,8 @@ class Recovery:
         if isinstance(error, DeviceFailure):
             self._blamed[error.device] += 1
             there = {worker.device for worker in plan.workers} - {error.device}
-            if error.device and there and self._blamed[error.device] >= BLAMED:
+            times = 1 if error.device in self._left_out else BLAMED
+            if error.device and there and self._blamed[error.device] >= times:
                 return self._without(error.device)
         self.again = replace(self.again, told="starting again")
         return self.again
@@ -147,7 +153,9 @@ class Recovery:
     def _without(self, device: str) -> Again:
         self._tried = 0  # without it all may go well
         self._blamed.clear()
-        told = f"device '{device}' is left out: its rank was lost {BLAMED} times in a row"
+        often = "again" if device in self._left_out else f"{BLAMED} times in a row"
+        told = f"device '{device}' is left out: its rank was lost {often}"
+        self._left_out.add(device)
         self.again = replace(self.again, without=self.again.without | {device}, told=told)
         return self.again
 
@@ -163,6 +171,11 @@ class Recovery:
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
         self.again = replace(self.again, memory=tuple(memory.items()), told=told)
         return self.again
+
+
+def _restart_of(told: Mapping[str, Any]) -> Restart:
+    step_s = None if told["step_s"] is None else float(told["step_s"])
+    return Restart(str(told["why"]), float(told["failed_at"]), str(told["decided"]), step_s)
 
 
 def _filled(plan: Plan, device: str) -> float:
