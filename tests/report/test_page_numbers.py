@@ -121,6 +121,7 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
         event_line("input-bound", 9, ranks=[{"device": "a", "share": 0.25, "limit": "cores"}]),
         event_line("replay", 10, devices=["a"], sure=True, where="h.3", deviation=0.5),
         event_line("checkpoint", 11, path="/x/step-00000011", seconds=2.0, stalled_s=0.5),
+        event_line("copies", 4, every_steps=3),
         event_line("later than this version", 12, what="ever"),
     ]  # fmt: skip
     facts = Facts(run_of(tmp_path, lines, state="failed", step=12, why="the disk is full"))
@@ -129,6 +130,7 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
         7, "Started again from step 6, training again after 4.00 s; rank 1 died; starting again",
     )  # fmt: skip
     assert told["plan"] == (8, "Split anew; b is fast; samples: a 4 to 3, b 4 to 5")
+    assert told["copies"] == (4, "The state is copied into the hosts' memory; every 3 steps")
     assert told["input-bound"] == (9, "Devices wait for their data; a 25% of each step (cores)")
     assert told["replay"][1].startswith("a computes wrong; its gradient of the same sample is 50%")
     assert told["checkpoint"][1].startswith("Checkpoint step-00000011; written in 2.00 s")

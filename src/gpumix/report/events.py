@@ -76,6 +76,12 @@ def _checkpoint(one: Happened) -> _Words:
     return f"Checkpoint {name}".strip(), ", ".join(filter(None, (took, still))), "note"
 
 
+def _copies(one: Happened) -> _Words:
+    steps = one.number("every_steps")
+    every = "" if not steps else "after every step" if steps == 1 else f"every {steps:.0f} steps"
+    return "The state is copied into the hosts' memory", every, "note"
+
+
 def _plan(one: Happened) -> _Words:
     what = "Split anew" if one.told.get("live") is True else "New plan"
     return what, _sentences(one.text("why"), in_words(one.told)), "change"
@@ -132,6 +138,7 @@ def _sentences(*parts: str) -> str:
 WORDS: dict[str, Callable[[Happened], _Words]] = {
     "restart": _restart,
     "checkpoint": _checkpoint,
+    "copies": _copies,
     "plan": _plan,
     "rebalanced": _rebalanced,
     "input-bound": _starved,
