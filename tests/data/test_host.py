@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from data_helpers import Numbers
 
 from gpumix.data import host
+from gpumix.data.fetch import Chunk, clocked
 from gpumix.data.host import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for, cores_here
 from staging import rows, staged_plan
 
 GIB = 2**30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+def test_what_a_chunk_waits_for_a_core_is_no_part_of_its_cost():
+    """Three others want the core on which it is fetched."""
+    core = min(os.sched_getaffinity(0))
+    here = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", here]) for _ in range(3)]
+    costs = []
+
+    def fetched() -> None:
+        os.sched_setaffinity(0, [core])  # of this thread
+        begun = time.perf_counter()
+        costs.append(clocked(Busy(4), Chunk(0, 0, np.arange(4), np.zeros(4)), "stop")[2])
+        costs.append(time.perf_counter() - begun)
+
+    thread = threading.Thread(target=fetched)
+    thread.start()
+    thread.join()
+    for other in others:
+        other.kill()
+        other.wait()
+    cost, by_the_clock_s = costs
+    assert cost.cpu_s < 0.7 * by_the_clock_s
+    assert cost.cpu_s <= cost.wall_s < cost.cpu_s + 0.2 * by_the_clock_s
+
+
+def test_where_the_system_does_not_tell_nothing_is_taken_off(monkeypatch, tmp_path):
+    for file in (tmp_path / "none", tmp_path / "empty"):
+        monkeypatch.setattr(host, "_OF_THREAD", str(file))
+        assert host.waited_for_core_s() == 0.0
+        (tmp_path / "empty").write_text("")
+
+
+class Busy(Numbers):
+    """A sample takes 0.1 s of a core."""
+
+    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        until_s = time.thread_time() + 0.1 * len(indices)
+        while time.thread_time() < until_s:
+            pass
+        return super().rows(indices)
 
 
 @pytest.fixture

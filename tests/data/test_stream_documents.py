@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,19 @@ def test_samples_are_the_same_in_every_plan(make, stream, cut, given):
 
     alone = life(source, [BATCH], 12, workers=0)
     assert bare(life(source, cut, 12, **given)) == bare(alone)
+
+
+def test_documents_of_a_window_are_waited_for_one_by_one():
+    """Together they take longer than one may."""
+
+    def slow() -> Iterator[dict[str, str]]:
+        for one in words(40):
+            time.sleep(0.05)
+            yield {"text": one}
+
+    kind = Texts(ByteTokenizer(), "text")
+    form = StreamDocuments("mine", kind, LENGTH).packed(seed=0, predicts_next=True)
+    StreamSource(slow, "mine", BATCH, form=form, reading=Reading(timeout_s=1.0))
 
 
 @pytest.mark.parametrize("make", [packed, padded])

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from gpumix.data import draws
+from gpumix.data.host import waited_for_core_s
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.order import GlobalOrder
 from gpumix.data.reading import BadSamples, Reading, StuckError, in_time
@@ -70,8 +71,15 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Cost:
-    """What fetching took: seconds by the clock, and of a core; `handed_s`: of a core of the process
-    that trains, to hear of it and to give out the next one; 0: not known."""
+    """What fetching took.
+
+    Attributes:
+        wall_s: by the clock, but for what it waited for a core, as far as the system tells: that
+            says nothing of the samples, and more workers do not help against it.
+        cpu_s: of a core.
+        handed_s: of a core of the process that trains, to hear of it and to give out the next one;
+            0: not known.
+    """
 
     samples: int
     wall_s: float
@@ -268,7 +276,8 @@ def clocked(
     source: Source, chunk: Chunk, bad_samples: BadSamples
 ) -> tuple[Batch, tuple[Skipped, ...], Cost]:
     """`fetch`, and what it took."""
-    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    wall_s, cpu_s, core_s = time.perf_counter(), time.thread_time(), waited_for_core_s()
     values, skipped = fetch(source, chunk.indices, bad_samples)
-    cost = Cost(len(chunk.indices), time.perf_counter() - wall_s, time.thread_time() - cpu_s)
-    return values, skipped, cost
+    core_s = waited_for_core_s() - core_s
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+    return values, skipped, Cost(len(chunk.indices), max(cpu_s, wall_s - core_s), cpu_s)

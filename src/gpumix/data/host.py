@@ -16,6 +16,7 @@ MOST_BYTES = 4 * 2**30
 _MAX = Path("/sys/fs/cgroup/cpu.max")
 _QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+_OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds that it ran, and that it waited for a core
 
 
 def cores_here() -> float:
@@ -27,6 +28,21 @@ def cores_here() -> float:
             quota, period = map(int, " ".join(file.read_text() for file in files).split()[:2])
             count = min(count, quota / period) if quota > 0 else count
     return count
+
+
+def waited_for_core_s() -> float:
+    """Seconds that this thread was ready to run, and others had the cores; 0 where the system does
+    not tell. It takes 5 us to ask."""
+    try:
+        file = os.open(_OF_THREAD, os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(file, 80).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    finally:
+        os.close(file)
 
 
 def cores_for(shares: Shares, rank: int) -> float:

@@ -24,7 +24,7 @@ from gpumix.data.order import GlobalOrder
 from gpumix.data.own_samples import check_tokens
 from gpumix.data.packing import Packer
 from gpumix.data.ragged import TOKENS, Sample, as_long_as_any, cut_to, padded
-from gpumix.data.reading import AS_USUAL, Reading
+from gpumix.data.reading import AS_USUAL, Reading, begins
 from gpumix.data.rows import digest
 from gpumix.data.samples import tensors_of
 from gpumix.data.streams import Form
@@ -208,6 +208,7 @@ class StreamDocuments:
     def _good(self, given: Iterator[Any]) -> Iterator[Any]:
         bad = 0
         for number, one in enumerate(given):
+            begins(number + 1, self.name)  # each may take its time, not a window of them
             try:
                 checked = self.kind.checked(one, f"document {number}", self.name)
             except InputError as error:
