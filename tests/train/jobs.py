@@ -111,6 +111,40 @@ def plan_for(
     )
 
 
+def staged_plan_for(
+    job_file: Path, samples: Sequence[Sequence[int]], *, micro_batch: int = 2, **settings: Any
+) -> Plan:
+    """A plan by hand of several stages, by the samples of each worker of each stage, devices in
+    rank order; of equally many unit calls, by what the profile says of the model."""
+    pipeline = Pipeline.of_file(job_file, [], debug=True)
+    profile = pipeline.profile()
+    model, devices = profile.model, iter(pipeline.cluster.in_rank_order())
+    stages = []
+    for number, counts in enumerate(samples):
+        begin, end = (len(model.calls) * n // len(samples) for n in (number, number + 1))
+        needs = model.needs_of(begin, end)
+        workers = tuple(
+            Worker(
+                device=device.id,
+                device_class=device.device_class,
+                samples=count,
+                micro_batch=min(count, micro_batch),
+                state_share=1 / len(counts),
+            )
+            for count, device in zip(counts, devices)
+        )
+        units = model.calls[begin:end]
+        stages.append(Stage(units=units, workers=workers, root=needs.root, takes=needs.outputs))
+    return Plan(
+        strategy="by hand",
+        model=model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=sum(samples[0]),
+        stages=tuple(stages),
+        **settings,
+    )
+
+
 # -- in this process -------------------------------------------------------------------------------
 
 

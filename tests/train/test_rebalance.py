@@ -73,10 +73,15 @@ class Run:
     """Devices of which each takes a time for every sample."""
 
     def __init__(
-        self, *samples: int, most: int = PLENTY, noise: float = 0.0, steps: int = 10**6
+        self,
+        *samples: int,
+        most: int = PLENTY,
+        noise: float = 0.0,
+        steps: int = 10**6,
+        idle: dict[int, Pace] | None = None,
     ) -> None:
         self.room = Roomy([most] * len(samples))
-        self.rebalancer = Rebalancer(plan(*samples), self.room, steps=steps)
+        self.rebalancer = Rebalancer(plan(*samples), self.room, steps=steps, idle=idle or {})
         self.sample_s = [1.0] * len(samples)
         self.noise, self.chance = noise, random.Random(3)
         self._before = [0.0] * len(samples)
@@ -222,6 +227,31 @@ def test_who_has_no_samples_gets_none_and_who_has_some_keeps_one():
     run.sample_s[0] = 1000.0
     ((_, change),) = run.steps(20)
     assert change.samples == (1, 7, 0)
+
+
+def test_who_has_no_samples_but_a_pace_gets_some_when_another_becomes_slow():
+    """A sample of its takes longer than a step of the others: when all are as before it has none
+    again."""
+    run = Run(12, 12, 12, 0, idle={3: Pace(0.0, 14.0)})
+    run.sample_s[3] = 14.0
+    assert run.steps(50) == []
+    run.sample_s[0] = 6.0
+    ((_, change),) = run.steps(50)
+    assert change.samples[3] == 1
+    assert change.after_s == min(
+        max(6 * a, b, 36 - a - b - d, 14 * d)
+        for a, b, d in itertools.product(range(1, 13), range(1, 23), range(2))
+    )
+    run.sample_s[0] = 1.0
+    run.steps(50)
+    assert run.rebalancer.samples == (12, 12, 12, 0)
+
+
+def test_an_idle_device_is_taken_to_be_off_as_the_others_are():
+    """The profile says of all that they are three times as fast as they are."""
+    run = Run(4, 4, 0, idle={2: Pace(0.0, 3.0)})
+    run.sample_s = [3.0, 3.0, 9.0]
+    assert run.steps(50) == []
 
 
 def test_steps_that_do_not_count_are_no_evidence():

@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from profiles import Card, block, in_a_row, line, profile, steady
 
 from gpumix.cost.predict import predict
-from gpumix.hardware.whatif import with_slower
+from gpumix.hardware.whatif import with_less_memory, with_slower
 from gpumix.planner.explain import plan as make_plan
+from gpumix.spec.errors import PlanOutdated
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
-from gpumix.train.restage import WINDOW_STEPS, Restaging
+from gpumix.train.rebalance_stages import with_samples_in
+from gpumix.train.restage import WINDOW_STEPS, Redealt, Restaging
 
 BATCH, STEPS = 16, 10_000
 SPACE = Space(tensor=(1,), leave_out=False)
@@ -151,3 +153,98 @@ def _with_classes(plan: Plan, classes: dict[str, str]) -> Plan:
         for s in plan.stages
     )
     return plan.model_copy(update={"stages": stages})
+
+
+# -- micro-batches of a stage's workers ------------------------------------------------------------
+
+
+def in_two_stages(measured: Profile, **changes: object) -> Plan:
+    """The slow class first, each of its devices with as many micro-batches; then the fast one."""
+    needs = measured.model.needs_of
+    found = []
+    for name, (begin, end) in (("b", (0, 4)), ("a", (4, 12))):
+        workers = tuple(
+            Worker(
+                device=f"{name}-{n}",
+                device_class=name,
+                samples=BATCH // 2,
+                micro_batch=1,
+                state_share=0.5,
+            )
+            for n in range(2)
+        )
+        own = needs(begin, end)
+        units = measured.model.calls[begin:end]
+        found.append(Stage(units=units, workers=workers, root=own.root, takes=own.outputs))
+    made = Plan(
+        strategy="by hand",
+        model=measured.model.fingerprint,
+        sequence_length=measured.sequence_length,
+        global_batch=BATCH,
+        stages=tuple(found),
+        zero_stage=1,
+        **changes,
+    )
+    return made.model_copy(update={"prediction": predict(measured, made)})
+
+
+def live(plan: Plan, measured: Profile) -> Restaging:
+    return Restaging(plan, measured, replan=None, steps=STEPS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_stage": 3, "waves": 2}])
+def test_workers_of_a_stage_share_its_micro_batches_anew(measured, settings):
+    plan = Plan.model_validate(in_two_stages(measured).model_dump() | settings)
+    plan = plan.model_copy(update={"prediction": predict(measured, plan)})
+    watch = live(plan, measured)
+    (change,) = found_in(watch, times(plan, {"b-1": 3.0}))
+    assert isinstance(change, Redealt)
+    assert [[w.samples for w in stage.workers] for stage in change.plan.stages] == [
+        [12, 4],
+        [8, 8],
+    ]
+    Plan.model_validate(change.plan.model_dump())
+    assert change.after_s < 0.9 * change.before_s
+    # It stays so while the device is slow, and all is as before when it is not.
+    assert not found_in(watch, times(change.plan, {"b-1": 3.0}), 100)
+    (back,) = found_in(watch, times(change.plan))
+    assert [[w.samples for w in stage.workers] for stage in back.plan.stages] == [[8, 8], [8, 8]]
+    assert not found_in(watch, times(back.plan), 100)
+
+
+def test_where_layers_should_move_the_run_starts_by_another_plan(measured):
+    """Both devices of a stage are slow: among themselves they have nothing to share."""
+    plan = in_two_stages(measured)
+    slow = times(plan, {"b-0": 4.0, "b-1": 4.0})
+    assert not found_in(live(plan, measured), slow)
+    (error,) = found_in(watched(plan, measured), slow)
+    assert isinstance(error, PlanOutdated)
+
+
+def test_no_worker_gets_more_than_it_has_memory_for(measured):
+    plan = in_two_stages(measured, schedule="gpipe")  # where all micro-batches wait
+
+    def peak_of(samples: int, found: Profile) -> int:
+        dealt = with_samples_in(plan, [[samples, BATCH - samples], [8, 8]])
+        expected = predict(found, dealt).workers
+        return next(w.peak_bytes for w in expected if w.device == "b-0")
+
+    assert peak_of(12, measured) > peak_of(11, measured)
+    expected = next(w for w in plan.prediction.workers if w.device == "b-0")
+    part = (peak_of(11, measured) + 1) / expected.memory_limit_bytes
+    tight = with_less_memory(measured, {"b": part})
+    (change,) = found_in(live(plan, tight), times(plan, {"b-1": 3.0}))
+    found = change.plan.stages[0].workers[0].samples
+    limits = {w.device: w.memory_limit_bytes for w in change.plan.prediction.workers}
+    assert 8 < found < 12
+    assert peak_of(found, tight) <= limits["b-0"] < peak_of(found + 1, tight)
+
+
+def test_a_device_that_is_slow_now_and_then_is_dealt_with_less_and_less_often(measured):
+    plan = in_two_stages(measured)
+    watch, now, changes = live(plan, measured), plan, 0
+    for turn in range(100):
+        slow = {"b-1": 3.0} if turn % 2 == 0 else {}
+        for change in found_in(watch, times(now, slow), 2 * WINDOW_STEPS):
+            now, changes = change.plan, changes + 1
+    assert 1 <= changes <= 3

@@ -59,10 +59,12 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
     for mine, other in zip(steps, metrics(tmp_path / "sound" / "run")):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert _work_of(Plan.load(run / "plan.json"), device) < _work_of(plan, device)
+    (effect,) = metrics(run, "rebalanced")
+    assert effect["step_s"] < effect["step_before_s"]
 
 
 def _until_started_again(job: Path) -> tuple[str, Path]:
-    """What the run says until then, and its folder."""
+    """What the run says until it is known what that came to, and its folder."""
     folder, run = job.parent, job.parent / "run"
     command = [sys.executable, "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json"]
     with (folder / "said").open("w+") as said:
@@ -76,7 +78,7 @@ def _until_started_again(job: Path) -> tuple[str, Path]:
         try:
             deadline = time.monotonic() + LIMIT_S
             while time.monotonic() < deadline and process.poll() is None:
-                if (run / "metrics.jsonl").exists() and metrics(run, "restart"):
+                if (run / "metrics.jsonl").exists() and metrics(run, "rebalanced"):
                     break
                 time.sleep(0.2)
             process.send_signal(signal.SIGINT)

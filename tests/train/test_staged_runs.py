@@ -5,17 +5,15 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import pytest
-from jobs import BATCH, CLUSTER, OWN_PROFILES, metrics, toy, train, write_job
+from jobs import BATCH, CLUSTER, OWN_PROFILES, metrics, staged_plan_for, toy, train, write_job
 from traces import slices, told
 
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError, TrainingError
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.trace import Trace
 from gpumix.train.pipeline import Pipeline
-
-CUT = 1  # calls of the first stage
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +36,8 @@ def alone(job):
 
 
 def staged(job, *, zero_stage: int) -> Plan:
-    """The first device alone, then the others, by what the profile says of the model."""
-    pipeline = Pipeline.of_file(job, [], debug=True)
-    profile = pipeline.profile()
-    model, devices = profile.model, pipeline.cluster.in_rank_order()
-    stages = []
-    for (begin, end), own in zip(
-        ((0, CUT), (CUT, len(model.calls))), (devices[:1], devices[1:]), strict=True
-    ):
-        needs = model.needs_of(begin, end)
-        samples = [BATCH] if len(own) == 1 else [BATCH // 2] * 2
-        workers = tuple(
-            Worker(
-                device=device.id,
-                device_class=device.device_class,
-                samples=count,
-                micro_batch=2,
-                state_share=1 / len(own),
-            )
-            for device, count in zip(own, samples, strict=True)
-        )
-        units = model.calls[begin:end]
-        stages.append(Stage(units=units, workers=workers, root=needs.root, takes=needs.outputs))
-    return Plan(
-        strategy="by hand",
-        model=model.fingerprint,
-        sequence_length=profile.sequence_length,
-        global_batch=BATCH,
-        stages=tuple(stages),
-        zero_stage=zero_stage,
-    )
+    """The first device alone, then the others."""
+    return staged_plan_for(job, [(BATCH,), (BATCH // 2,) * 2], zero_stage=zero_stage)
 
 
 def evaluations(folder) -> list[float]:

@@ -407,9 +407,9 @@ class Job(Value):
     rebalance: bool = Field(
         default=True,
         description="whether samples are split anew while the run trains, when devices turn out to "
-        "take longer or less long than the plan says; a run of several stages starts by another "
-        "plan then. Without, a run gives the same numbers to "
-        "the bit each time, as long as its plan and devices are the same",
+        "take longer or less long than the plan says; where stages should have other units, the "
+        "run starts by another plan. Without, a run gives the same numbers to the bit each time, "
+        "as long as its plan and devices are the same",
     )
     replay_every_steps: int = Field(
         default=0,

@@ -26,11 +26,13 @@ from gpumix.train.rebalance import (
     Fixed,
     Rebalancer,
     Room,
+    changes,
     described,
     with_samples,
 )
-from gpumix.train.rebalance_room import Movable, most_by_memory, with_shares
-from gpumix.train.restage import Restaging
+from gpumix.train.rebalance_room import Movable, idle_paces, most_by_memory, with_shares
+from gpumix.train.rebalance_stages import samples_in
+from gpumix.train.restage import Redealt, Restaging
 
 # It is looked at from here on: first steps take longer than others.
 FIRST_STEPS = 3
@@ -50,10 +52,18 @@ class Balancing:
 
     Args:
         state_moves: whether the engine can move what a rank stores.
+        step_before_s: what a step took by the plan before, if the run started by this one because
+            devices took other times.
     """
 
     def __init__(
-        self, plan: Plan, profile: Profile | None, context: Context, *, state_moves: bool
+        self,
+        plan: Plan,
+        profile: Profile | None,
+        context: Context,
+        *,
+        state_moves: bool,
+        step_before_s: float | None = None,
     ) -> None:
         self.plan = self._planned = plan
         self._profile = profile
@@ -63,11 +73,17 @@ class Balancing:
         self.changes = 0
         self._steps = 0
         self._changed: tuple[int, float] | None = None  # when, and what a step took before
+        if step_before_s is not None:
+            self._changed = (FIRST_STEPS, step_before_s)
         self.outdated: PlanOutdated | None = None
         self._restaging: Restaging | None = None
-        if len(plan.stages) > 1 and profile is not None and context.job.restarts:
+        if len(plan.stages) > 1 and profile is not None:
+            job = context.job
             self._restaging = Restaging(
-                plan, profile, replan=partial(_plan_of, context.job), steps=context.job.steps
+                plan,
+                profile,
+                replan=partial(_plan_of, job) if job.restarts else None,
+                steps=job.steps,
             )
 
     def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
@@ -81,17 +97,9 @@ class Balancing:
         if len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
             return None
         if len(self.plan.stages) > 1:
-            if self._restaging is not None:
-                self.outdated = self._restaging.observe(compute_s)
-            return None
+            return self._after_stages(times, compute_s)
         if self._rebalancer is None:
-            steps = self._context.job.steps
-            self._rebalancer = Rebalancer(
-                self._planned,
-                self._room(),
-                steps=steps,
-                read_per_s=rates_of(self._profile) if self._profile is not None else {},
-            )
+            self._rebalancer = self._watching()
         before = self._rebalancer.samples
         change = self._rebalancer.observe(compute_s)
         if change is None:
@@ -102,9 +110,39 @@ class Balancing:
         if change.shares is not None:
             self._planned = self.plan
             self._rebalancer.go_on(self.plan, self._room())
-        self.changes += 1
-        self._changed = (self._steps, fmean(times[-WINDOW_STEPS:]))
+        self._took(times)
         return told
+
+    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
+        found = self._restaging.observe(compute_s) if self._restaging is not None else None
+        if isinstance(found, PlanOutdated):
+            found.step_s = _of_late(times)
+            self.outdated = found
+            return None
+        if found is None:
+            return self._effect(times)
+        told = _told_of_stages(self.plan, found)
+        self.plan = found.plan
+        self._took(times)
+        return told
+
+    def _took(self, times: Sequence[float]) -> None:
+        """The samples are split anew from the next step on."""
+        self.changes += 1
+        self._changed = (self._steps, _of_late(times))
+
+    def _watching(self) -> Rebalancer:
+        """Collective without a profile."""
+        plan, profile, steps = self._planned, self._profile, self._context.job.steps
+        if profile is None or plan.prediction is None:
+            return Rebalancer(plan, self._room(), steps=steps)
+        return Rebalancer(
+            plan,
+            self._room(),
+            steps=steps,
+            read_per_s=rates_of(profile),
+            idle=idle_paces(profile, plan),
+        )
 
     def _room(self) -> Room:
         """Collective without a profile."""
@@ -158,6 +196,29 @@ class Balancing:
         after_s = median(times[-MEASURED_STEPS + 1 :])
         text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
         return Told("rebalanced", {"step_s": after_s, "step_before_s": before_s}, text)
+
+
+def _of_late(times: Sequence[float]) -> float:
+    return fmean(times[-WINDOW_STEPS:])
+
+
+def _told_of_stages(before: Plan, change: Redealt) -> Told:
+    leaders = [team[0].device for stage in before.stages for team in stage.teams]
+    now, then = (
+        [n for of_stage in samples_in(plan) for n in of_stage] for plan in (change.plan, before)
+    )
+    fields = {
+        "samples": dict(zip(leaders, now)),
+        "samples_before": dict(zip(leaders, then)),
+        "why": change.why,
+        "expected_s": change.after_s,
+        "expected_before_s": change.before_s,
+    }
+    text = (
+        f"samples split anew, for {change.why}: {changes(leaders, then, now)}; a step is to take "
+        f"{show_seconds(change.after_s)} instead of {show_seconds(change.before_s)}"
+    )
+    return Told("rebalance", fields, text)
 
 
 def _plan_of(job: Job, profile: Profile) -> Plan:

@@ -143,7 +143,8 @@ class Trainer:
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
         self._told_of_starvation = self._told_of_copies = False
         moves = may_move(plan) and updates_elements(self.optimizer)
-        balancing = Balancing(plan, profile, context, state_moves=moves)
+        step_s = restart.step_s if restart is not None else None
+        balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
         self._balancing = balancing if job.rebalance else None
         self._soundness = Soundness(context, plan, self.engine)
         self._waited_s = 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -65,6 +65,13 @@ class Pace:
     def seconds(self, samples: int) -> float:
         return self.fixed_s + samples * self.sample_s
 
+    def times(self, factor: float) -> Pace:
+        return Pace(self.fixed_s * factor, self.sample_s * factor)
+
+    def for_each(self, samples: int) -> Pace:
+        """The same, counted in so many samples at once."""
+        return Pace(self.fixed_s, self.sample_s * samples)
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -103,10 +110,18 @@ class Rebalancer:
     Args:
         steps: how many there are to be.
         read_per_s: samples that hosts can read; others read as many as are wanted.
+        idle: how fast teams are, by their number, to which the plan gives no samples; those of
+            which that is not known get none.
     """
 
     def __init__(
-        self, plan: Plan, room: Room, *, steps: int, read_per_s: Mapping[str, float] = {}
+        self,
+        plan: Plan,
+        room: Room,
+        *,
+        steps: int,
+        read_per_s: Mapping[str, float] = {},
+        idle: Mapping[int, Pace] = {},
     ) -> None:
         (stage,) = plan.stages
         leaders = [team[0] for team in stage.teams]
@@ -115,6 +130,8 @@ class Rebalancer:
         self._devices = [worker.device for worker in leaders]
         self._hosts = [worker.host for worker in leaders]
         self._read_per_s = read_per_s
+        self._idle = idle
+        self._least = [int(n > 0) for n in self.samples]
         self._degree = stage.tensor
         self._steps = steps
         self.go_on(plan, room)
@@ -129,8 +146,14 @@ class Rebalancer:
         """State has moved: what the same devices take, and have memory for, is by `plan` now."""
         leaders = [team[0] for team in plan.stages[0].teams]
         self._room = room
-        self._most = [limit if n else 0 for n, limit in zip(self.samples, room.most)]
-        self._planned = [_planned(plan, worker) for worker in leaders]
+        self._most = [
+            limit if least or team in self._idle else 0
+            for team, (least, limit) in enumerate(zip(self._least, room.most))
+        ]
+        self._planned = [
+            self._idle.get(team) or planned_pace(plan, worker)
+            for team, worker in enumerate(leaders)
+        ]
         self._refused: list[Pace] = []  # those for which no state moves
 
     def observe(self, compute_s: Sequence[float]) -> Change | None:
@@ -177,14 +200,15 @@ class Rebalancer:
 
     def _better(self, seconds: list[float]) -> Change | None:
         now, paces = self.samples, self._paces(seconds)
-        before_s = _slowest_s(paces, now)
-        if before_s * (1.0 - LEAST_GAIN) <= _bound_s(paces, now):
+        before_s = slowest_s(paces, now)
+        may = [pace for pace, limit in zip(paces, self._most) if limit]
+        if before_s * (1.0 - LEAST_GAIN) <= _bound_s(may, sum(now)):
             return None
-        samples = split(sum(now), paces, self._most)
-        after_s = before_s if samples is None else _slowest_s(paces, samples)
+        samples = split(sum(now), paces, self._most, self._least)
+        after_s = before_s if samples is None else slowest_s(paces, samples)
         moved = self._moved(paces, min(before_s, after_s))
         if moved is not None:
-            after_s = _slowest_s(paces, moved.samples)
+            after_s = slowest_s(paces, moved.samples)
             why = self._why(seconds)
             return Change(moved.samples, before_s, after_s, why, moved.shares, moved.seconds)
         if samples is None or after_s > before_s * (1.0 - LEAST_GAIN):
@@ -195,14 +219,14 @@ class Rebalancer:
         """A split for which state moves, if it takes clearly less time than one without, which
         takes `still_s`, and so much less that the steps to come make up for the move."""
         limits = [sum(self.samples) if most else 0 for most in self._most]
-        best = split(sum(self.samples), paces, limits)
-        if best is None or _slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
+        best = split(sum(self.samples), paces, limits, self._least)
+        if best is None or slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
             return None
         if self._refused and all(map(_alike, paces, self._refused)):
             return None
         moved = self._room.moved(paces)
         if moved is not None:
-            after_s = _slowest_s(paces, moved.samples)
+            after_s = slowest_s(paces, moved.samples)
             gained_s = (still_s - after_s) * (self._steps - self._step)
             if after_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * moved.seconds:
                 return moved
@@ -210,28 +234,35 @@ class Rebalancer:
         return None
 
     def _paces(self, seconds: Sequence[float]) -> list[Pace]:
-        every = zip(self._planned, self.samples, seconds)
-        paces = [_measured(planned, n, of_team) for planned, n, of_team in every]
-        return _with_data(paces, self._hosts, self._read_per_s)
+        """Of who has no samples that of the plan, as far as the others keep to it."""
+        factors = self._factors(seconds)
+        usual = _median(factors.values())
+        paces = [pace.times(factors.get(team, usual)) for team, pace in enumerate(self._planned)]
+        reads = [host if n else "" for host, n in zip(self._hosts, self.samples)]
+        return _with_data(paces, reads, self._read_per_s)
+
+    def _factors(self, seconds: Sequence[float]) -> dict[int, float]:
+        """How many times as long as planned each team takes that has samples."""
+        every = enumerate(zip(self._planned, self.samples, seconds))
+        return {team: s / planned.seconds(n) for team, (planned, n, s) in every if n}
 
     def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
         """Whether the change would have been right in one step."""
         paces = self._paces(seconds)
-        after_s, before_s = (_slowest_s(paces, n) for n in (change.samples, self.samples))
+        after_s, before_s = (slowest_s(paces, n) for n in (change.samples, self.samples))
         return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)
 
     def _why(self, seconds: list[float]) -> str:
         """The device that differs most from the others, against the plan."""
-        used = [n for n, count in enumerate(self.samples) if count]
-        factors = {n: seconds[n] / self._planned[n].seconds(self.samples[n]) for n in used}
-        usual = sorted(factors.values())[len(used) // 2]
-        team = max(used, key=lambda n: max(factors[n] / usual, usual / factors[n]))
+        factors = self._factors(seconds)
+        usual = _median(factors.values())
+        team = max(factors, key=lambda n: max(factors[n] / usual, usual / factors[n]))
         factor = factors[team] / usual
         times = f"{factor:.2f} times as long as" if factor >= 1 else f"{factor:.2f} of the time of"
         return f"device '{self._devices[team]}' takes {times} the others, against the plan"
 
 
-def _planned(plan: Plan, worker: Worker) -> Pace:
+def planned_pace(plan: Plan, worker: Worker) -> Pace:
     """By the plan's prediction; without one all of the time is for samples, and alike for all."""
     told = plan.prediction.workers if plan.prediction is not None else ()
     expected = next((one for one in told if one.device == worker.device), None)
@@ -241,15 +272,16 @@ def _planned(plan: Plan, worker: Worker) -> Pace:
     return Pace(expected.optimizer_s, sample_s)
 
 
-def _measured(planned: Pace, samples: int, seconds: float) -> Pace:
-    factor = seconds / planned.seconds(samples) if samples else 1.0
-    return Pace(planned.fixed_s * factor, planned.sample_s * factor)
+def _median(factors: Collection[float]) -> float:
+    """The upper one of two."""
+    return sorted(factors)[len(factors) // 2]
 
 
 def _with_data(
     paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
 ) -> list[Pace]:
-    """Teams that are no faster, all of a host together, than it reads their samples."""
+    """Teams that are no faster, all of a host together, than it reads their samples; those of no
+    host read none so far."""
     together: dict[str, float] = defaultdict(float)
     for pace, host in zip(paces, hosts):
         together[host] += 1.0 / pace.sample_s
@@ -257,7 +289,7 @@ def _with_data(
     return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
 
 
-def _slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
+def slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
     return max(pace.seconds(n) for pace, n in zip(paces, samples))
 
 
@@ -265,28 +297,33 @@ def _alike(one: Pace, other: Pace) -> bool:
     return abs(one.sample_s - other.sample_s) <= LEAST_GAIN_EACH * other.sample_s
 
 
-def _bound_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
-    """No split takes less, if samples could be cut: all teams with samples end at once."""
-    used = [pace for pace, n in zip(paces, samples) if n]
-    rate = sum(1.0 / pace.sample_s for pace in used)
-    return (sum(samples) + sum(p.fixed_s / p.sample_s for p in used)) / rate
+def _bound_s(paces: Sequence[Pace], total: int) -> float:
+    """No split takes less, if samples could be cut: all teams end at once."""
+    rate = sum(1.0 / pace.sample_s for pace in paces)
+    return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
 
 
-def split(total: int, paces: Sequence[Pace], most: Sequence[int]) -> tuple[int, ...] | None:
+def split(
+    total: int, paces: Sequence[Pace], most: Sequence[int], least: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
     """So many samples for each team that the slowest ends as early as can be; None if there is no
     memory for all.
 
     Args:
-        most: the most that each may have; of those that may have some, each has one at least, so
-            that its pace stays known.
+        most: the most that each may have.
+        least: of those that may have some, so many at least; by default one, so that its pace
+            stays known.
     """
-    used = [n for n, limit in enumerate(most) if limit]
-    if sum(most) < total or len(used) > total:
+    if least is None:
+        least = [1] * len(most)
+    samples = [min(few, limit) for few, limit in zip(least, most)]
+    if sum(most) < total or sum(samples) > total:
         return None
-    samples = [int(limit > 0) for limit in most]
-    ends = [(paces[n].seconds(2), n) for n in used if most[n] > 1]
+    ends = [
+        (pace.seconds(samples[n] + 1), n) for n, pace in enumerate(paces) if most[n] > samples[n]
+    ]
     heapq.heapify(ends)
-    for _ in range(total - len(used)):
+    for _ in range(total - sum(samples)):
         _, team = heapq.heappop(ends)
         samples[team] += 1
         if samples[team] < most[team]:
@@ -296,10 +333,13 @@ def split(total: int, paces: Sequence[Pace], most: Sequence[int]) -> tuple[int, 
 
 def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
     """A plan of one stage with so many samples for each team, and no prediction. Micro-batches are
-    those of the plan, where there are samples enough."""
+    those of the plan, where there are samples enough; who had none takes as large ones as any."""
     (stage,) = plan.stages
+    largest = max(worker.micro_batch for worker in stage.workers)
     workers = tuple(
-        worker.model_copy(update={"samples": count, "micro_batch": min(worker.micro_batch, count)})
+        worker.model_copy(
+            update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
+        )
         for number, worker in enumerate(stage.workers)
         for count in [samples[number // stage.tensor]]
     )
@@ -316,9 +356,7 @@ def described(
         devices: the first one of each team; `before` are their samples until now.
         shares: what they store of the state until now.
     """
-    every = zip(devices, before, change.samples)
-    samples = _some([f"{device} {a} to {b}" for device, a, b in every if a != b])
-    told = f"samples split anew, for {change.why}: {samples}; "
+    told = f"samples split anew, for {change.why}: {changes(devices, before, change.samples)}; "
     if change.shares is not None:
         stored = [
             f"{device} {a:.0%} to {b:.0%}"
@@ -330,6 +368,11 @@ def described(
         f"{told}a step's computing is to take {show_seconds(change.after_s)} instead of "
         f"{show_seconds(change.before_s)}"
     )
+
+
+def changes(devices: Sequence[str], before: Sequence[int], after: Sequence[int]) -> str:
+    """Whose samples change, and from how many to how many."""
+    return _some([f"{d} {a} to {b}" for d, a, b in zip(devices, before, after) if a != b])
 
 
 def _some(told: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from gpumix.train.rebalance import (
     Moved,
     Pace,
     Rebalancer,
+    planned_pace,
     split,
     with_samples,
 )
@@ -31,7 +32,7 @@ PARTS = (1.0, 0.75, 0.5, 0.25)
 
 def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
     """The most samples for which each team has memory, by the cost model; those of the plan it has
-    room for."""
+    room for. Who has none may have some."""
     (stage,) = plan.stages
 
     def fits(samples: Sequence[int]) -> list[bool]:
@@ -45,9 +46,9 @@ def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
 def _most(
     least: Sequence[int], batch: int, fits: Callable[[Sequence[int]], list[bool]]
 ) -> tuple[int, ...]:
-    """The most samples that fit each team; those with none get none."""
+    """The most samples that fit each team."""
     low = list(least)
-    high = [batch if n else 0 for n in least]
+    high = [batch for _ in least]
     while any(a < b for a, b in zip(low, high)):
         tried = [(a + b + 1) // 2 for a, b in zip(low, high)]
         for number, fitting in enumerate(fits(tried)):
@@ -58,6 +59,18 @@ def _most(
     return tuple(low)
 
 
+def idle_paces(profile: Profile, plan: Plan) -> dict[int, Pace]:
+    """How fast teams to which a plan gives no samples would be with some, by their number."""
+    (stage,) = plan.stages
+    counts = [team[0].samples for team in stage.teams]
+    if all(counts):
+        return {}
+    busy = with_samples(plan, [count or 1 for count in counts])
+    busy = busy.model_copy(update={"prediction": predict(profile, busy)})
+    leaders = [team[0] for team in busy.stages[0].teams]
+    return {n: planned_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
+
+
 class Movable:
     """Room of the devices of a plan of one stage without teams, whose state can move."""
 
@@ -65,6 +78,7 @@ class Movable:
         self._profile = profile
         self._plan = plan
         self._shares = plan.stages[0].shares
+        self._least = [int(worker.samples > 0) for worker in plan.workers]
         self._slopes = self._bytes_per_share()
         self.most = most_by_memory(profile, plan)
         self._most_without = _most(
@@ -82,7 +96,7 @@ class Movable:
         for part in PARTS:
             every = zip(self.most, self._most_without)
             most = [here + int(part * (without - here)) for here, without in every]
-            samples = split(self._plan.global_batch, paces, most)
+            samples = split(self._plan.global_batch, paces, most, self._least)
             shares = None if samples is None else self._shares_beside(samples)
             if samples is not None and shares is not None:
                 return Moved(samples, shares, self._seconds(shares))
@@ -154,6 +168,7 @@ def settled(profile: Profile, plan: Plan) -> Plan:
         Fixed(most_by_memory(profile, plan)),
         steps=WINDOW_STEPS,
         read_per_s=rates_of(profile),
+        idle=idle_paces(profile, plan),
     )
     times = {worker.device: worker.busy_s for worker in plan.prediction.workers}
     for _ in range(WINDOW_STEPS):

@@ -1,7 +1,8 @@
-"""Whether a plan of several stages is to be made anew: devices take other times than it says.
+"""What a plan of several stages becomes where devices take other times than it says.
 
-Which units a stage has cannot change while a run trains, so that costs a start: from the state of
-this very step, some seconds in all. Pure, but for the planner that is given: all ranks see the same
+Workers of a stage can give each other micro-batches between two steps (`rebalance_stages`). Which
+units a stage has cannot change while a run trains, so that costs a start: from the state of this
+very step, some seconds in all. Pure, but for the planner that is given: all ranks see the same
 times and come to the same in the same step.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from gpumix.cost.predict import predict
@@ -17,11 +20,14 @@ from gpumix.spec.errors import PlanOutdated
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
+from gpumix.train.rebalance_stages import redealt, samples_in, with_samples_in
 
 # A device takes so much longer than the others, against the plan, in each of so many steps; or as
 # much less long.
 CLEARLY = 1.2
 WINDOW_STEPS = 8
+# Each change while the run trains makes the next ask for twice as many, up to this.
+MOST_WINDOW_STEPS = 64
 # A new plan is to take so much less time, and the steps that are left to gain so many times what a
 # start takes.
 LEAST_GAIN = 0.1
@@ -31,42 +37,69 @@ START_S = 10.0
 AGAIN = 1.1
 
 
+@dataclass(frozen=True)
+class Redealt:
+    """The plan of the next step, in which workers of a stage have other micro-batches, and why;
+    times are those of a step."""
+
+    plan: Plan
+    before_s: float
+    after_s: float
+    why: str
+
+
 class Restaging:
     """Watches how long ranks compute, step after step.
 
     Args:
         plan: of several stages; `profile` is what it was made from.
-        replan: makes a plan for another profile.
+        replan: makes a plan for another profile; None: the run does not start again.
         steps: how many there are to be.
     """
 
     def __init__(
-        self, plan: Plan, profile: Profile, *, replan: Callable[[Profile], Plan], steps: int
+        self,
+        plan: Plan,
+        profile: Profile,
+        *,
+        replan: Callable[[Profile], Plan] | None,
+        steps: int,
     ) -> None:
-        self._plan = plan
         self._profile = profile
         self._replan = replan
         self._left = steps
+        self._seen: dict[str, float] = {}
+        self._dealt = False  # by other times than those of the profile
+        self._window = WINDOW_STEPS
+        self._go_on(plan)
+        self._of_before = False
+
+    def _go_on(self, plan: Plan) -> None:
+        self._plan = plan
         told = plan.prediction.workers if plan.prediction is not None else ()
         busy_s = {worker.device: worker.busy_s for worker in told}
         self._planned_s = [busy_s.get(worker.device, 0.0) for worker in plan.workers]
-        self._factors: deque[list[float]] = deque(maxlen=WINDOW_STEPS)
-        self._seen: dict[str, float] = {}
+        self._factors: deque[list[float]] = deque(maxlen=self._window)
+        self._of_before = True  # what comes next is of the step before the change
 
-    def observe(self, compute_s: Sequence[float]) -> PlanOutdated | None:
-        """Take in how long each rank computed in a step: what to raise if a new plan is worth it.
+    def observe(self, compute_s: Sequence[float]) -> Redealt | PlanOutdated | None:
+        """Take in how long each rank computed in the step before this one: the plan from the next
+        step on, or what to raise if another one is worth a start.
 
         Args:
             compute_s: in the order of the plan's workers; 0 for a step that does not count.
         """
         self._left -= 1
+        of_before, self._of_before = self._of_before, False
+        if of_before:
+            return None
         working = [n for n, planned_s in enumerate(self._planned_s) if planned_s > 0]
         if len(working) < 2 or not all(compute_s[n] > 0 for n in working):
             return None
         longer = [compute_s[n] / self._planned_s[n] for n in working]
         usual = median(longer)
         self._factors.append([factor / usual for factor in longer])
-        if len(self._factors) < WINDOW_STEPS:
+        if len(self._factors) < self._window:
             return None
         devices = [self._plan.workers[n].device for n in working]
         factors = {
@@ -74,27 +107,49 @@ class Restaging:
             for device, of_steps in zip(devices, zip(*self._factors), strict=True)
             if (factor := _lasting(of_steps)) != 1.0
         }
-        if not factors or _alike(factors, self._seen):
+        if _alike(factors, self._seen) or (not factors and not self._dealt):
             return None
         self._seen = factors
         return self._judged(factors, usual)
 
-    def _judged(self, factors: Mapping[str, float], usual: float) -> PlanOutdated | None:
+    def _judged(self, factors: Mapping[str, float], usual: float) -> Redealt | PlanOutdated | None:
         profile = with_slower(self._profile, factors)
-        new, now = self._replan(profile), _relabelled(self._plan, profile)
-        if new.prediction is None:
+        now = _relabelled(self._plan, profile)
+        now = now.model_copy(update={"prediction": predict(profile, now)})
+        dealt = redealt(profile, now)
+        before_s, still_s = _step_s(now), _step_s(dealt or now)
+        new_s = still_s
+        if self._replan is not None:
+            new_s = _step_s(self._replan(profile))
+        why = _why(factors)
+        gained_s = usual * (still_s - new_s) * self._left
+        if new_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * START_S:
+            return PlanOutdated(
+                f"{why}: by another one a step is to take {show_seconds(usual * new_s)} instead of "
+                f"{show_seconds(usual * before_s)}",
+                slower=dict(factors),
+            )
+        if dealt is None or still_s > before_s * (1.0 - LEAST_GAIN):
             return None
-        now_s, new_s = usual * predict(profile, now).step_s, usual * new.prediction.step_s
-        gained_s = (now_s - new_s) * self._left
-        if new_s > now_s * (1.0 - LEAST_GAIN) or gained_s < WORTH * START_S:
-            return None
-        worst = max(factors, key=lambda device: max(factors[device], 1.0 / factors[device]))
-        return PlanOutdated(
-            f"device '{worst}' takes {factors[worst]:.2f} times as long as the others, against the "
-            f"plan: by another one a step is to take {show_seconds(new_s)} instead of "
-            f"{show_seconds(now_s)}",
-            slower=dict(factors),
-        )
+        self._dealt = bool(factors)
+        self._window = min(2 * self._window, MOST_WINDOW_STEPS)
+        plan = with_samples_in(self._plan, samples_in(dealt))
+        self._go_on(plan.model_copy(update={"prediction": predict(self._profile, plan)}))
+        return Redealt(self._plan, usual * before_s, usual * still_s, why)
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.prediction.step_s if plan.prediction is not None else inf
+
+
+def _why(factors: Mapping[str, float]) -> str:
+    """The device that differs most from the others."""
+    if not factors:
+        return "all devices are as fast against each other as planned again"
+    worst = max(factors, key=lambda device: max(factors[device], 1.0 / factors[device]))
+    return (
+        f"device '{worst}' takes {factors[worst]:.2f} times as long as the others, against the plan"
+    )
 
 
 def _lasting(factors: Sequence[float]) -> float:

@@ -1,0 +1,94 @@
+"""Which micro-batches the workers of a stage compute, decided anew while a run trains. Pure.
+
+A plan of several stages keeps its stages, its state and its micro-batches: of these the workers of
+one stage give each other some. So nothing of the model moves, and the other stages send and take
+what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumix.cost.predict import predict
+from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.profile import Profile
+from gpumix.train.rebalance import LEAST_GAIN_EACH, planned_pace, slowest_s, split
+
+# How often at most a worker has memory for one less than it would get.
+MOST_TRIALS = 64
+
+
+def redealt(profile: Profile, plan: Plan) -> Plan | None:
+    """The plan with the micro-batches of its stages dealt to their workers so that the slowest of
+    each stage ends as early as it can, with its prediction; None if none changes.
+
+    Args:
+        plan: predicted by `profile`, which tells how fast devices are now.
+    """
+    size = _dealt_at_once(plan)
+    if size is None:
+        return None
+    dealt = plan
+    for number in range(len(plan.stages)):
+        dealt = _stage_dealt(profile, dealt, number, size)
+    return None if dealt is plan else dealt
+
+
+def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
+    """A plan of several stages with so many samples for each team of each stage, in micro-batches
+    as large as they were, and no prediction."""
+    stages = tuple(map(_with_samples, plan.stages, samples))
+    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
+
+
+def samples_in(plan: Plan) -> list[list[int]]:
+    """Of each team of each stage."""
+    return [[team[0].samples for team in stage.teams] for stage in plan.stages]
+
+
+def _dealt_at_once(plan: Plan) -> int | None:
+    """How many samples go from a worker to another at least; None if none can. All micro-batches
+    are of one size, and as many of each wave go: so the batch is cut as before."""
+    if plan.schedule == "interleaved":  # its devices would be dealt anew in several stages at once
+        return None
+    sizes = {len(one.rows) for one in plan.stages[0].micro_batches(plan.waves)}
+    if len(sizes) > 1:
+        return None
+    size = sizes.pop() * plan.waves
+    counts = (n for of_stage in samples_in(plan) for n in of_stage)
+    return None if any(n % size for n in counts) else size
+
+
+def _stage_dealt(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
+    """The plan itself if that stage is as well as can be."""
+    teams, every = plan.stages[number].teams, samples_in(plan)
+    now = [count // size for count in every[number]]
+    paces = [planned_pace(plan, team[0]).for_each(size) for team in teams]
+    clearly_s = slowest_s(paces, now) * (1.0 - LEAST_GAIN_EACH)
+    most = [plan.global_batch // size if count else 0 for count in now]
+    for _ in range(MOST_TRIALS):
+        counts = split(plan.global_batch // size, paces, most)
+        if counts is None or slowest_s(paces, counts) > clearly_s:
+            return plan
+        every[number] = [count * size for count in counts]
+        dealt = with_samples_in(plan, every)
+        expected = predict(profile, dealt)
+        full = {w.device for w in expected.workers if w.peak_bytes > w.memory_limit_bytes}
+        if not full:
+            return dealt.model_copy(update={"prediction": expected})
+        more = [n for n, team in enumerate(teams) if team[0].device in full and counts[n] > now[n]]
+        if not more:
+            return plan
+        for n in more:
+            most[n] = counts[n] - 1
+    return plan
+
+
+def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
+    size = max(worker.micro_batch for worker in stage.workers)
+    workers = tuple(
+        worker.model_copy(update={"samples": count, "micro_batch": min(size, count)})
+        for n, worker in enumerate(stage.workers)
+        for count in [samples[n // stage.tensor]]
+    )
+    return stage.model_copy(update={"workers": workers})

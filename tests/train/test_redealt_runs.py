@@ -1,0 +1,53 @@
+"""A run in stages of which a device becomes slow: its stage shares micro-batches anew, live."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import metrics, staged_plan_for, toy, write_job
+
+from gpumix.cost.predict import predict
+from gpumix.train.pipeline import Pipeline
+
+STEPS, BATCH = 30, 12
+# So slow that nothing but computing counts.
+CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]
+USUAL = {
+    "cluster": CLUSTER,
+    "steps": STEPS,
+    "global_batch": BATCH,
+    "data": {"factory": "toys:tokens", "arguments": {"samples": 1000}, "held_out": 0},
+    "optimizer": {"lr": 1e-4},
+    "schedule": {"kind": "constant"},
+    "techniques": {"tensor": [1], "leave_out": False},
+}
+
+
+def model(**harm):
+    return toy(width=32, blocks=4, **harm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 3, "waves": 3}])
+def test_micro_batches_go_to_the_other_worker_and_losses_stay(tmp_path, settings):
+    sound = write_job(tmp_path / "sound", model=model(), **USUAL)
+    pipeline = Pipeline.of_file(sound, (), debug=False)
+    profile = pipeline.profile()
+    plan = staged_plan_for(sound, [(BATCH,), (6, 6)], micro_batch=1, **settings)
+    plan = plan.model_copy(update={"prediction": predict(profile, plan)})
+    pipeline.train(plan, resume=False, made_from=profile)
+    slow = model(rank=2, at=20, sample_s=0.15)
+    job = write_job(tmp_path / "slow", model=slow, rebalance=True, **USUAL)
+    Pipeline.of_file(job, (), debug=False).train(plan, resume=False, made_from=profile)
+    run = tmp_path / "slow" / "run"
+    (change, *_) = metrics(run, "rebalance")
+    assert change["why"].startswith("device 'same-2' takes")
+    assert change["samples"]["same-2"] < 6 < change["samples"]["same-1"]
+    assert change["samples"]["same-0"] == BATCH
+    (effect, *_) = metrics(run, "rebalanced")
+    assert effect["step_s"] < effect["step_before_s"]
+    assert not metrics(run, "restart")
+    told, expected = metrics(run), metrics(tmp_path / "sound" / "run")
+    assert [one["step"] for one in told] == list(range(1, STEPS + 1))
+    assert [one["loss"] for one in told] == pytest.approx(
+        [one["loss"] for one in expected], rel=1e-5
+    )
