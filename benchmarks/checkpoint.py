@@ -3,14 +3,15 @@
 Trains a model of 21 M parameters on four emulated devices that save every few steps; compares the
 time that training stood still with that of a step, and the bytes written in a second with those of
 plain files, which as many processes write in the same minute. Loads what was saved under other
-plans. Then damages a checkpoint again and again: bits flipped, files cut short, emptied, removed,
-exchanged with each other or with those of another checkpoint; each time the one before it must be
-taken, to the bit.
+plans. Then damages checkpoints of one rank, and of four, again and again: bits flipped, files cut
+short, emptied, removed, exchanged with each other or with those of another checkpoint; each time
+the one before it must be taken, to the bit.
 
     python benchmarks/checkpoint.py [--json] [--corruptions 500] [--saves 7]
 
 Figures: `stall_fraction` (median over saves, of a step), `worst_stall_fraction`, `write_vs_disk`
-(bytes a second with digests, against plain files), `load_s_same`, `load_s_two`, `load_s_alone`
+(bytes a second with digests, against plain files; beside training, whose ranks use the same cores),
+`write_vs_disk_idle` (the same while nothing trains), `load_s_same`, `load_s_two`, `load_s_alone`
 (under that plan, by two other ranks, by one), `bytes`; `corruptions`, `detected`, `loaded`.
 """
 
@@ -30,16 +31,18 @@ from statistics import median
 from typing import Any
 
 import common  # finds the tests' modules
-from checkpoints import assert_same, blank, checkpointer, model_values, trained
+from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.spec.plan import Plan
+from gpumix.spec.space import Space
 from gpumix.train.context import Task, joined
 from gpumix.train.launch import Seat, launch
 from gpumix.train.loop import Trainer
 from gpumix.train.pipeline import Pipeline
 from gpumix.train.runner import LocalRunner
+from harness import run_ranks
 from reference import Share
 
 EVERY = 4  # steps
@@ -87,7 +90,10 @@ def saving(
                     if "False" not in context.ranks.gather("ended", str(ended)):
                         saved = trainer._finish_save()
                 alone += [trainer.train_step().step_s for _ in range(EVERY)]
-                found.append({"stalled_s": trainer.keeping.stalled_s, "seconds": saved.seconds})
+                stalled_s = trainer.keeping.stalled_s
+                trainer._begin_save()
+                idle_s = trainer._finish_save().seconds
+                found.append({"stalled_s": stalled_s, "seconds": saved.seconds, "idle_s": idle_s})
         return [one | {"step_s": median(alone)} for one in found]
 
 
@@ -112,6 +118,7 @@ def _costs(folder: Path, saves: int) -> dict[str, Any]:
     stalls = [max(r[n]["stalled_s"] for r in by_rank) for n in range(saves)]
     step_s = median(one["step_s"] for one in by_rank[0])
     written_s = median(one["seconds"] for one in by_rank[0])
+    idle_s = median(one["idle_s"] for one in by_rank[0])
     plain_s = median(_plain_s(folder, sizes) for _ in range(5))
     for number, (stall, one) in enumerate(zip(stalls, by_rank[0])):
         print(
@@ -122,6 +129,7 @@ def _costs(folder: Path, saves: int) -> dict[str, Any]:
         "stall_fraction": round(median(stalls) / step_s, 4),
         "worst_stall_fraction": round(max(stalls) / step_s, 4),
         "write_vs_disk": round(plain_s / written_s, 3),
+        "write_vs_disk_idle": round(plain_s / idle_s, 3),
         "step_s": round(step_s, 3),
         "bytes": sum(sizes),
     }
@@ -166,6 +174,7 @@ def _job(output: Path) -> Job:
         global_batch=16,
         steps=1000,
         checkpoint=CheckpointSpec(keep=1),
+        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
         output=output,
     )
 
@@ -174,18 +183,13 @@ def _job(output: Path) -> Job:
 
 
 def _damage(folder: Path, times: int) -> dict[str, Any]:
-    """Of a run of three checkpoints the newest is damaged; the third is of other values."""
-    engine, optimizer = trained(ALONE)
-    saver = checkpointer(folder / "run", keep=3)
-    for step in (1, 2, 3):
-        saver.save(step, engine, optimizer, cursor={"position": step})
-        if step == 2:
-            wanted = model_values(engine)
-        engine.load_state_dict({n: v * 1.5 for n, v in engine.state_dict().items()})
+    """Of runs of three checkpoints the newest is damaged; the third is of other values."""
+    wanted = {"one": _saved(folder / "one", ALONE)}
+    (wanted["four"], *_) = run_ranks(_saved, len(UNEVEN), folder / "four", UNEVEN)
     newest, rng, seen = "step-00000003", random.Random(0), Counter[str]()
     for number in range(times):
-        copy = folder / "copy"
-        shutil.copytree(folder / "run", copy)
+        copy, run = folder / "copy", ("one", "four")[number % 2]
+        shutil.copytree(folder / run, copy)
         harm = rng.choice(HARMS)
         harm(copy / newest, rng)
         found, _ = loaded = blank(ALONE)
@@ -199,14 +203,27 @@ def _damage(folder: Path, times: int) -> dict[str, Any]:
                 seen["loaded"] += 1
                 print(f"{number}: {harm.__name__} was not seen")
             else:
-                assert_same(model_values(found), wanted)
+                assert_same(model_values(found), wanted[run])
                 seen["detected"] += 1
         shutil.rmtree(copy)
     return {"corruptions": times, "detected": seen["detected"], "loaded": seen["loaded"]}
 
 
+def _saved(folder: Path, shares: Sequence[Share]) -> dict[str, Any]:
+    """Three checkpoints; the model of the second one. Collective."""
+    engine, optimizer = trained(shares)
+    saver = checkpointer(folder, keep=3)
+    for step in (1, 2, 3):
+        saver.save(step, engine, optimizer, cursor={"position": step})
+        if step == 2:
+            wanted = model_values(engine)
+        engine.load_state_dict({n: v * 1.5 for n, v in engine.state_dict().items()})
+    return wanted
+
+
 def _some(path: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted(path.iterdir()))
+    """A file that holds something: that of a rank which stores nothing is empty."""
+    return rng.choice(sorted(file for file in path.iterdir() if file.stat().st_size))
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -240,7 +257,7 @@ def lengthen(path: Path, rng: random.Random) -> None:
 
 
 def remove(path: Path, rng: random.Random) -> None:
-    _some(path, rng).unlink()
+    rng.choice(sorted(path.iterdir())).unlink()
 
 
 def exchange(path: Path, rng: random.Random) -> None:
