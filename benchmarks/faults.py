@@ -5,15 +5,19 @@ killed (SIGKILL), stopped for good (SIGSTOP), asked to end (SIGTERM), or hang wi
 beats, in the forward pass, the backward pass, a reduction, the optimizer, a copy into memory, or
 while a checkpoint is written; a third of the signals from outside at a random moment. The runs go
 on by themselves. In the end each must have the undisturbed run's losses, and each step its samples.
-Every other run has dropout, whose masks must be the same again, and leaves the split of samples as
-planned, on which masks depend; the others split their samples anew by measured times.
+Of four kinds of runs one has dropout, whose masks must be the same again, and leaves the split of
+samples as planned, on which masks depend; one splits its samples anew by measured times. These copy
+their state into memory as often as `auto` finds cheap: steps are short, so that is every few. One
+whose state is divided, and one in stages, copy it after each step. Some faults harm two ranks at
+once, or while they restore.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
 Figures: `kills`, `runs`, `worst_relative_error` (of the final loss), `samples_lost`,
 `samples_repeated`, `median_recovery_s`, `worst_recovery_s` (from the signal to the end of the first
 step after it), `median_killed_s`, `median_stopped_s` and `median_hung_s` (with the timeout of 5 s),
-`median_asked_s`, `worst_steps_repeated`.
+`median_asked_s`, `worst_steps_repeated`, `worst_steps_repeated_each` (of runs that copy after each
+step), `most_steps_between_copies` (as `auto` had it), `double_kills`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -54,6 +58,8 @@ NAMES = {
     signal.SIGTERM: "asked",
     HANG: "hung",
 }
+# Of the faults, those that harm a second rank too; they are that if they come within this time.
+DOUBLE, AT_ONCE_S = 0.15, 0.5
 
 
 def main() -> None:
@@ -84,6 +90,26 @@ def main() -> None:
 class _Kind(Enum):
     DROPOUT = "dropout"
     REBALANCED = "rebalanced"
+    DIVIDED = "divided"
+    STAGED = "staged"
+
+    @property
+    def copies_each(self) -> bool:
+        """Whether the state is copied into memory after each step."""
+        return self in (_Kind.DIVIDED, _Kind.STAGED)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it comes to harm. A device whose rank is lost again before it has done a step is
+        left out: without it masks are others, and there may be no plan in stages."""
+        same = self in (_Kind.REBALANCED, _Kind.DIVIDED)
+        return PLACES if same else tuple(place for place in PLACES if place != "restore")
+
+
+_ONLY: dict[_Kind, dict[str, Any]] = {
+    _Kind.DIVIDED: {"most_stages": 1, "zero_stages": [3]},
+    _Kind.STAGED: {"least_stages": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +135,7 @@ class _Outcome:
     losses: dict[int, float]
     done: list[_Done]
     faults: list[_Fault]
+    copied_every: int
 
     def samples(self) -> dict[int, Counter[int]]:
         """By step; of one that was done again the last time counts, for the run went on from it."""
@@ -143,7 +170,7 @@ def _run(
     folder.mkdir()
     (folder / "job.yaml").write_text(yaml.safe_dump(_job(folder, kind)), encoding="utf-8")
     outside = sum(chance.random() < 1 / 3 for _ in range(faults))
-    _set_traps(folder, faults - outside, chance)
+    _set_traps(folder, kind, faults - outside, chance)
     command = [*TRAIN, "--allow", "faulted", *([] if plan is None else ["--plan", str(plan)])]
     unbuffered = environment() | {"PYTHONUNBUFFERED": "1"}
     met: list[_Fault] = []
@@ -161,7 +188,9 @@ def _run(
     if code:
         raise SystemExit(f"a run failed:\n{(folder / 'said').read_text()}")
     losses = {one["step"]: one["loss"] for one in records(folder / "run", "step")}
-    return _Outcome(losses, _done(folder), met + _gone_off(folder))
+    told = records(folder / "run", "copies")
+    every = max((one["every_steps"] for one in told), default=1)
+    return _Outcome(losses, _done(folder), met + _gone_off(folder), every)
 
 
 def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
@@ -182,23 +211,31 @@ def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
             {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
         ],
         "rebalance": kind is _Kind.REBALANCED,
-        "checkpoint": {"every_steps": 10},
-        "techniques": {"most_stages": 1, "tensor": [1], "leave_out": False},
+        "checkpoint": {
+            "every_steps": 10,
+            "memory_every_steps": 1 if kind.copies_each else "auto",
+        },
+        "strategy": "staged" if kind is _Kind.STAGED else "optimal",
+        "techniques": {"tensor": [1], "leave_out": False, **_ONLY.get(kind, {"most_stages": 1})},
         "timeout": TIMEOUT_S,
         "output": "run",
         "restarts": 10,
     }
 
 
-def _set_traps(folder: Path, number: int, chance: random.Random) -> None:
-    for n in range(number):
+def _set_traps(folder: Path, kind: _Kind, number: int, chance: random.Random) -> None:
+    traps: list[dict[str, Any]] = []
+    while len(traps) < number:
+        place = chance.choice(kind.places)
         trap = {
-            "rank": chance.randrange(RANKS),
             "step": chance.randint(2, 4),
-            "place": chance.choice(PLACES),
-            "after": chance.randrange(3),
+            "place": place,
+            "after": 0 if place == "restore" else chance.randrange(3),
             "signal": int(chance.choice(FAULTS)),
         }
+        ranks = 2 if chance.random() < DOUBLE else 1
+        traps += [{"rank": rank, **trap} for rank in chance.sample(range(RANKS), ranks)]
+    for n, trap in enumerate(traps[:number]):
         (folder / f"trap-{n}.json").write_text(json.dumps(trap))
 
 
@@ -274,8 +311,20 @@ def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome])
             for number, name in NAMES.items()
             if number in by_signal
         },
-        "worst_steps_repeated": max((n for one in outcomes for n in one.repeated()), default=0),
+        "worst_steps_repeated": _most_repeated(outcomes),
+        "worst_steps_repeated_each": _most_repeated(o for kind, o in found if kind.copies_each),
+        "most_steps_between_copies": max(one.copied_every for one in outcomes),
+        "double_kills": sum(map(_double, outcomes)),
     }
+
+
+def _most_repeated(outcomes: Iterable[_Outcome]) -> int:
+    return max((n for one in outcomes for n in one.repeated()), default=0)
+
+
+def _double(outcome: _Outcome) -> int:
+    at = sorted(fault.at for fault in outcome.faults)
+    return sum(b - a < AT_ONCE_S for a, b in pairwise(at))
 
 
 if __name__ == "__main__":

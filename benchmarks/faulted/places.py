@@ -1,5 +1,5 @@
 """Where traps can be, and what they do beside sending a signal."""
 
-PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save")
+PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save", "restore")
 # In place of a signal: a call that does not come back, while the process lives.
 HANG = 0

@@ -27,9 +27,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from faulted.places import HANG
 from faulted.text import Pieces, pieces
 from gpumix.engine.comm import Communicator
-from gpumix.train import checkpoint
+from gpumix.train import checkpoint, checkpoint_content
 from gpumix.train.host_copy import HostCopy
 from gpumix.train.loop import Trainer
+
+# Places that are passed in some steps only, or before the first.
+ANY_STEP = ("save", "restore")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Traps:
         before = self._passed.get(place, 0)
         self._passed[place] = before + 1
         for trap in self._traps:
-            there = trap.place == place and (place == "save" or trap.step == self._step)
+            there = trap.place == place and (place in ANY_STEP or trap.step == self._step)
             if there and trap.after == before:
                 self._go_off(trap)
 
@@ -128,6 +131,7 @@ def _set(traps: Traps) -> None:
     _before(traps, AdamW, "step", "optimizer")
     _before(traps, HostCopy, "fill", "copy")
     _before(traps, checkpoint, "write", "save")
+    _before(traps, checkpoint_content, "restore", "restore")
 
 
 def _before(traps: Traps, owner: Any, name: str, place: str) -> None:
