@@ -36,6 +36,8 @@ REFUSED = 4  # the exit code of plans that do not fit
 # Its state takes 4 MiB, divided or not.
 GPT = small_gpt2(64, positions=LENGTH)
 LEAST_MIB, MOST_MIB = 1.0, 16.0
+# A part of the runs has less than the state takes on any division of it: those are to be refused.
+HOPELESS, HOPELESS_MIB = 0.2, 0.5
 ROBBED = 0.4  # of the runs
 COUNTS = (("fast", 1), ("slow", 2))
 
@@ -84,6 +86,9 @@ def main() -> None:
 def _drawn(chance: random.Random) -> _Case:
     ends = math.log(LEAST_MIB), math.log(MOST_MIB)
     memory = {name: round(math.exp(chance.uniform(*ends)), 2) for name, _ in COUNTS}
+    if chance.random() < HOPELESS:
+        part = HOPELESS_MIB / MOST_MIB
+        return _Case({name: max(0.1, round(mib * part, 2)) for name, mib in memory.items()})
     if chance.random() >= ROBBED:
         return _Case(memory)
     rank = chance.randrange(sum(count for _, count in COUNTS))
