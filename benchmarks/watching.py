@@ -1,13 +1,17 @@
-"""What it costs to tell each step's time apart.
+"""What it costs to watch each step: its time told apart, and what comes of that.
 
 A step of about 10 ms (matrix products) is run with the watch and without, in turns; and the watch's
 own calls are timed between those products, which push its code and data out of the caches, as a
-real step does. On a GPU stamps are events on the stream.
+real step does. On a GPU stamps are events on the stream. Between products are timed too what a rank
+does with the times of all others, and the norm of its own gradients: those of as many weights as
+such a step has, with 256 tokens for each.
 
     python benchmarks/watching.py [--json] [--rounds 60]
 
 Figures: `watching_us` is what the calls of one step take on the rank that writes them down, the
-median over steps, `others_us` that on other ranks; `overhead_share` is the former over 10 ms.
+median over steps, `others_us` that on other ranks; `reports_us` is what it takes to read what ranks
+told, and to decide whether samples are to be split anew, with `ranks` ranks; `norm_us` what the
+norm takes. `overhead_share` is `watching_us` over 10 ms, `judged_share` that with the latter two.
 `paired_share` is how much longer steps with the watch took, the median over rounds of steps in
 turns, and `paired_spread` half of the middle half of those rounds: what is below it is noise.
 """
@@ -17,18 +21,26 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from common import print_figures
 from gpumix.engine.comm import WaitClock
+from gpumix.engine.exchanged import COLUMNS, Exchanged
+from gpumix.engine.own_gradients import OwnNorm
+from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.train.balancing import Balancing
 from gpumix.train.watch import Watch, stamps_of
 
 STEP_S = 0.010
 STEPS = 200
 LIMIT = 0.005
+RANKS = 64
 
 
 def main() -> int:
@@ -43,6 +55,8 @@ def main() -> int:
     calls_s, step_s = _watching_s(watch, work, device, tells=True)
     ratios = [_pair(watch, batches, work, device) for _ in range(arguments.rounds)]
     low, _, high = quantiles(ratios, n=4)
+    reports_s = _timed(_reports(device), work, device)
+    norm_s = _timed(_norm(device), work, device)
     share = calls_s / STEP_S
     print_figures(
         {
@@ -50,7 +64,11 @@ def main() -> int:
             "step_ms": round(step_s * 1e3, 2),
             "watching_us": round(calls_s * 1e6, 2),
             "others_us": round(others_s * 1e6, 2),
+            "reports_us": round(reports_s * 1e6, 2),
+            "norm_us": round(norm_s * 1e6, 2),
+            "ranks": RANKS,
             "overhead_share": round(share, 6),
+            "judged_share": round((calls_s + reports_s + norm_s) / STEP_S, 6),
             "paired_share": round(median(ratios) - 1, 5),
             "paired_spread": round((high - low) / 2, 5),
             "rounds": arguments.rounds,
@@ -81,6 +99,68 @@ def _watching_s(
         calls.append(given - begun + ended - done)
         steps.append(ended - begun)
     return median(calls), median(steps)
+
+
+def _timed(call: Callable[[], None], work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a call between steps; the median."""
+    found = []
+    for _ in range(STEPS):
+        work()
+        _synchronize(device)
+        begun = time.perf_counter()
+        call()
+        _synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return median(found)
+
+
+def _reports(device: torch.device) -> Callable[[], None]:
+    """What a rank does after a step with what all told in it."""
+    balancing = Balancing(_even_plan(), None, _no_others(), state_moves=False)
+    table = torch.rand(RANKS, COLUMNS, dtype=torch.float64, device=device) * 1e-3 + STEP_S
+    times: list[float] = []
+
+    def run() -> None:
+        exchanged = Exchanged(table)
+        times.append(STEP_S)
+        balancing.after_step(times, exchanged.reports)
+
+    return run
+
+
+def _norm(device: torch.device) -> Callable[[], None]:
+    own, one = OwnNorm(device), torch.randn(256, 256, device=device)
+    products = STEP_S / _seconds(partial(torch.mm, one, one), device)
+    # A weight has one forward, and two backward.
+    weights = [torch.randn(256 * 256, device=device) for _ in range(max(1, round(products / 3)))]
+
+    def run() -> None:
+        for weight in weights:
+            own.see("unit", [weight])
+        own.take()
+
+    return run
+
+
+def _even_plan() -> Plan:
+    share = {"samples": 8, "micro_batch": 8, "state_share": 1 / RANKS}
+    workers = tuple(Worker(device=f"d{n}", device_class="card", **share) for n in range(RANKS))
+    return Plan(
+        strategy="by hand",
+        model="m",
+        sequence_length=1,
+        global_batch=8 * RANKS,
+        stages=(Stage(units=("unit",), workers=workers),),
+    )
+
+
+def _no_others() -> Any:
+    """A context as far as it is looked at: a run that goes on for ever."""
+    return SimpleNamespace(
+        job=SimpleNamespace(steps=10**9, restarts=0),
+        runtime=SimpleNamespace(peak_bytes=lambda: 0, memory_limit_bytes=1),
+        ranks=SimpleNamespace(gather=lambda topic, text: [text] * RANKS),
+    )
 
 
 def _pair(
@@ -126,7 +206,7 @@ def _work(device: torch.device) -> Callable[[], None]:
     return run
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     found = []
     for _ in range(5):
         begun = time.perf_counter()
