@@ -14,41 +14,31 @@ from gpumix.planner.pace import PaceOf
 from gpumix.planner.stage_room import StageRoom
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Mode, Schedule, ZeroStage
+from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import Space
 
 BATCH = 6
 
 
-def mixture(
-    slow: tuple[float, float] = (2.3e-3, 4.6e-3), *, trainable: int = 100_000, link: float = 1e7
-) -> Profile:
-    """Three of two classes, on two hosts, that may keep graphs and split backward passes.
+def mixture() -> Profile:
+    """Three of two classes, on two hosts, that may keep graphs and split backward passes."""
 
-    Args:
-        slow: seconds of the slow one's forward and backward passes; 1e-3 and 2e-3 of the others.
-        link: bytes a second between hosts.
-    """
-
-    def times(forward: float, gradient: float) -> dict[str, UnitTimes]:
+    def times(seconds: float) -> dict[str, UnitTimes]:
         unit = UnitTimes(
-            forward=line(forward, forward),
-            backward=line(forward + gradient, gradient),
-            gradient=line(gradient, gradient / 2),
-            inputs=line(gradient / 2, gradient / 4),
-            weights=line(gradient / 2, gradient / 4),
+            forward=line(seconds, seconds),
+            backward=line(3 * seconds, 2 * seconds),
+            gradient=line(2 * seconds, seconds),
+            inputs=line(seconds, seconds / 2),
+            weights=line(seconds, seconds / 2),
         )
-        return {"block": unit, ROOT: UnitTimes(forward=line(1e-4), backward=line(forward))}
+        return {"block": unit, ROOT: UnitTimes(forward=line(1e-4), backward=line(seconds))}
 
     found = profile(
-        [
-            Card("fast", 2, GIB, times(1e-3, 2e-3), per_host=2),
-            Card("slow", 1, GIB, times(*slow)),
-        ],
+        [Card("fast", 2, GIB, times(1e-3), per_host=2), Card("slow", 1, GIB, times(2.3e-3))],
         kinds=[
             block(
-                trainable=trainable,
+                trainable=100_000,
                 kept=line(1e4),
                 gradient=line(1e4),
                 backward=line(1e5),
@@ -57,7 +47,7 @@ def mixture(
                 saved_backward=line(1e4),
             )
         ],
-        links=Network(between=Link.stated(link, 1e-5), inside=Link.stated(1e9, 1e-5)),
+        links=Network(between=Link.stated(1e7, 1e-5), inside=Link.stated(1e9, 1e-5)),
     )
     return in_a_row(found, message=line(1e4))
 
@@ -66,22 +56,9 @@ WAYS = [("1f1b", 0), ("1f1b", 3), ("eager-1f1b", 1), ("gpipe", 2)]
 OTHERS = [("interleaved", 1), ("zero-bubble", 1)]
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
 @pytest.mark.parametrize(("schedule", "zero_stage"), [*WAYS, *OTHERS])
-def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage, size):
-    """Where a smaller micro-batch is left, too."""
-    assert _is_least(mixture(), schedule, zero_stage, size) > 2
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_the_first_to_come_and_the_last_to_go_back_may_pass_different_workers(schedule):
-    """One is fast forward, another one backward; links take next to no time."""
-    found = mixture(slow=(4e-3, 2e-4), trainable=100, link=1e9)
-    assert _is_least(found, schedule, 0, 1) > 2
-
-
-def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: int) -> int:
-    """How many candidates were counted, none of which takes less than is told of its cut."""
+def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage):
+    found = mixture()
     pace_of = PaceOf(found)
     cutter, manner = Cutter(pace_of, BATCH), Manner(ALONE, Mode(recompute=False))
     every, _ = rows(found.cluster.in_rank_order(), 3)
@@ -91,8 +68,7 @@ def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: i
         stages = len(row) * rounds_of(schedule)
         if stages > len(found.model.calls):
             continue
-        way = Way(row, (manner,) * stages, schedule, size)
-        [least_of_way] = cutter.least_of_ways(row, way.manners, [size])
+        way = Way(row, (manner,) * stages, schedule, 2)
         cuts = cutter.cuts(way)
         least = cutter.least_s(way, cuts, zero_stage)
         for number, least_s in enumerate(least):
@@ -102,9 +78,8 @@ def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: i
                 Candidate(way, zero_stage, cut), float("inf")
             )
             assert best is not None and best.seconds >= least_s * (1 - 1e-9)
-            assert best.seconds >= least_of_way * (1 - 1e-9)
             counted += 1
-    return counted
+    assert counted > 2
 
 
 def test_a_unit_that_is_called_twice_counts_once_and_for_nobody_surely():

@@ -7,10 +7,9 @@ what is like the best of them: other schedules, sizes, manners, and a call more 
 
 Where there are few ways, candidates are counted in the order of their least time, which is what the
 busiest worker computes and what comes before and after that (`planner.cuts`), until none can be
-shorter than the best one; a way is cut when the turn of its own least time comes. `bound_s` is the
-least time of all that was not counted: then that of the plan itself, unless there are too many
-candidates, cuts, micro-batch sizes or deals of micro-batches to workers. Devices of one stage run
-in one mode, and share its state as equally as they have room.
+shorter than the best one. `bound_s` is the least time of all that was not counted: then that of the
+plan itself, unless there are too many candidates, micro-batch sizes or deals of micro-batches to
+workers. Devices of one stage run in one mode, and share its state as equally as they have room.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import comb, prod
-from operator import itemgetter
 
 import numpy as np
 
@@ -55,12 +53,10 @@ from gpumix.spec.profile import Profile
 
 FEW_SIZES = 12  # micro-batch sizes, of which all are tried
 FEW_COUNTS = 4  # of micro-batches; beside other sizes, those that make so many
-FEW_WAYS = 10_000  # but for their sizes, of which all are looked at
+FEW_WAYS = 500  # of which all are looked at
 FEW_STAGES = 4  # whose manners are changed one by one
 # Of exact counts, in actions that are replayed: of what promises most, of what is like it, of all.
-PROMISING, ALIKE, ALL = 8_000, 16_000, 60_000
-# To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
-CUT_WORK, CUTS_A_WORK = 3, 100
+PROMISING, ALIKE, ALL = 8_000, 16_000, 30_000
 PESSIMISM = 0.8  # a step takes no less than this part of its estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -328,8 +324,8 @@ class _Search:
 
     def _prove(self) -> float:
         """Seconds that no step takes less than. Where there are few ways all candidates that may be
-        faster than the best plan are counted; of those that are not, for cuts, sizes or deals are
-        too many, it is known what they take at the least."""
+        faster than the best plan are counted; of those that are not, for sizes or deals are too
+        many, it is known what they take at the least."""
         if not self._few():
             return 0.0
         every_size = len(self._sizes) == self._largest
@@ -339,9 +335,6 @@ class _Search:
                 break
             if self._counting.work > ALL:
                 return min(least_s, own_least_s)
-            if candidate is None:
-                least_s = min(least_s, own_least_s)
-                continue
             found, complete = self._counting.best_deal(candidate, self._best_s)
             self._best = found or self._best
             if not complete:
@@ -349,18 +342,20 @@ class _Search:
         return least_s
 
     def _few(self) -> bool:
-        """Whether there are few ways."""
+        """Whether there are few ways, and few cuts of each."""
         found, complete = self._rows
-        total = 0
-        for row, schedule in product(found, self._schedules) if complete else ():
+        if not complete:
+            return False
+        total, cuts = 0, len(self._profile.model.cuts)
+        for row, schedule in product(found, self._schedules):
             stages = len(row) * rounds_of(schedule)
-            total += prod(len(self._manners_at(row, schedule, n)) for n in range(stages))
-            if total > FEW_WAYS:
+            manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
+            total += len(self._sizes) * prod(manners)
+            if total > FEW_WAYS or comb(cuts, stages - 1) > FEW_CUTS:
                 return False
-        return complete
+        return True
 
-    def _ways(self) -> Iterator[tuple[float, Way]]:
-        """Those that may be faster than the best plan, with the least time of each."""
+    def _ways(self) -> Iterator[Way]:
         for row, schedule in product(self._rows[0], self._schedules):
             stages = len(row) * rounds_of(schedule)
             if not self._zero_stages(row, schedule):
@@ -368,45 +363,30 @@ class _Search:
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
                 teams = [manner.team for manner in manners]
-                if teams != teams[: len(row)] * rounds_of(schedule):
-                    continue
-                largest = min(map(self._manners.largest, map(kind_of, row), teams))
-                least = self._cutter.least_of_ways(row, manners, self._sizes)
-                for size, least_s in zip(self._sizes, least):
-                    if size <= largest and least_s < self._best_s * (1 - ENOUGH):
-                        yield float(least_s), Way(row, manners, schedule, size)
+                if teams == teams[: len(row)] * rounds_of(schedule):
+                    largest = min(map(self._manners.largest, map(kind_of, row), teams))
+                    sizes = (size for size in self._sizes if size <= largest)
+                    yield from (Way(row, manners, schedule, size) for size in sizes)
 
-    def _nearest_first(self) -> Iterator[tuple[float, Candidate | None]]:
+    def _nearest_first(self) -> Iterator[tuple[float, Candidate]]:
         """All candidates that have room for the units' state, and the least time of each, those
-        first of which that is shortest; None stands for those of a way that has too many cuts."""
-        # A way is cut when its turn comes, its next candidate is looked at when the last one was.
+        first of which that is shortest."""
         heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
-        ways = sorted(self._ways(), key=itemgetter(0))
-        cuts = len(self._profile.model.cuts)
 
         def put(number: int, others: Iterator[tuple[float, Candidate]]) -> None:
             for least_s, candidate in others:
                 heapq.heappush(heap, (least_s, number, candidate, others))
                 return
 
-        for number, (way_s, way) in enumerate(ways):
-            while heap and heap[0][0] <= way_s:
-                least_s, before, candidate, others = heapq.heappop(heap)
-                yield least_s, candidate
-                put(before, others)
-            every = comb(cuts, len(way.stages) - 1)
-            if every > FEW_CUTS or self._counting.work > ALL:
-                yield way_s, None
-            else:
-                self._counting.work += len(way.stages) * (CUT_WORK + every // CUTS_A_WORK)
-                put(number, self._cut(way, way_s))
+        for number, way in enumerate(self._ways()):
+            put(number, self._cut(way))
         while heap:
             least_s, number, candidate, others = heapq.heappop(heap)
             yield least_s, candidate
             put(number, others)
 
-    def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
-        """A way's candidates by the least time that each takes; none takes less than `way_s`."""
+    def _cut(self, way: Way) -> Iterator[tuple[float, Candidate]]:
+        """A way's candidates by the least time that each takes."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:
             return
@@ -417,4 +397,4 @@ class _Search:
             least_s = float(least[row, number])
             if least_s == float("inf"):
                 return
-            yield max(way_s, least_s), Candidate(way, stages[row], cuts.cut(number))
+            yield least_s, Candidate(way, stages[row], cuts.cut(number))
