@@ -10,7 +10,15 @@ from jobs import plan_for, write_job
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
 from gpumix.train.metrics import RunLog, StepRecord
-from gpumix.train.plan_change import Parts, change, in_force, in_words, split_anew, started
+from gpumix.train.plan_change import (
+    Parts,
+    change,
+    dealt_anew,
+    in_force,
+    in_words,
+    split_anew,
+    started,
+)
 from gpumix.train.rebalance import with_samples
 from gpumix.train.rebalance_room import with_shares
 
@@ -71,6 +79,23 @@ def test_words_tell_of_those_whose_part_has_changed(plan):
     first, second = in_words(fields).split("; ")[:2]
     assert first == "samples: big-0 6 to 8, small-1 4 to 2"
     assert second.startswith("of the state: big-0 ")
+
+
+def test_a_split_anew_is_told_in_a_line(plan):
+    even = with_shares(plan, (0.5, 0.25, 0.25))
+    why = "device 'small-1' takes 2.00 times as long"
+    told = dealt_anew(
+        even, other(plan), why, what="a step", before_s=0.4, after_s=0.3, moving_s=0.1
+    )
+    assert told.text == (
+        f"split anew, for {why}: samples: big-0 6 to 8, small-1 4 to 2; of the state: big-0 50.0% "
+        "to 25.0%, small-0 25.0% to 50.0%; largest micro-batches: small-1 4 to 2; a step is to "
+        "take 300 ms instead of 400 ms"
+    )
+    assert told.event == "plan"
+    assert told.fields["live"] is True
+    expected = {"expected_s": 0.3, "expected_before_s": 0.4, "moving_s": 0.1, "why": why}
+    assert {name: told.fields[name] for name in expected} == expected
 
 
 def test_words_of_very_many_name_some():

@@ -19,7 +19,6 @@ from gpumix.train.rebalance import (
     Moved,
     Pace,
     Rebalancer,
-    described,
     split,
     with_samples,
 )
@@ -270,14 +269,6 @@ def test_of_a_team_the_slowest_counts():
     assert changes[-1].samples == (4, 12)
 
 
-def test_a_change_is_told_in_a_line():
-    change = Change((3, 5), 0.4, 0.3, "device 'a' takes 2.00 times as long")
-    assert described(["a", "b"], (4, 4), change) == (
-        "samples split anew, for device 'a' takes 2.00 times as long: a 4 to 3, b 4 to 5; a step's "
-        "computing is to take 300 ms instead of 400 ms"
-    )
-
-
 # -- where memory stands in the way ----------------------------------------------------------------
 
 
@@ -339,15 +330,6 @@ def test_what_has_moved_is_gone_on_from():
     run.sample_s[3] = 1.0
     ((_, change),) = run.steps(20)
     assert change.samples == (12, 12, 12, 12)
-
-
-def test_a_move_is_told_in_a_line():
-    change = Change((3, 5), 0.4, 0.3, "device 'a' takes 2.00 times as long", (0.25, 0.75), 0.1)
-    assert described(["a", "b"], (4, 4), change, (0.5, 0.5)) == (
-        "samples split anew, for device 'a' takes 2.00 times as long: a 4 to 3, b 4 to 5; state "
-        "moves to make room: a 50% to 25%, b 50% to 75%; a step's computing is to take 300 ms "
-        "instead of 400 ms"
-    )
 
 
 # -- in a run --------------------------------------------------------------------------------------

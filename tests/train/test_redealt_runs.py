@@ -39,7 +39,8 @@ def test_micro_batches_go_to_the_other_worker_and_losses_stay(tmp_path, settings
     job = write_job(tmp_path / "slow", model=slow, rebalance=True, **USUAL)
     Pipeline.of_file(job, (), debug=False).train(plan, resume=False, made_from=profile)
     run = tmp_path / "slow" / "run"
-    (change, *_) = metrics(run, "rebalance")
+    (change, *_) = metrics(run, "plan")
+    assert change["live"]
     assert change["why"].startswith("device 'same-2' takes")
     assert change["samples"]["same-2"] < 6 < change["samples"]["same-1"]
     assert change["samples"]["same-0"] == BATCH

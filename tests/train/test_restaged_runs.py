@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 from jobs import environment, metrics, toy, write_job
 
 from gpumix.spec.plan import Plan
+from gpumix.train.balancing import MEASURED_STEPS
 from gpumix.train.pipeline import Pipeline
+from gpumix.train.rebalance import WINDOW_STEPS
 
 # So slow that nothing but computing counts.
 CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]
@@ -60,7 +63,12 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert _work_of(Plan.load(run / "plan.json"), device) < _work_of(plan, device)
     (effect,) = metrics(run, "rebalanced")
-    assert effect["step_s"] > 0 and effect["step_before_s"] > 0
+    assert effect["step_before_s"] == pytest.approx(
+        fmean(one["step_s"] for one in steps[: restart["resumed_from"]][-WINDOW_STEPS:])
+    )
+    assert effect["step_s"] == pytest.approx(
+        median(one["step_s"] for one in steps[: effect["step"]][-MEASURED_STEPS + 1 :])
+    )
 
 
 def _until_started_again(job: Path) -> tuple[str, Path]:

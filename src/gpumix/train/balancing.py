@@ -15,24 +15,20 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
-from gpumix.train import plan_change
 from gpumix.train.context import Context
 from gpumix.train.metrics import Told
 from gpumix.train.pipeline import plan_of
-from gpumix.train.plan_change import Parts
+from gpumix.train.plan_change import dealt_anew
 from gpumix.train.rebalance import (
     WINDOW_STEPS,
     Change,
     Fixed,
     Rebalancer,
     Room,
-    changes,
-    described,
     with_samples,
 )
 from gpumix.train.rebalance_room import Movable, idle_paces, most_by_memory, with_shares
-from gpumix.train.rebalance_stages import samples_in
-from gpumix.train.restage import Redealt, Restaging
+from gpumix.train.restage import Restaging
 
 # It is looked at from here on: first steps take longer than others.
 FIRST_STEPS = 3
@@ -100,18 +96,23 @@ class Balancing:
             return self._after_stages(times, compute_s)
         if self._rebalancer is None:
             self._rebalancer = self._watching()
-        before = self._rebalancer.samples
         change = self._rebalancer.observe(compute_s)
         if change is None:
             return self._effect(times)
-        plan = self._with(change)
-        told = self._told(before, change, plan)
-        self.plan = plan
+        before, self.plan = self.plan, self._with(change)
         if change.shares is not None:
             self._planned = self.plan
             self._rebalancer.go_on(self.plan, self._room())
         self._took(times)
-        return told
+        return dealt_anew(
+            before,
+            self.plan,
+            change.why,
+            what="a step's computing",
+            before_s=change.before_s,
+            after_s=change.after_s,
+            moving_s=None if change.shares is None else change.moving_s,
+        )
 
     def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
         found = self._restaging.observe(compute_s) if self._restaging is not None else None
@@ -121,10 +122,16 @@ class Balancing:
             return None
         if found is None:
             return self._effect(times)
-        told = _told_of_stages(self.plan, found)
-        self.plan = found.plan
+        before, self.plan = self.plan, found.plan
         self._took(times)
-        return told
+        return dealt_anew(
+            before,
+            self.plan,
+            found.why,
+            what="a step",
+            before_s=found.before_s,
+            after_s=found.after_s,
+        )
 
     def _took(self, times: Sequence[float]) -> None:
         """The samples are split anew from the next step on."""
@@ -173,21 +180,6 @@ class Balancing:
             return plan
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
-    def _told(self, before: Sequence[int], change: Change, plan: Plan) -> Told:
-        (stage,) = self._planned.stages
-        devices = [team[0].device for team in stage.teams]
-        fields = {
-            "why": change.why,
-            "live": True,
-            **plan_change.change(Parts.of(self.plan), Parts.of(plan)),
-            "computing_s": change.after_s,
-            "computing_before_s": change.before_s,
-        }
-        if change.shares is not None:
-            fields["moving_s"] = change.moving_s
-        text = described(devices, before, change, stage.shares)
-        return Told(plan_change.EVENT, fields, text)
-
     def _effect(self, times: Sequence[float]) -> Told | None:
         """What the last change came to, once."""
         if self._changed is None or self._steps < self._changed[0] + MEASURED_STEPS:
@@ -200,25 +192,6 @@ class Balancing:
 
 def _of_late(times: Sequence[float]) -> float:
     return fmean(times[-WINDOW_STEPS:])
-
-
-def _told_of_stages(before: Plan, change: Redealt) -> Told:
-    leaders = [team[0].device for stage in before.stages for team in stage.teams]
-    now, then = (
-        [n for of_stage in samples_in(plan) for n in of_stage] for plan in (change.plan, before)
-    )
-    fields = {
-        "samples": dict(zip(leaders, now)),
-        "samples_before": dict(zip(leaders, then)),
-        "why": change.why,
-        "expected_s": change.after_s,
-        "expected_before_s": change.before_s,
-    }
-    text = (
-        f"samples split anew, for {change.why}: {changes(leaders, then, now)}; a step is to take "
-        f"{show_seconds(change.after_s)} instead of {show_seconds(change.before_s)}"
-    )
-    return Told("rebalance", fields, text)
 
 
 def _plan_of(job: Job, profile: Profile) -> Plan:

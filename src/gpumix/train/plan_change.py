@@ -16,6 +16,7 @@ from typing import Any
 
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.metrics import Told
 
@@ -82,6 +83,35 @@ def started(before: Parts, plan: Plan, why: str) -> Told | None:
     same."""
     fields = change(before, Parts.of(plan))
     return Told(EVENT, {"why": why, "live": False} | fields, "") if fields else None
+
+
+def dealt_anew(
+    before: Plan,
+    after: Plan,
+    why: str,
+    *,
+    what: str,
+    before_s: float,
+    after_s: float,
+    moving_s: float | None = None,
+) -> Told:
+    """What to tell of a split anew while the run trains.
+
+    Args:
+        what: takes `before_s` in a step by the plan until now, and is to take `after_s`.
+        moving_s: what it takes to move state, if that moves.
+    """
+    fields = {
+        "why": why,
+        "live": True,
+        **change(Parts.of(before), Parts.of(after)),
+        "expected_s": after_s,
+        "expected_before_s": before_s,
+    }
+    if moving_s is not None:
+        fields["moving_s"] = moving_s
+    expected = f"{what} is to take {show_seconds(after_s)} instead of {show_seconds(before_s)}"
+    return Told(EVENT, fields, f"split anew, for {why}: {in_words(fields)}; {expected}")
 
 
 def in_force(folder: Path) -> Parts | None:

@@ -21,7 +21,6 @@ from math import inf
 from typing import Protocol
 
 from gpumix.spec.plan import Plan, Worker
-from gpumix.spec.units import show_seconds
 
 # A split is changed if steps come to take so much less time by the shortest times of so many steps
 # in a row: what happens once is no reason.
@@ -345,35 +344,3 @@ def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
     )
     changed = stage.model_copy(update={"workers": workers})
     return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})
-
-
-def described(
-    devices: Sequence[str], before: Sequence[int], change: Change, shares: Sequence[float] = ()
-) -> str:
-    """A change in a line.
-
-    Args:
-        devices: the first one of each team; `before` are their samples until now.
-        shares: what they store of the state until now.
-    """
-    told = f"samples split anew, for {change.why}: {changes(devices, before, change.samples)}; "
-    if change.shares is not None:
-        stored = [
-            f"{device} {a:.0%} to {b:.0%}"
-            for device, a, b in zip(devices, shares, change.shares)
-            if f"{a:.0%}" != f"{b:.0%}"
-        ]
-        told += f"state moves to make room: {_some(stored)}; "
-    return (
-        f"{told}a step's computing is to take {show_seconds(change.after_s)} instead of "
-        f"{show_seconds(change.before_s)}"
-    )
-
-
-def changes(devices: Sequence[str], before: Sequence[int], after: Sequence[int]) -> str:
-    """Whose samples change, and from how many to how many."""
-    return _some([f"{d} {a} to {b}" for d, a, b in zip(devices, before, after) if a != b])
-
-
-def _some(told: Sequence[str]) -> str:
-    return ", ".join(told[:6]) + (f" and {len(told) - 6} more" if len(told) > 6 else "")
