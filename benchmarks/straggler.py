@@ -144,7 +144,7 @@ def _training(
         trainer.train_step = train_step  # type: ignore[method-assign]
         summary = trainer.run()
         return {
-            "times": trainer._step_times,
+            "times": trainer.taken.times_s,
             "losses": summary.losses,
             "changes": trainer._balancing.changes if trainer._balancing is not None else 0,
             "overruns": summary.overruns,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,7 @@ from typing import Any
 from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
-from gpumix.engine.record import SILENT, Recorder, Recording
+from gpumix.engine.record import SILENT, Recorder
 from gpumix.engine.replan import may_move
 from gpumix.engine.state import some_of
 from gpumix.engine.updates import updates_elements
@@ -23,40 +22,30 @@ from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
-from gpumix.spec.units import show_seconds
-from gpumix.train import run_files
-from gpumix.train.account import Account
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
-from gpumix.train.display import Display, input_bound, not_copied, unread
 from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.last_minute import LastMinute
-from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import (
     WARM_UP_STEPS,
-    ClassRecord,
-    RankRecord,
-    RunLog,
     StepRecord,
-    Told,
-    by_class,
-    speed_of,
     typical_s,
 )
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.not_finite import overflowed, spoilt, without_labels
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
 from gpumix.train.outcome import Summary, Trial
-from gpumix.train.plan_change import in_force, started
+from gpumix.train.plan_change import in_force
 from gpumix.train.recovery import Restart
 from gpumix.train.soundness import Soundness
+from gpumix.train.steps_taken import StepsTaken
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
-from gpumix.train.trace import trace_of
+from gpumix.train.telling import Telling
 from gpumix.train.watch import Watch, stamps_of
 from gpumix.train.watcher import Watcher
 
@@ -90,7 +79,7 @@ class Trainer:
         self.job = job
         model = model_of(job.model, folder=context.task.folder, seed=job.seed)
         if context.first and job.model.weights is not None:
-            self._tell_of_unused(unused(model, job.model.weights))
+            _tell_of_unused(unused(model, job.model.weights))
         self.engine = prepare(
             model,
             plan,
@@ -134,28 +123,24 @@ class Trainer:
             self._take_up(needed=restart is None)
         self._begun_at = self.step
         self._tokens = self._tokens_at(0, self.loader.cursor.position)
-        self._step_tokens: list[int] = []
-        self._own_tokens: list[int] = []  # those of this rank, of each step
         context.runtime.reset_peak()
-        self._log = RunLog(job.output, plan, job.steps, done=self.step)
-        self._display: Display | None = None
+        self.taken = StepsTaken(context.runtime)
         stamps = stamps_of(self.engine.device)
         self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
-        self._told_of_starvation = self._told_of_copies = False
+        self._telling = Telling(
+            context,
+            self.engine,
+            self.loader,
+            self.keeping,
+            self.watch,
+            self.taken,
+            begun_at=self.step,
+        )
         moves = may_move(plan) and updates_elements(self.optimizer)
         step_s = restart.step_s if restart is not None else None
         balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
         self._balancing = balancing if job.rebalance else None
         self._soundness = Soundness(context, plan, self.engine)
-        self._waited_s = 0.0
-        self._since = time.perf_counter()
-        self._step_times: list[float] = []
-        self._overruns_before = 0
-        self._losses: list[float] = []
-        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._classes: list[ClassRecord] = []
-        self._records: list[RankRecord] = []
-        self._sent_before, self._steps_before = self.engine.comm.sent.total(), self.step
 
     def run(self) -> Summary:
         """Train to the end.
@@ -169,19 +154,20 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
-            self._open(stack)
-            self._tell_of_copies(self.keeping.open_memory(fresh=self.step == 0))
+            self._telling.open(stack)
+            self._telling.start(self._plan_before, self._restart)
+            self._telling.copies(self.keeping.open_memory(fresh=self.step == 0))
             stack.enter_context(self._last_minute.beside(stop))
-            self._tell_of_replays()
+            if self._soundness.why_not:
+                self._telling.say(f"no batch is replayed: {self._soundness.why_not}")
             while self.step < self.job.steps:
                 traced = self.step + 1 == self.job.trace_step
                 step = self._traced_step if traced else self.train_step
                 self._tell(step(stop))
-                self._tell_of_restart()
                 if self._due(self.job.evaluation.every_steps):
-                    sent = self.engine.comm.sent.total()
+                    sent_bytes = self.engine.comm.sent.total()
                     self._evaluate()
-                    self._sent_before += self.engine.comm.sent.total() - sent
+                    self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
                 if self.step == self.job.steps:
                     break
                 notices = self.engine.exchanged.notices
@@ -211,7 +197,7 @@ class Trainer:
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
-            self._exchange_records()
+            self._telling.exchange(self.step)
             waited_s = self.engine.comm.clock.total_s()
             records, tokens, padded = [], 0, 0
             if watcher is not None:
@@ -244,7 +230,7 @@ class Trainer:
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
         starved = gather("starved", str(shares.input))
         peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
-        overruns = gather("overruns", str(self._overruns()))
+        overruns = gather("overruns", str(self.taken.overruns))
         limits = gather("limits", self.loader.limit.value)
         retries = gather("retries", str(self.context.runtime.allocator_retries))
         # Each rank returns the same: what the first one saw.
@@ -255,8 +241,8 @@ class Trainer:
         return Trial(
             step_s=step_s,
             mean_s=sum(times) / len(times),
-            tokens_per_s=fmean(self._step_tokens[-steps:]) / step_s,
-            losses=self._losses,
+            tokens_per_s=fmean(self.taken.tokens[-steps:]) / step_s,
+            losses=self.taken.losses,
             peak_bytes=[json.loads(text) for text in peaks],
             busy_shares=[float(text) for text in busy],
             input_shares=[float(text) for text in starved],
@@ -291,9 +277,9 @@ class Trainer:
         rate = learning_rate(self.job, self.step)
         set_learning_rates(self.optimizer, self.job, self.step)
         asked = stop is not None and stop.requested
-        self._last_minute.step_begins(self._step_times, tells=asked)
+        self._last_minute.step_begins(self.taken.times_s, tells=asked)
         self.engine.notice = UNSAVED if self.keeping.checkpointer.failed else STOP if asked else 0.0
-        self.engine.report = watch.computed_s if self._step_times else 0.0
+        self.engine.report = watch.computed_s if self.taken.times_s else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
         early = clip_norm is None and self.engine.may_update_early(self.optimizer)
@@ -318,14 +304,9 @@ class Trainer:
         watch.end()
         self.step += 1
         step_s = record.end() - begun
-        self._step_times.append(step_s)
-        if len(self._step_times) == WARM_UP_STEPS:
-            self._overruns_before = self.context.runtime.overruns
-        self._losses.append(loss)
         tokens = self._tokens_at(begin, self.loader.cursor.position)
         self._tokens += tokens
-        self._step_tokens.append(tokens)
-        self._own_tokens.append(self._tokens_of_own())
+        self.taken.add(step_s, loss, tokens, self._tokens_of_own())
         return StepRecord(
             step=self.step,
             loss=loss,
@@ -356,126 +337,16 @@ class Trainer:
         done = self.train_step(stop)
         comm.record = SILENT
         told = self.context.ranks.collect("recordings", recorder.recording().to_json())
-        if self._display is not None:
-            path = self.job.output / run_files.TRACE
-            trace_of(self.plan, [Recording.from_json(text) for text in told]).save(path)
-            self._display.say(f"trace of step {self.step}: {path}, open it in ui.perfetto.dev")
+        self._telling.trace(self.step, told)
         return done
-
-    # -- telling -----------------------------------------------------------------------------------
-
-    def _open(self, stack: ExitStack) -> None:
-        if not self.context.first:
-            return
-        stack.enter_context(self._log)
-        self._tell_of_plan()
-        self._display = stack.enter_context(Display(self._log, self.job.log_every_steps))
 
     def _tell(self, record: StepRecord) -> None:
         if self._due(self.job.log_every_steps) or self.step == self.job.steps:
-            self._exchange_records()
-        if self.context.first and self._display is not None:
-            self._log.step(record)
-            self._display.step(record)
-
-    def _tell_of_plan(self) -> None:
-        """If it is another one than that by which the run trained before."""
-        why = self._restart.decided if self._restart is not None else "the run was resumed"
-        before = self._plan_before
-        told = started(before, self.plan, why) if before is not None else None
-        if told is not None:
-            self._log.tell(self.step, told)
-
-    def _tell_of_restart(self) -> None:
-        """Once, when training goes on."""
+            self._telling.exchange(self.step)
+        self._telling.step(record)
         restart, self._restart = self._restart, None
-        if restart is not None and self._display is not None:
-            seconds = time.time() - restart.failed_at
-            self._log.restart(
-                self.step,
-                resumed_from=self._begun_at,
-                kept_in=self._kept_in,
-                why=restart.why,
-                decided=restart.decided,
-                seconds=seconds,
-            )
-            self._display.say(f"training again after {show_seconds(seconds)}")
-
-    def _tell_of_unused(self, names: list[str]) -> None:
-        """A head of another task, say, is left out on purpose; a wrong prefix is not."""
-        if names:
-            stderr().print(f"the weights hold tensors without a place: {some_of(names)}")
-
-    def _exchange_records(self) -> None:
-        """Collective: how every rank did since the last time."""
-        now = time.perf_counter()
-        waited = self.engine.comm.clock.total_s()
-        busy = 1.0 - (waited - self._waited_s) / (now - self._since)
-        self._waited_s, self._since = waited, now
-        sent, steps = self.engine.comm.sent.total(), max(1, self.step - self._steps_before)
-        sent_bytes = (sent - self._sent_before) / steps
-        self._sent_before, self._steps_before = sent, self.step
-        watched = self.watch.take()
-        self._spent = self._spent.and_then(watched)
-        mine = RankRecord(
-            device=self.context.device.id,
-            device_class=self.context.device.device_class,
-            busy_share=max(0.0, busy),
-            peak_bytes=self.context.runtime.peak_bytes(),
-            overruns=self._overruns(),
-            laid_out_bytes=self.context.runtime.current_bytes(),
-            sent_bytes=sent_bytes,
-            shares=watched.shares(),
-            starved_share=self.watch.starvation.share,
-            input_limit=self.loader.limit,
-            skipped=len(self.loader.skipped),
-            lost_workers=self.loader.lost_workers,
-            not_copied=self.keeping.not_copied,
-            **self._speed(watched.steps),
-        )
-        self._gather(mine)
-        if self._display is not None:
-            self._log.classes(self.step, self._classes)
-            self._log.ranks(self.step, self._records)
-            self._display.classes(self._classes)
-            self._tell_of_starvation()
-            self._tell_of_copies(not_copied(self.context.ranks.names, self._records))
-            missed = unread(self.context.ranks.names, self._records)
-            if missed and self.step == self.job.steps:
-                self._display.say(missed)
-
-    def _speed(self, last: int) -> dict[str, Any]:
-        """This rank's, in the last steps."""
-        step_s, tokens = typical_s(self._step_times[-last:]), fmean(self._own_tokens[-last:])
-        return speed_of(self.plan, self.context.ranks.rank, step_s, tokens)._asdict()
-
-    def _gather(self, mine: RankRecord) -> None:
-        """Collective: every rank's record."""
-        told = self.context.ranks.gather("records", mine.to_json())
-        self._records = [RankRecord.from_json(text) for text in told]
-        self._classes = by_class(self.plan, self._records)
-
-    def _tell_of_starvation(self) -> None:
-        """Once in a run."""
-        told = input_bound(self.context.ranks.names, self._records)
-        if not told or self._told_of_starvation or self._display is None:
-            return
-        self._told_of_starvation = True
-        starved = [one for one in self._records if one.starved_share is not None]
-        self._log.starved(self.step, starved)
-        self._display.say(told)
-
-    def _tell_of_copies(self, refused: str) -> None:
-        """Once in a run."""
-        if refused and self._display is not None and not self._told_of_copies:
-            self._told_of_copies = True
-            self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
-
-    def _overruns(self) -> int:
-        """Of this rank, in those steps that count for speed."""
-        if len(self._step_times) < WARM_UP_STEPS:
-            return 0
-        return self.context.runtime.overruns - self._overruns_before
+        if restart is not None:
+            self._telling.restart(self.step, restart, self._kept_in)
 
     def _evaluate(self) -> None:
         losses = [
@@ -489,10 +360,7 @@ class Trainer:
                 reading=self.context.reading,
             )
         ]
-        if self._display is not None:
-            loss = sum(losses) / len(losses)
-            self._log.evaluation(self.step, loss)
-            self._display.evaluation(self.step, loss)
+        self._telling.evaluation(self.step, losses)
 
     def _due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.step % every_steps == 0
@@ -514,48 +382,35 @@ class Trainer:
 
     def _finish_save(self) -> Saved:
         saved = self.keeping.finish_save()
-        if self._display is not None:
-            self._log.checkpoint(
-                saved.step, saved.path, seconds=saved.seconds, stalled_s=self.keeping.stalled_s
-            )
+        self._telling.checkpoint(saved)
         return saved
 
     def _remember(self) -> None:
         """Have this step's state copied into memory."""
         done = self.step - self._begun_at
         if done == MEASURED_STEPS:
-            self._say(self.keeping.choose_interval(typical_s(self._step_times[1:])))
+            told = self.keeping.choose_interval(typical_s(self.taken.times_s[1:]))
+            self._telling.tell(self.step, told)
         self.keeping.remember(self.step)
 
     def _rebalance(self) -> None:
         """Split the samples anew, if that is worth it by the last steps."""
         if self._balancing is None or self.step == self.job.trace_step:
             return
-        told = self._balancing.after_step(self._step_times, self.engine.exchanged.reports)
+        told = self._balancing.after_step(self.taken.times_s, self.engine.exchanged.reports)
         if self._balancing.plan is not self.plan:
             self.plan = self._balancing.plan
             self.keeping.settle(self.step)  # what is copied may move
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
-        self._say([told] if told is not None else [])
+        self._telling.tell(self.step, [told] if told is not None else [])
         if self._balancing.outdated is not None:
             if not self.keeping.keep(self.step):
                 self.save()
             raise self._balancing.outdated
 
-    def _tell_of_replays(self) -> None:
-        if self._display is not None and self._soundness.why_not:
-            self._display.say(f"no batch is replayed: {self._soundness.why_not}")
-
     def _look_for_wrong_results(self) -> None:
-        self._say(self._soundness.after_step(self.step))
-
-    def _say(self, told: list[Told]) -> None:
-        if self._display is not None:
-            for one in told:
-                self._log.tell(self.step, one)
-                if one.text:
-                    self._display.say(one.text)
+        self._telling.tell(self.step, self._soundness.after_step(self.step))
 
     def _take_up(self, *, needed: bool) -> None:
         state = self.keeping.take_up(needed=needed)
@@ -606,23 +461,26 @@ class Trainer:
 
     def _summary(self, path: Path) -> Summary:
         """Collective."""
-        times = self._step_times[WARM_UP_STEPS:] or self._step_times
-        step_s = typical_s(times)
-        if self._records:  # so far of the last steps
-            mine = self._records[self.context.ranks.rank]
-            speed = self._speed(len(times))
-            self._gather(replace(mine, shares=self._spent.shares(), **speed))
+        self._telling.of_all_steps()
+        counting = self.taken.counting
+        step_s, losses = self.taken.step_s(counting), self.taken.losses
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
             steps=self.step,
-            loss=self._losses[-1] if self._losses else None,
-            tokens_per_s=fmean(self._step_tokens[-len(times) :]) / step_s if step_s else 0.0,
+            loss=losses[-1] if losses else None,
+            tokens_per_s=self.taken.tokens_per_s(counting),
             step_s=step_s,
             predicted_step_s=predicted,
             prediction_error=predicted / step_s - 1 if predicted and step_s else None,
-            overruns=sum(c.overruns for c in self._classes),
-            classes=[asdict(c) for c in self._classes],
-            devices=[asdict(r) for r in self._records],
-            losses=self._losses,
+            overruns=sum(c.overruns for c in self._telling.classes),
+            classes=[asdict(c) for c in self._telling.classes],
+            devices=[asdict(r) for r in self._telling.records],
+            losses=losses,
             checkpoint=str(path),
         )
+
+
+def _tell_of_unused(names: list[str]) -> None:
+    """A head of another task, say, is left out on purpose; a wrong prefix is not."""
+    if names:
+        stderr().print(f"the weights hold tensors without a place: {some_of(names)}")

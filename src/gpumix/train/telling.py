@@ -1,0 +1,207 @@
+"""What a run tells of itself while it trains: in its folder, and on the terminal.
+
+Only the first rank writes and shows; the others tell it how they did.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from gpumix.data.loader import Loader
+from gpumix.engine.engine import Engine
+from gpumix.engine.record import Recording
+from gpumix.spec.units import show_seconds
+from gpumix.train import run_files
+from gpumix.train.account import Account
+from gpumix.train.checkpoint import Saved
+from gpumix.train.context import Context
+from gpumix.train.display import Display, input_bound, not_copied, unread
+from gpumix.train.keeping import Keeping
+from gpumix.train.memory_folder import WITHOUT_COPIES
+from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, Told, by_class
+from gpumix.train.plan_change import Parts, started
+from gpumix.train.recovery import Restart
+from gpumix.train.steps_taken import StepsTaken
+from gpumix.train.trace import trace_of
+from gpumix.train.watch import Watch
+
+
+class Telling:
+    """One rank's part in it.
+
+    Attributes:
+        records: how each rank did, since that was exchanged before; `classes` by device class.
+
+    Args:
+        begun_at: the step that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        engine: Engine,
+        loader: Loader,
+        keeping: Keeping,
+        watch: Watch,
+        taken: StepsTaken,
+        *,
+        begun_at: int,
+    ) -> None:
+        self._context, self._engine, self._loader = context, engine, loader
+        self._keeping, self._watch, self._taken = keeping, watch, taken
+        self.records: list[RankRecord] = []
+        self.classes: list[ClassRecord] = []
+        self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
+        self._display: Display | None = None
+        self._told_of_starvation = self._told_of_copies = False
+        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._waited_s, self._since = 0.0, time.perf_counter()
+        self._begun_at = self._steps_before = begun_at
+        self._sent_before = engine.comm.sent.total()
+
+    # -- of the run, by the first rank -------------------------------------------------------------
+
+    def open(self, stack: ExitStack) -> None:
+        """From here on until the end of `stack` the run's files are written."""
+        if self._context.first:
+            stack.enter_context(self._log)
+            self._display = stack.enter_context(
+                Display(self._log, self._context.job.log_every_steps)
+            )
+
+    def say(self, line: str) -> None:
+        if self._display is not None:
+            self._display.say(line)
+
+    def tell(self, step: int, told: Sequence[Told]) -> None:
+        """What was found, or done, after a step."""
+        if self._display is not None:
+            for one in told:
+                self._log.tell(step, one)
+                if one.text:
+                    self._display.say(one.text)
+
+    def step(self, record: StepRecord) -> None:
+        if self._display is not None:
+            self._log.step(record)
+            self._display.step(record)
+
+    def start(self, before: Parts | None, restart: Restart | None) -> None:
+        """If the plan is another one than that by which the run trained `before`."""
+        why = restart.decided if restart is not None else "the run was resumed"
+        told = started(before, self._engine.plan, why) if before is not None else None
+        self.tell(self._begun_at, [told] if told is not None else [])
+
+    def restart(self, step: int, restart: Restart, kept_in: str) -> None:
+        """When training goes on, from state that was kept in memory or on disk."""
+        if self._display is not None:
+            seconds = time.time() - restart.failed_at
+            self._log.restart(
+                step,
+                resumed_from=self._begun_at,
+                kept_in=kept_in,
+                why=restart.why,
+                decided=restart.decided,
+                seconds=seconds,
+            )
+            self._display.say(f"training again after {show_seconds(seconds)}")
+
+    def checkpoint(self, saved: Saved) -> None:
+        if self._display is not None:
+            self._log.checkpoint(
+                saved.step, saved.path, seconds=saved.seconds, stalled_s=self._keeping.stalled_s
+            )
+
+    def evaluation(self, step: int, losses: Sequence[float]) -> None:
+        """Losses of batches."""
+        if self._display is not None:
+            loss = sum(losses) / len(losses)
+            self._log.evaluation(step, loss)
+            self._display.evaluation(step, loss)
+
+    def trace(self, step: int, told: Sequence[str]) -> None:
+        """What every rank recorded of a step."""
+        if self._display is not None:
+            path = self._context.job.output / run_files.TRACE
+            recordings = [Recording.from_json(text) for text in told]
+            trace_of(self._engine.plan, recordings).save(path)
+            self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")
+
+    def copies(self, refused: str) -> None:
+        """Why there are no copies of the state in memory, once in a run."""
+        if refused and self._display is not None and not self._told_of_copies:
+            self._told_of_copies = True
+            self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
+
+    # -- of each rank, by all ----------------------------------------------------------------------
+
+    def exchange(self, step: int) -> None:
+        """Collective: how every rank did since the last time."""
+        now, comm = time.perf_counter(), self._engine.comm
+        waited_s, sent_bytes = comm.clock.total_s(), comm.sent.total()
+        busy = 1.0 - (waited_s - self._waited_s) / (now - self._since)
+        sent_each = (sent_bytes - self._sent_before) / max(1, step - self._steps_before)
+        self._waited_s, self._since = waited_s, now
+        self._sent_before, self._steps_before = sent_bytes, step
+        watched = self._watch.take()
+        self._spent = self._spent.and_then(watched)
+        device, runtime = self._context.device, self._context.runtime
+        mine = RankRecord(
+            device=device.id,
+            device_class=device.device_class,
+            busy_share=max(0.0, busy),
+            peak_bytes=runtime.peak_bytes(),
+            overruns=self._taken.overruns,
+            laid_out_bytes=runtime.current_bytes(),
+            sent_bytes=sent_each,
+            shares=watched.shares(),
+            starved_share=self._watch.starvation.share,
+            input_limit=self._loader.limit,
+            skipped=len(self._loader.skipped),
+            lost_workers=self._loader.lost_workers,
+            not_copied=self._keeping.not_copied,
+            **self._speed(watched.steps),
+        )
+        self._gather(mine)
+        if self._display is not None:
+            names = self._context.ranks.names
+            self._log.classes(step, self.classes)
+            self._log.ranks(step, self.records)
+            self._display.classes(self.classes)
+            self._starvation(step)
+            self.copies(not_copied(names, self.records))
+            missed = unread(names, self.records)
+            if missed and step == self._context.job.steps:
+                self._display.say(missed)
+
+    def of_all_steps(self) -> None:
+        """Collective: make the records those of the whole run, if there are any."""
+        if self.records:
+            mine = self.records[self._context.ranks.rank]
+            speed = self._speed(self._taken.counting)
+            self._gather(replace(mine, shares=self._spent.shares(), **speed))
+
+    def not_of_steps(self, sent_bytes: int) -> None:
+        """So much was sent beside the steps, and counts for none."""
+        self._sent_before += sent_bytes
+
+    def _speed(self, last: int) -> dict[str, Any]:
+        return self._taken.speed(self._engine.plan, self._context.ranks.rank, last)._asdict()
+
+    def _gather(self, mine: RankRecord) -> None:
+        told = self._context.ranks.gather("records", mine.to_json())
+        self.records = [RankRecord.from_json(text) for text in told]
+        self.classes = by_class(self._engine.plan, self.records)
+
+    def _starvation(self, step: int) -> None:
+        """Once in a run."""
+        told = input_bound(self._context.ranks.names, self.records)
+        if told and not self._told_of_starvation:
+            self._told_of_starvation = True
+            starved = [one for one in self.records if one.starved_share is not None]
+            self._log.starved(step, starved)
+            self.say(told)
