@@ -15,7 +15,7 @@ ROUNDS = {"interleaved": 2}  # stages of each group
 
 
 def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
-    """All plans of a space, with equal shares and whole heads."""
+    """All plans of a space, with equal shares."""
     for groups, schedule in product(every_row(found), space.schedules):
         stages = len(groups) * ROUNDS.get(schedule, 1)
         if stages <= len(found.model.calls):
@@ -64,9 +64,11 @@ def dealt(
         Mode(recompute=value) for value in space.recompute if found.model.kinds[0].saved or value
     ]
     modes = [mode for mode in keeps if schedule != "zero-bubble" or not mode.recompute]
+    heads = space.heads if found.model.root.chunked_head else ("whole",)
+    ends_in = [mode.model_copy(update={"head": head}) for mode in modes for head in heads]
     fewest = min(map(max, deal))
     for inner in cuts or combinations(range(1, calls), stages - 1):
-        for of_stages in product(modes, repeat=stages):
+        for of_stages in product(*[modes] * (stages - 1), ends_in):
             made = tuple(
                 _stage(
                     found, groups[n % len(groups)], deal[n % len(groups)], size, batch, mode, ends

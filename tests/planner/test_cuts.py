@@ -14,31 +14,41 @@ from gpumix.planner.pace import PaceOf
 from gpumix.planner.stage_room import StageRoom
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Mode
+from gpumix.spec.plan import Mode, Schedule, ZeroStage
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import Space
 
 BATCH = 6
 
 
-def mixture() -> Profile:
-    """Three of two classes, on two hosts, that may keep graphs and split backward passes."""
+def mixture(
+    slow: tuple[float, float] = (2.3e-3, 4.6e-3), *, trainable: int = 100_000, link: float = 1e7
+) -> Profile:
+    """Three of two classes, on two hosts, that may keep graphs and split backward passes.
 
-    def times(seconds: float) -> dict[str, UnitTimes]:
+    Args:
+        slow: seconds of the slow one's forward and backward passes; 1e-3 and 2e-3 of the others.
+        link: bytes a second between hosts.
+    """
+
+    def times(forward: float, gradient: float) -> dict[str, UnitTimes]:
         unit = UnitTimes(
-            forward=line(seconds, seconds),
-            backward=line(3 * seconds, 2 * seconds),
-            gradient=line(2 * seconds, seconds),
-            inputs=line(seconds, seconds / 2),
-            weights=line(seconds, seconds / 2),
+            forward=line(forward, forward),
+            backward=line(forward + gradient, gradient),
+            gradient=line(gradient, gradient / 2),
+            inputs=line(gradient / 2, gradient / 4),
+            weights=line(gradient / 2, gradient / 4),
         )
-        return {"block": unit, ROOT: UnitTimes(forward=line(1e-4), backward=line(seconds))}
+        return {"block": unit, ROOT: UnitTimes(forward=line(1e-4), backward=line(forward))}
 
     found = profile(
-        [Card("fast", 2, GIB, times(1e-3), per_host=2), Card("slow", 1, GIB, times(2.3e-3))],
+        [
+            Card("fast", 2, GIB, times(1e-3, 2e-3), per_host=2),
+            Card("slow", 1, GIB, times(*slow)),
+        ],
         kinds=[
             block(
-                trainable=100_000,
+                trainable=trainable,
                 kept=line(1e4),
                 gradient=line(1e4),
                 backward=line(1e5),
@@ -47,7 +57,7 @@ def mixture() -> Profile:
                 saved_backward=line(1e4),
             )
         ],
-        links=Network(between=Link.stated(1e7, 1e-5), inside=Link.stated(1e9, 1e-5)),
+        links=Network(between=Link.stated(link, 1e-5), inside=Link.stated(1e9, 1e-5)),
     )
     return in_a_row(found, message=line(1e4))
 
@@ -56,9 +66,35 @@ WAYS = [("1f1b", 0), ("1f1b", 3), ("eager-1f1b", 1), ("gpipe", 2)]
 OTHERS = [("interleaved", 1), ("zero-bubble", 1)]
 
 
+@pytest.mark.parametrize("size", [2, 4, 5])
 @pytest.mark.parametrize(("schedule", "zero_stage"), [*WAYS, *OTHERS])
-def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage):
+def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage, size):
+    """Where a smaller micro-batch is left, too."""
+    assert _is_least(mixture(), schedule, zero_stage, size) > 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_the_first_to_come_and_the_last_to_go_back_may_pass_different_workers(schedule):
+    """One is fast forward, another one backward; links take next to no time."""
+    found = mixture(slow=(4e-3, 2e-4), trainable=100, link=1e9)
+    assert _is_least(found, schedule, 0, 1) > 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_devices_of_like_strengths_share_a_step_as_they_are_fast(size):
+    """Two fast ones and one that takes 2.3 times as long; no smaller micro-batch is left."""
     found = mixture()
+    pace_of, manner = PaceOf(found), Manner(ALONE, Mode(recompute=False))
+    fast_s = float(pace_of("fast", ALONE, manner.mode, (size,)).both_s[0, -1]) * BATCH / size
+    expected_s = fast_s / (2 + 1 / 2.3) + found.step_overhead_s
+    every, _ = rows(found.cluster.in_rank_order(), 3)
+    for row in every:
+        [least_s] = Cutter(pace_of, BATCH).least_of_ways(row, (manner,) * len(row), [size])
+        assert least_s == pytest.approx(expected_s)
+
+
+def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: int) -> int:
+    """How many candidates were counted, none of which takes less than is told of its cut."""
     pace_of = PaceOf(found)
     cutter, manner = Cutter(pace_of, BATCH), Manner(ALONE, Mode(recompute=False))
     every, _ = rows(found.cluster.in_rank_order(), 3)
@@ -68,7 +104,8 @@ def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage)
         stages = len(row) * rounds_of(schedule)
         if stages > len(found.model.calls):
             continue
-        way = Way(row, (manner,) * stages, schedule, 2)
+        way = Way(row, (manner,) * stages, schedule, size)
+        [least_of_way] = cutter.least_of_ways(row, way.manners, [size])
         cuts = cutter.cuts(way)
         least = cutter.least_s(way, cuts, zero_stage)
         for number, least_s in enumerate(least):
@@ -78,8 +115,9 @@ def test_no_step_is_shorter_than_the_least_time_of_its_cut(schedule, zero_stage)
                 Candidate(way, zero_stage, cut), float("inf")
             )
             assert best is not None and best.seconds >= least_s * (1 - 1e-9)
+            assert best.seconds >= least_of_way * (1 - 1e-9)
             counted += 1
-    assert counted > 2
+    return counted
 
 
 def test_a_unit_that_is_called_twice_counts_once_and_for_nobody_surely():

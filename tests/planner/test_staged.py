@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from statistics import median
 
 import pytest
-from every_stage import dealt, every_deal, every_plan, least_s
+from every_stage import dealt, every_deal, every_plan, least_s, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, root, steady
 
+from gpumix.cost.memory import usable_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.counted import spread
 from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.staged import staged
+from gpumix.planner.staged import SCHEDULES, staged
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
@@ -35,11 +38,12 @@ def cluster(
     memory: int = GIB,
     link: float = 1e9,
     message: float = 1e3,
+    per_host: int = 1,
     start: float = 0.0,
     largest: dict[int, int] | None = None,
     chunked: bool = False,
 ) -> Profile:
-    """Cards by seconds of a sample and their number, each on a host of its own; of some only
+    """Cards by seconds of a sample and their number, `per_host` on a host; of some only
     micro-batches up to `largest` were measured."""
     found = profile(
         [
@@ -48,7 +52,7 @@ def cluster(
                 count,
                 memory,
                 steady(s, start=start * s),
-                per_host=1,
+                per_host=per_host,
                 largest=(largest or {}).get(n),
                 chunked_head=line(1e-5) if chunked else None,
             )
@@ -56,7 +60,7 @@ def cluster(
         ],
         calls=("block",) * calls,
         kinds=[block(kept=line(message), gradient=line(message), backward=line(message))],
-        root_unit=root(chunked_head=line(1e3)) if chunked else None,
+        root_unit=root(head=line(2e4), chunked_head=line(1e3)) if chunked else None,
         links=StatedNetwork(between=Link.stated(link, 1e-5), inside=Link.stated(link, 1e-5)),
     )
     return in_a_row(found, message=line(message))
@@ -82,6 +86,93 @@ def test_no_plan_of_stages_is_faster(speeds, batch, calls, start, link):
     assert predicted(plan).bound_s <= predicted(plan).step_s
 
 
+def with_room(found: Profile, part: float) -> Profile:
+    """Devices with so much of what they have for plans, and 64 bytes for rounding."""
+    classes = []
+    for one in found.cluster.classes:
+        wanted = part * usable_bytes(one) + 64
+        memory = one.memory_bytes * wanted / usable_bytes(one)
+        classes.append(one.model_copy(update={"memory_bytes": int(memory)}))
+    cluster = found.cluster.model_copy(update={"classes": tuple(classes)})
+    return found.model_copy(update={"cluster": cluster})
+
+
+def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> Plan | None:
+    """The plan that is found, which is compared with all that there are; None if none has room.
+
+    Where shares of state are equal in it, it is the fastest of all whose shares are.
+
+    Args:
+        short: devices have so little memory that half of all plans have no room.
+    """
+    every = steps(found, batch, space)
+    if short and every:
+        part = median(full for _, full in every)
+        every = [(seconds, full) for seconds, full in every if full <= part]
+        found = with_room(found, part)
+    wanted_s = min((seconds for seconds, _ in every), default=float("inf"))
+    try:
+        plan = staged(found, PlanRequest(global_batch=batch, space=space))
+    except NoFeasiblePlanError:
+        assert wanted_s == float("inf")
+        return None
+    assert fits(plan)
+    assert step_s(plan) <= wanted_s * (1 + 1e-6)
+    assert predicted(plan).bound_s <= step_s(plan)
+    if all(len({w.state_share for w in stage.workers}) == 1 for stage in plan.stages):
+        assert step_s(plan) == pytest.approx(wanted_s, rel=1e-6)
+    return plan
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    speeds=st.tuples(st.just(1e-3), st.sampled_from([1e-3, 2.2e-3])),
+    batch=st.integers(2, 3),
+    calls=st.integers(2, 4),
+    link=st.sampled_from([1e6, 1e9]),
+    zero_stages=st.permutations(range(4)).map(lambda every: every[:2]),
+    chunked=st.booleans(),
+    short=st.booleans(),
+)
+def test_of_two_devices_no_plan_of_any_kind_is_faster(
+    speeds, batch, calls, link, zero_stages, chunked, short
+):
+    """By all schedules, in all modes, with both heads; and it is known that none is."""
+    cards = sorted(Counter(speeds).items())
+    found = with_split_backward(cluster(cards, calls=calls, link=link, chunked=chunked))
+    plan = is_the_fastest(found, batch, Space(zero_stages=zero_stages), short=short)
+    assert plan is not None
+    assert predicted(plan).bound_s == pytest.approx(step_s(plan))
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    speeds=st.lists(st.sampled_from([1e-3, 2.2e-3]), min_size=3, max_size=3),
+    link=st.sampled_from([1e6, 1e9]),
+    per_host=st.integers(1, 2),
+    schedule=st.sampled_from(SCHEDULES),
+    zero_stages=st.permutations(range(4)).map(lambda every: every[:2]),
+    batch=st.integers(2, 3),
+    short=st.booleans(),
+)
+def test_of_three_devices_no_plan_of_some_kinds_is_faster(
+    speeds, link, per_host, schedule, zero_stages, batch, short
+):
+    """In both modes, by all numbers of waves, all ways to deal micro-batches to workers."""
+    cards = sorted(Counter(speeds).items())
+    calls = 4 if schedule == "interleaved" else 3
+    found = with_split_backward(cluster(cards, calls=calls, link=link, per_host=per_host))
+    space = Space(zero_stages=zero_stages, schedules=schedule, heads="whole")
+    is_the_fastest(found, batch, space, short=short)
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_of_two_unlike_devices_it_is_proven_in_the_default_space(batch):
+    found = with_split_backward(cluster([(1e-3, 1), (2.2e-3, 1)], calls=8, chunked=True))
+    plan = staged(found, PlanRequest(global_batch=batch, space=Space()))
+    assert predicted(plan).bound_s == pytest.approx(step_s(plan))
+
+
 def with_split_backward(found: Profile) -> Profile:
     """Its units were measured with kept graphs, and with a backward in two parts."""
     held = ("saved", "saved_forward", "saved_backward", "split", "split_backward")
@@ -97,9 +188,13 @@ def with_split_backward(found: Profile) -> Profile:
     return found.model_copy(update={"classes": tuple(classes), "model": model})
 
 
-@pytest.mark.parametrize("link", [1e8, 1e7])
 @pytest.mark.parametrize(
-    "cards", [[(1e-3, 2), (2.2e-3, 2)], [(1e-3, 1), (1.5e-3, 1), (3e-3, 2)], [(1e-3, 2), (2e-3, 3)]]
+    ("cards", "link"),
+    [
+        ([(1e-3, 2), (2.2e-3, 2)], 1e8),
+        ([(1e-3, 1), (1.5e-3, 1), (3e-3, 2)], 1e7),
+        ([(1e-3, 2), (2e-3, 3)], 1e8),
+    ],
 )
 def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
     """Where there are too many plans to look at all of them."""

@@ -23,6 +23,7 @@ from gpumix.planner.way import Counts, Cut, Deal, Way, assemble_stages, leaders
 from gpumix.spec.plan import Plan, WorkerPrediction, ZeroStage
 
 FEW_DEALS = 200  # ways to deal micro-batches, of which all are looked at
+FEW_WAVES = 8  # of which all are tried
 ENOUGH = 1e-9
 ROUNDING_BYTES = 4096  # set aside for the rounding of cuts
 BESIDE_ACTIONS = 40  # a count does as much beside replaying them
@@ -66,10 +67,16 @@ class Counting:
         self.work = 0
         self.misses = Misses("a plan of several stages")
 
-    def best(self, candidate: Candidate, below_s: float) -> Found | None:
-        """The fastest plan of a candidate; None if none fits, or is faster than `below_s`."""
+    def best(
+        self, candidate: Candidate, below_s: float, waves_of: Sequence[int] = ()
+    ) -> Found | None:
+        """The fastest plan of a candidate; None if none fits, or is faster than `below_s`.
+
+        Args:
+            waves_of: numbers of waves that are tried; default: some of them.
+        """
         dealt, best = self._dealt(candidate), None
-        for waves in _waves(dealt):
+        for waves in waves_of or _waves(dealt):
             found = self._counted(dealt, waves, below_s)
             if found is not None:
                 best, below_s = found, found.seconds
@@ -81,13 +88,15 @@ class Counting:
         deals: Iterable[Counts] = [self._dealt(candidate).deal or ()]
         complete = prod(comb(count + len(one) - 1, len(one) - 1) for one in seconds) <= FEW_DEALS
         if complete:
-            every = product(*(_deals_within(count, one, below_s) for one in seconds))
+            whole = self._batch // candidate.way.micro_batch
+            every = product(*(_deals_within(count, one, below_s, count - whole) for one in seconds))
             deals = dict.fromkeys(chain(deals, every))  # the best ones come first
         best: Found | None = None
         for deal in deals:
             dealt = replace(candidate, deal=deal)
-            complete = complete and len(_waves(dealt)) == _most_waves(dealt)
-            found = self.best(dealt, below_s)
+            most = _most_waves(dealt)
+            complete = complete and most <= FEW_WAVES
+            found = self.best(dealt, below_s, range(1, most + 1) if most <= FEW_WAVES else ())
             if found is not None:
                 best, below_s = found, found.seconds
         return best, complete
@@ -223,16 +232,19 @@ def _waves(candidate: Candidate) -> list[int]:
     return sorted({min(most, waves) for waves in (groups, 2 * groups, 4 * groups, most)})
 
 
-def _deals_within(count: int, seconds: Sequence[float], below_s: float) -> Iterator[Deal]:
-    """All ways to deal so many micro-batches to workers, none of whom is busy for `below_s`."""
+def _deals_within(
+    count: int, seconds: Sequence[float], below_s: float, smaller: int = 0
+) -> Iterator[Deal]:
+    """All ways to deal so many micro-batches to workers, none of whom is busy for `below_s`; not
+    even if `smaller` of its own took no time."""
     if len(seconds) == 1:
-        if count * seconds[0] < below_s:
+        if (count - smaller) * seconds[0] < below_s:
             yield (count,)
         return
     for own in range(count + 1):
-        if own * seconds[0] >= below_s:
+        if (own - smaller) * seconds[0] >= below_s:
             return
-        for rest in _deals_within(count - own, seconds[1:], below_s):
+        for rest in _deals_within(count - own, seconds[1:], below_s, smaller):
             yield (own, *rest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations, product
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy.typing as npt
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.cost.curves import FloatArray, IntArray, bytes_at
-from gpumix.planner.arrange import cell_of
-from gpumix.planner.manner import ALONE, Manner, Manners, kind_of
+from gpumix.planner.arrange import Row, cell_of
+from gpumix.planner.manner import ALONE, Manner, Manners, kind_of, teams_of
 from gpumix.planner.options import corners
 from gpumix.planner.pace import Pace, PaceOf
 from gpumix.planner.way import Cut, Way
@@ -45,6 +46,7 @@ class Cutter:
         self._profile = pace_of.profiles[ALONE]
         self._batch = batch
         self._sizes: dict[int, float] = {}
+        self._known_jobs: dict[tuple[str, Manner, tuple[int, ...]], FloatArray] = {}
 
     def cuts(self, way: Way) -> Cuts:
         """Those of a way."""
@@ -72,6 +74,36 @@ class Cutter:
             speed += count * float((each[0] / each[-1]).max())
         return self._batch * float(each[0].sum()) / speed + self._profile.step_overhead_s
 
+    def least_of_ways(
+        self, row: Row, manners: Sequence[Manner], sizes: Sequence[int]
+    ) -> FloatArray:
+        """No step of a row of groups takes less, by micro-batches of these sizes, wherever the
+        model is cut: not even if each device computed all the time what it is best at."""
+        workers: list[tuple[FloatArray, int]] = []
+        for place, group in enumerate(row):
+            of_group = manners[place :: len(row)]
+            for name, count in teams_of(kind_of(group), of_group[0].team.degree):
+                every = (self._jobs(name, manner, tuple(sizes)) for manner in of_group)
+                workers.append((reduce(np.minimum, every), count))
+        # Of no job, as where no smaller micro-batch is left, no device does anything.
+        first = np.where(workers[0][0] > TINY_S, workers[0][0], 0.0)
+        speed = sum(count * (first / jobs).max(axis=1) for jobs, count in workers)
+        return np.asarray(first.sum(axis=1) / speed + self._profile.step_overhead_s)
+
+    def _jobs(self, name: str, manner: Manner, sizes: tuple[int, ...]) -> FloatArray:
+        """Seconds of all that is to be computed, on one device of a class: of each call all whole
+        micro-batches, and what is left, as [sizes, jobs]."""
+        key = (name, manner, sizes)
+        if key not in self._known_jobs:
+            counts, rests = np.divmod(self._batch, np.array(sizes))
+            parts = []
+            for each, times in ((sizes, counts), (np.maximum(rests, 1), rests > 0)):
+                asked = tuple(map(int, each))
+                both_s = self._pace_of(name, manner.team, manner.mode, asked).both_s
+                parts.append(np.diff(both_s, axis=1) * times[:, None])
+            self._known_jobs[key] = np.maximum(np.concatenate(parts, axis=1), TINY_S)
+        return self._known_jobs[key]
+
     def _least_per_sample(self, name: str, manner: Manner) -> FloatArray:
         """Seconds of each call, of one device: no micro-batch takes less for each of its samples,
         of those that were measured."""
@@ -89,7 +121,8 @@ class Cutter:
         # Gradients of weights may be put off to the end; then only the forward pass comes before.
         whole = way.schedule != "zero-bubble"
         for place, classes in enumerate(way.teams):
-            of_classes, first = [], np.full(len(begins), np.inf)
+            of_classes, left_s = [], np.zeros(len(begins))
+            come, go = np.full(len(begins), np.inf), np.full(len(begins), np.inf)
             for name, _ in classes:
                 seconds = np.zeros(len(begins))
                 for stage in range(place, len(way.stages), len(way.row)):
@@ -97,27 +130,48 @@ class Cutter:
                     pace = self._pace(way, stage, name)
                     of_stage = pace.stage_s(begin, end)[0]
                     seconds += of_stage
-                    if stage == place:
-                        before = of_stage if whole else pace.passed_s(begin, end)[0]
-                        first = np.minimum(first, before)
+                    left = self._left(way, stage, name)
+                    if left is not None:
+                        left_s += left.stage_s(begin, end)[0]
+                    # One micro-batch is the first that comes, another the last that goes back; each
+                    # on one of the workers, and either may be the smaller one.
+                    for one in (pace, left) if stage == place else ():
+                        if one is not None:
+                            passed_s = one.passed_s(begin, end)[0]
+                            come = np.minimum(come, passed_s)
+                            go = np.minimum(go, one.stage_s(begin, end)[0] - passed_s)
                 of_classes.append(np.maximum(seconds, TINY_S))
             busy = _least_busy(self._count(way), of_classes, [count for _, count in classes])
+            if sum(count for _, count in classes) == 1:
+                busy = busy + left_s
             least = np.maximum(least, passed + busy)
-            passed = passed + first + self._sent_s(way, place) * (2 if whole else 1)
+            passed = passed + come + self._sent_s(way, place)
+            if whole:
+                passed = passed + go + self._sent_s(way, place)
         return least + self._profile.step_overhead_s
+
+    def _samples_left(self, way: Way) -> int:
+        """Samples of a smaller micro-batch, if there is one."""
+        return self._batch % way.micro_batch if self._batch > way.micro_batch else 0
+
+    def _left(self, way: Way, stage: int, name: str) -> Pace | None:
+        """Of a smaller micro-batch, if there is one."""
+        left, manner = self._samples_left(way), way.manners[stage]
+        return self._pace_of(name, manner.team, manner.mode, (left,)) if left else None
 
     def _sent_s(self, way: Way, place: int) -> float:
         """No message of one micro-batch takes less from a group to the next, whatever the cut."""
         if place + 1 == len(way.row):
             return 0.0
-        if way.micro_batch not in self._sizes:
+        samples = self._samples_left(way) or way.micro_batch
+        if samples not in self._sizes:
             kinds = [
                 self._profile.model.kind(kind) for kind in set(self._profile.model.kind_of_call)
             ]
             curves = [curve for kind in kinds for curve in kind.outputs.values()]
-            sizes = [float(bytes_at(curve, way.micro_batch)) for curve in curves]
-            self._sizes[way.micro_batch] = min(sizes, default=0.0) / 2  # they may be sent narrower
-        size = self._sizes[way.micro_batch]
+            sizes = [float(bytes_at(curve, samples)) for curve in curves]
+            self._sizes[samples] = min(sizes, default=0.0) / 2  # they may be sent narrower
+        size = self._sizes[samples]
         here, there = (
             {cell_of(d): d for d in group}.values() for group in way.row[place : place + 2]
         )
@@ -186,6 +240,8 @@ def _least_busy(count: int, seconds: Sequence[FloatArray], devices: Sequence[int
         seconds: of one micro-batch on a device of each class.
         devices: of each class.
     """
+    if len(seconds) == 1:
+        return -(-count // devices[0]) * seconds[0]
     speed = sum((n / s for n, s in zip(devices, seconds)), np.zeros(1))
     low = count / speed
     high = low + np.max(seconds, axis=0)

@@ -28,12 +28,14 @@ class Pace:
     Attributes:
         forward_s, both_s: of all calls before each, and of all: [sizes, calls + 1] seconds; of the
             forward pass, and of both.
-        first_s: what the first stage computes beside its calls: [sizes] seconds.
+        first_forward_s, first_s: what the first stage computes beside its calls: [sizes] seconds;
+            in the forward pass, and in both.
         last_s: the same of the last stage.
     """
 
     forward_s: FloatArray
     both_s: FloatArray
+    first_forward_s: FloatArray
     first_s: FloatArray
     last_s: FloatArray
 
@@ -51,6 +53,7 @@ class Pace:
         return cls(
             _added_up([forward[kind] for kind in kinds]),
             _added_up([forward[kind] + backward[kind] for kind in kinds]),
+            computing.forward_s(ROOT),
             computing.forward_s(ROOT) + before_s,
             np.maximum(0.0, computing.backward_s(ROOT) - before_s),
         )
@@ -66,8 +69,9 @@ class Pace:
         return np.asarray(self.both_s[:, end] - self.both_s[:, begin] + first + last)
 
     def passed_s(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """The forward pass alone, of units."""
-        return np.asarray(self.forward_s[:, end] - self.forward_s[:, begin])
+        """The forward pass alone."""
+        first = _where(begin == 0, self.first_forward_s)
+        return np.asarray(self.forward_s[:, end] - self.forward_s[:, begin] + first)
 
 
 class PaceOf:

@@ -7,9 +7,10 @@ what is like the best of them: other schedules, sizes, manners, and a call more 
 
 Where there are few ways, candidates are counted in the order of their least time, which is what the
 busiest worker computes and what comes before and after that (`planner.cuts`), until none can be
-shorter than the best one. `bound_s` is the least time of all that was not counted: then that of the
-plan itself, unless there are too many candidates, micro-batch sizes or deals of micro-batches to
-workers. Devices of one stage run in one mode, and share its state as equally as they have room.
+shorter than the best one; a way is cut when the turn of its own least time comes. `bound_s` is the
+least time of all that was not counted: then that of the plan itself, unless there are too many
+candidates, cuts, micro-batch sizes or deals of micro-batches to workers. Devices of one stage run
+in one mode, and share its state as equally as they have room.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import comb, prod
+from operator import itemgetter
 
 import numpy as np
 
@@ -53,10 +55,14 @@ from gpumix.spec.profile import Profile
 
 FEW_SIZES = 12  # micro-batch sizes, of which all are tried
 FEW_COUNTS = 4  # of micro-batches; beside other sizes, those that make so many
-FEW_WAYS = 500  # of which all are looked at
+FEW_WAYS = 1_200  # of which all are looked at
 FEW_STAGES = 4  # whose manners are changed one by one
-# Of exact counts, in actions that are replayed: of what promises most, of what is like it, of all.
-PROMISING, ALIKE, ALL = 8_000, 16_000, 30_000
+# Of exact counts, in actions that are replayed: of what promises most, and of what is like it too.
+PROMISING, ALIKE = 8_000, 16_000
+# Beside these: of all, and where some sizes are left out, so that a faster one may be missed.
+PROVING, TRYING = 20_000, 4_000
+# To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
+CUT_WORK, CUTS_A_WORK = 3, 100
 PESSIMISM = 0.8  # a step takes no less than this part of its estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -324,17 +330,21 @@ class _Search:
 
     def _prove(self) -> float:
         """Seconds that no step takes less than. Where there are few ways all candidates that may be
-        faster than the best plan are counted; of those that are not, for sizes or deals are too
-        many, it is known what they take at the least."""
+        faster than the best plan are counted; of those that are not, for cuts, sizes or deals are
+        too many, it is known what they take at the least."""
         if not self._few():
             return 0.0
         every_size = len(self._sizes) == self._largest
+        most_work = self._counting.work + (PROVING if every_size else TRYING)
         least_s = float("inf") if every_size else self._least_s  # of what is not counted
-        for own_least_s, candidate in self._nearest_first():
+        for own_least_s, candidate in self._nearest_first(most_work):
             if own_least_s >= self._best_s * (1 - ENOUGH):
                 break
-            if self._counting.work > ALL:
+            if self._counting.work > most_work:
                 return min(least_s, own_least_s)
+            if candidate is None:
+                least_s = min(least_s, own_least_s)
+                continue
             found, complete = self._counting.best_deal(candidate, self._best_s)
             self._best = found or self._best
             if not complete:
@@ -342,20 +352,19 @@ class _Search:
         return least_s
 
     def _few(self) -> bool:
-        """Whether there are few ways, and few cuts of each."""
+        """Whether there are few ways."""
         found, complete = self._rows
-        if not complete:
-            return False
-        total, cuts = 0, len(self._profile.model.cuts)
-        for row, schedule in product(found, self._schedules):
+        total = 0
+        for row, schedule in product(found, self._schedules) if complete else ():
             stages = len(row) * rounds_of(schedule)
             manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
             total += len(self._sizes) * prod(manners)
-            if total > FEW_WAYS or comb(cuts, stages - 1) > FEW_CUTS:
+            if total > FEW_WAYS:
                 return False
-        return True
+        return complete
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[tuple[float, Way]]:
+        """Those that may be faster than the best plan, with the least time of each."""
         for row, schedule in product(self._rows[0], self._schedules):
             stages = len(row) * rounds_of(schedule)
             if not self._zero_stages(row, schedule):
@@ -363,30 +372,46 @@ class _Search:
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
                 teams = [manner.team for manner in manners]
-                if teams == teams[: len(row)] * rounds_of(schedule):
-                    largest = min(map(self._manners.largest, map(kind_of, row), teams))
-                    sizes = (size for size in self._sizes if size <= largest)
-                    yield from (Way(row, manners, schedule, size) for size in sizes)
+                if teams != teams[: len(row)] * rounds_of(schedule):
+                    continue
+                largest = min(map(self._manners.largest, map(kind_of, row), teams))
+                least = self._cutter.least_of_ways(row, manners, self._sizes)
+                for size, least_s in zip(self._sizes, least):
+                    if size <= largest and least_s < self._best_s * (1 - ENOUGH):
+                        yield float(least_s), Way(row, manners, schedule, size)
 
-    def _nearest_first(self) -> Iterator[tuple[float, Candidate]]:
+    def _nearest_first(self, most_work: int) -> Iterator[tuple[float, Candidate | None]]:
         """All candidates that have room for the units' state, and the least time of each, those
-        first of which that is shortest."""
+        first of which that is shortest; None stands for those of a way that has too many cuts, or
+        whose turn comes after `most_work`."""
+        # A way is cut when its turn comes, its next candidate is looked at when the last one was.
         heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
+        ways = sorted(self._ways(), key=itemgetter(0))
+        cuts = len(self._profile.model.cuts)
 
         def put(number: int, others: Iterator[tuple[float, Candidate]]) -> None:
             for least_s, candidate in others:
                 heapq.heappush(heap, (least_s, number, candidate, others))
                 return
 
-        for number, way in enumerate(self._ways()):
-            put(number, self._cut(way))
+        for number, (way_s, way) in enumerate(ways):
+            while heap and heap[0][0] <= way_s:
+                least_s, before, candidate, others = heapq.heappop(heap)
+                yield least_s, candidate
+                put(before, others)
+            every = comb(cuts, len(way.stages) - 1)
+            if every > FEW_CUTS or self._counting.work > most_work:
+                yield way_s, None
+            else:
+                self._counting.work += len(way.stages) * (CUT_WORK + every // CUTS_A_WORK)
+                put(number, self._cut(way, way_s))
         while heap:
             least_s, number, candidate, others = heapq.heappop(heap)
             yield least_s, candidate
             put(number, others)
 
-    def _cut(self, way: Way) -> Iterator[tuple[float, Candidate]]:
-        """A way's candidates by the least time that each takes."""
+    def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
+        """A way's candidates by the least time that each takes; none takes less than `way_s`."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:
             return
@@ -397,4 +422,4 @@ class _Search:
             least_s = float(least[row, number])
             if least_s == float("inf"):
                 return
-            yield least_s, Candidate(way, stages[row], cuts.cut(number))
+            yield max(way_s, least_s), Candidate(way, stages[row], cuts.cut(number))
