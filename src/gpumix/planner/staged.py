@@ -55,12 +55,13 @@ from gpumix.spec.profile import Profile
 
 FEW_SIZES = 12  # micro-batch sizes, of which all are tried
 FEW_COUNTS = 4  # of micro-batches; beside other sizes, those that make so many
-FEW_WAYS = 1_200  # of which all are looked at
+FEW_WAYS = 500  # of which all are looked at
+SOME_WAYS = 1_200  # the same where sizes are not left out, for less long
 FEW_STAGES = 4  # whose manners are changed one by one
 # Of exact counts, in actions that are replayed: of what promises most, and of what is like it too.
 PROMISING, ALIKE = 8_000, 16_000
-# Beside these: of all, and where some sizes are left out, so that a faster one may be missed.
-PROVING, TRYING = 20_000, 4_000
+# Beside these: of all, of few ways and of some.
+PROVING, PROVING_SOME = 32_000, 20_000
 # To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
 CUT_WORK, CUTS_A_WORK = 3, 100
 PESSIMISM = 0.8  # a step takes no less than this part of its estimate
@@ -332,11 +333,11 @@ class _Search:
         """Seconds that no step takes less than. Where there are few ways all candidates that may be
         faster than the best plan are counted; of those that are not, for cuts, sizes or deals are
         too many, it is known what they take at the least."""
-        if not self._few():
+        allowed = self._allowed_work()
+        if not allowed:
             return 0.0
-        every_size = len(self._sizes) == self._largest
-        most_work = self._counting.work + (PROVING if every_size else TRYING)
-        least_s = float("inf") if every_size else self._least_s  # of what is not counted
+        most_work = self._counting.work + allowed
+        least_s = float("inf") if self._every_size else self._least_s  # of what is not counted
         for own_least_s, candidate in self._nearest_first(most_work):
             if own_least_s >= self._best_s * (1 - ENOUGH):
                 break
@@ -351,17 +352,23 @@ class _Search:
                 least_s = min(least_s, own_least_s)
         return least_s
 
-    def _few(self) -> bool:
-        """Whether there are few ways."""
+    @property
+    def _every_size(self) -> bool:
+        return len(self._sizes) == self._largest
+
+    def _allowed_work(self) -> int:
+        """How much may be counted to look at all ways; nothing where there are too many."""
         found, complete = self._rows
-        total = 0
-        for row, schedule in product(found, self._schedules) if complete else ():
+        if not complete:
+            return 0
+        total, most = 0, SOME_WAYS if self._every_size else FEW_WAYS
+        for row, schedule in product(found, self._schedules):
             stages = len(row) * rounds_of(schedule)
             manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
             total += len(self._sizes) * prod(manners)
-            if total > FEW_WAYS:
-                return False
-        return complete
+            if total > most:
+                return 0
+        return PROVING if total <= FEW_WAYS else PROVING_SOME
 
     def _ways(self) -> Iterator[tuple[float, Way]]:
         """Those that may be faster than the best plan, with the least time of each."""
