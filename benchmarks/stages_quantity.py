@@ -9,13 +9,14 @@ techniques and by the same cost model:
 * the optimal plan on each class alone, of one stage or of several;
 * `even`: one stage, equal batches and shares;
 * even pipelines: equal groups of devices, as many layers on each, equal shares; for every number of
-  stages that divides the devices, schedule, micro-batch size and ZeRO stage 0 or 1.
+  stages that divides the devices, schedule (also interleaved and zero-bubble, where their times are
+  known), micro-batch size and ZeRO stage 0, 1 or 3.
 
-Then two jobs run on emulated devices, 1 + 3: with room for everything, and with so little that the
-state must be divided. There `optimal` and the `NEAREST` rivals of those that fit, by prediction,
-are measured in turns.
+Then four jobs run on emulated devices: 1 + 3 with room for everything, and with so little that the
+state must be divided; 3 + 5 with little room; 7 + 1 with much. There `optimal` and the `NEAREST`
+rivals of those that fit, by prediction, are measured in turns.
 
-    python benchmarks/stages_quantity.py [--json] [--steps 3] [--rounds 3] [--every 1]
+    python benchmarks/stages_quantity.py [--json] [--steps 3] [--rounds 2] [--every 1]
 
 Figures: `cases`, of which `cases_in_stages` have several stages in the plan of `optimal` and
 `cases_alone` are those in which no rival fits; `cases_lost` (a rival is faster, or fits where
@@ -44,6 +45,8 @@ from gpumix.hardware.estimate import estimate
 from gpumix.planner.base import PlanRequest, fit, predicted
 from gpumix.planner.best_subset import single_classes
 from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.manner import ALONE, Manners
+from gpumix.planner.way import rounds_of
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network, link
@@ -67,12 +70,48 @@ LINKS = ("10GbE", "100GbE")
 BATCHES = (24, 96)
 SPACE = EVERYTHING.leaving_out()
 
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble", "interleaved")
 ALIKE = 1e-9
 NOISE, NEAREST = 0.03, 2
 
-WIDTH, LAYERS, LENGTH, BATCH = 128, 6, 64, 12
-ROOMS = {"much room": ("512 MiB", "512 MiB"), "little room": ("10 MiB", "5 MiB")}
+WIDTH, LENGTH = 128, 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on emulated devices of two classes, `fast` and `slow`.
+
+    Attributes:
+        mixture: how many there are of each class; their speeds are so low that two cores suffice.
+        memory: of each class.
+    """
+
+    name: str
+    mixture: tuple[int, int]
+    gflops: tuple[float, float]
+    memory: tuple[str, str]
+    layers: int
+    batch: int
+
+    @property
+    def cluster(self) -> list[dict[str, str | int]]:
+        return [
+            {"class": name, "count": n, "emulate": f"{rate} GFLOP/s", "memory": memory}
+            for name, n, rate, memory in zip(CLASSES, self.mixture, self.gflops, self.memory)
+        ]
+
+    def __str__(self) -> str:
+        return f"emulated, {_mixed(CLASSES, self.mixture)}, {self.name}"
+
+
+CLASSES = ("fast", "slow")
+MUCH = ("512 MiB", "512 MiB")
+JOBS = (
+    Job("much room", (1, 3), (3.0, 1.2), MUCH, 6, 12),
+    Job("little room", (1, 3), (3.0, 1.2), ("10 MiB", "5 MiB"), 6, 12),
+    Job("little room", (3, 5), (1.0, 0.4), ("8 MiB", "4 MiB"), 8, 16),
+    Job("much room", (7, 1), (0.8, 0.3), MUCH, 8, 16),
+)
 
 
 @dataclass(frozen=True)
@@ -128,8 +167,8 @@ def main() -> int:
         mark = " LOST" if case.ratio > 1 + ALIKE else ""
         print(f"{case}{mark}", flush=True)
     ratios, overruns = [], 0
-    for room in ROOMS:
-        turns = run(room, arguments.steps, arguments.rounds)
+    for job in JOBS:
+        turns = run(job, arguments.steps, arguments.rounds)
         own = turns.pop("optimal")
         ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))
         overruns += own.overruns + sum(t.overruns for t in turns.values())
@@ -205,6 +244,8 @@ def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
     devices, most = len(profile.cluster.devices), len(profile.model.calls)
     largest = min(of.largest_micro_batch or batch for of in profile.classes)
     names = [of.device_class for of in profile.classes]
+    manners = Manners({ALONE: profile}, SPACE)
+    schedules = [one for one in SCHEDULES if manners.lacking(names, one) is None]
     modes = [
         mode
         for mode in (Mode(), Mode(recompute=False))
@@ -213,23 +254,24 @@ def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
     for stages in (n for n in range(2, min(devices, most) + 1) if devices % n == 0):
         part = batch * stages // devices
         sizes = [size for size in range(1, min(largest, part) + 1) if part % size == 0]
-        stages_of_zero: tuple[ZeroStage, ...] = (0,) if stages == devices else (0, 1)
-        for size, schedule, mode, zero in product(sizes, SCHEDULES, modes, stages_of_zero):
-            yield EvenStages(stages, batch, size, schedule, mode, zero)
+        stages_of_zero: tuple[ZeroStage, ...] = (0,) if stages == devices else (0, 1, 3)
+        for size, schedule, mode, zero in product(sizes, schedules, modes, stages_of_zero):
+            if schedule == "zero-bubble" and (mode.recompute or zero > 1):
+                continue  # it keeps graphs, and whole gradients until a step's end
+            if stages * rounds_of(schedule) <= most:
+                yield EvenStages(stages, batch, size, schedule, mode, zero)
 
 
-def run(room: str, steps: int, rounds: int) -> Mapping[str, Turns]:
+def run(job: Job, steps: int, rounds: int) -> Mapping[str, Turns]:
     """`optimal` and its rivals on emulated devices, measured."""
-    fast, slow = ROOMS[room]
-    cluster = [
-        {"class": "fast", "emulate": "3 GFLOP/s", "memory": fast},
-        {"class": "slow", "emulate": "1.2 GFLOP/s", "memory": slow, "count": 3},
-    ]
     with job_file(
-        llama(width=WIDTH, layers=LAYERS), LENGTH, cluster=cluster, global_batch=BATCH
+        llama(width=WIDTH, layers=job.layers),
+        LENGTH,
+        cluster=job.cluster,
+        global_batch=job.batch,
     ) as path:
         pipeline = Pipeline.of_file(path, [], debug=True)
-        case = Case(f"emulated, {room}", pipeline.profile(), BATCH)
+        case = Case(str(job), pipeline.profile(), job.batch)
         print(case, flush=True)
         assert case.optimal is not None
         turns: dict[str, Turns] = {}
@@ -251,7 +293,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=3, help="measured steps of each plan that runs"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="plan every so many-th case only")
     return parser.parse_args()
 

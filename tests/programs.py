@@ -68,6 +68,8 @@ def two_stages() -> Plan:
 def as_launched(folder: Path) -> None:
     """Let this rank of the harness look as if a launcher had started it, on made-up devices."""
     multiprocessing.current_process()._config["daemon"] = False  # it may have data workers
+    default, *_ = multiprocessing.get_all_start_methods()  # they start as those of a script
+    multiprocessing.set_start_method(default, force=True)
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
