@@ -6,15 +6,19 @@ BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
 WORKERS := 4
 STAMP := $(VENV)/.installed
+# What most tests do without, in a folder of its own.
+EXTRAS := ray wandb mlflow trackio
+BESIDE := $(CURDIR)/$(VENV)/extras
 # Tests start hundreds of processes, each of which would compile gpumix anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test lint format docs site golden bench clean
+.PHONY: help install demo test extras test-extras lint format docs site golden bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests"
+	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
 	@echo "make site      build the documentation into site/"
@@ -34,6 +38,15 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+extras: $(STAMP)
+	rm -rf $(BESIDE)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--target $(BESIDE) $(EXTRAS)
+
+test-extras: extras
+	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
+		tests/examples/test_ray_example.py tests/integrations/trackers/test_larger_trackers.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs

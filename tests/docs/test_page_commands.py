@@ -73,7 +73,7 @@ def check_torchrun(words):
 
 
 def check_make(words):
-    targets = re.findall(r"(?m)^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert set(words) <= set(targets)
 
 

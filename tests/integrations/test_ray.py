@@ -1,6 +1,7 @@
 """A job and a function on a real Ray of this machine, whose nodes have made-up resources.
 
-Ray is no part of what tests need; `pip install ray` lets these run.
+Ray is no part of what tests need: `make test-extras` installs it and runs these, `.ci/run` those
+that are quick.
 """
 
 from __future__ import annotations
