@@ -37,6 +37,7 @@ from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
+from gpumix.train.named_work import work_of
 from gpumix.train.progress import mark_failed, mark_restarting
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.runner import Runner, runner
@@ -103,10 +104,10 @@ class Pipeline:
                 return cached
         self._refuse_teams()
         self._runs.warm_up()
-        from gpumix.train import work
-
         devices = self._runs.devices(self.cluster)
-        found: Profile = self._runs.run(work.profile, self.cluster, self._task(), devices, fresh)
+        found: Profile = self._runs.run(
+            work_of("profile"), self.cluster, self._task(), devices, fresh
+        )
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
@@ -193,13 +194,11 @@ class Pipeline:
     def _run(
         self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None
     ) -> Summary:
-        from gpumix.train import work
-
         used = self._used(plan)
         devices = self._runs.devices(used)
         try:
             summary: Summary = self._runs.run(
-                work.train,
+                work_of("train"),
                 used,
                 self._task(),
                 plan,
@@ -255,12 +254,10 @@ class Pipeline:
         self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
     ) -> Trial:
         """Train a few steps by `plan`, for its speed; see `Trainer.try_out`."""
-        from gpumix.train import work
-
         used = self._used(plan)
         devices = self._runs.devices(used)
         trial: Trial = self._runs.run(
-            work.try_out, used, self._task(), plan, devices, steps, beside, watcher
+            work_of("try_out"), used, self._task(), plan, devices, steps, beside, watcher
         )
         return trial
 
