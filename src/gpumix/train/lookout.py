@@ -21,11 +21,11 @@ from types import TracebackType
 import torch.distributed as dist
 
 from gpumix.engine.heartbeat import LOOK_S, STOPPED_S, Pulse
+from gpumix.engine.leaving import leave_together
 from gpumix.engine.ranks import STORE_ERRORS, beat_of, report_failure, store_gone
 from gpumix.hardware.environment import begun, is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, RankLost, first_line
-from gpumix.train.background import leave_together
 from gpumix.train.connections import answers
 from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
@@ -85,15 +85,20 @@ class Lookout:
             self._look(store_of(self._seat, STOPPED_S))
         except (GpumixError, *STORE_ERRORS) as gone:
             if not self._over.wait(OWN_ACCOUNT_S):
-                self._end(store_gone(self._name(self._seat.rank), first_line(gone)))
+                self._without_store(first_line(gone))
 
     def _watch_store(self) -> None:
         """Whether `_look` still gets answers."""
         pulse = Pulse(lambda _: str(self._looks), 1, STOPPED_S)
         while not self._over.wait(LOOK_S):
             if pulse.silent():
-                why = f"it has not answered for {STOPPED_S:.0f} s"
-                self._end(store_gone(self._name(self._seat.rank), why))
+                self._without_store(f"it has not answered for {STOPPED_S:.0f} s")
+
+    def _without_store(self, why: str) -> None:
+        """The host that has it may be cut off, and other hosts with it."""
+        gone = [rank for rank in self._elsewhere if not self._answers(rank)]
+        alone = store_gone(self._name(self._seat.rank), why)
+        self._end(self._cut_off(gone) if gone else alone)
 
     def _look(self, store: dist.Store) -> None:
         stops = Pulse(self._stop_of, self._seat.world, STOPPED_S)
