@@ -24,6 +24,7 @@ from gpumix.engine.comm import CommunicationError, Communicator
 from gpumix.engine.groups import all_ranks
 from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse, beat_with, stand_in
 from gpumix.engine.held_up import Wait, held_up_by, known
+from gpumix.engine.leaving import leave_together
 from gpumix.engine.stands import begins, doing, stand_of_main, where_main_stands
 from gpumix.engine.state import some_of
 from gpumix.spec.cluster import Device
@@ -48,8 +49,6 @@ from gpumix.spec.plan import Plan
 SILENCE_S = 3.0
 # Within this time each rank has told anew how far it has come.
 NOTICE_S = 2 * BEAT_S
-# How long a rank that leaves waits for its last heartbeat to be taken.
-LEAVE_S = 5.0
 # Who waits in vain asks all ranks where they stand.
 ASKED = "asked"
 # What torch raises when the process that has the store is gone.
@@ -354,7 +353,7 @@ class _Heart:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(LEAVE_S)
+        leave_together([self._thread])
         if self._thread.is_alive():  # the store does not answer it
             return
         with suppress(RuntimeError):

@@ -5,25 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from gpumix.engine.held_up import Wait
 from gpumix.engine.stands import wait_of
 
 T = TypeVar("T")
-
-
-LEAVE_S = 5.0
-
-
-def leave_together(threads: Sequence[threading.Thread]) -> None:
-    """Wait for threads that are about to end, but not for ever. One that is in C++ code of torch
-    when the interpreter ends takes the process with it: `terminate called without an active
-    exception`."""
-    deadline = time.monotonic() + LEAVE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Overdue(Exception):

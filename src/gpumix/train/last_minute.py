@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from gpumix.engine.leaving import leave_together
 from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.environment import grace_of_launcher
 from gpumix.spec.errors import GpumixError, Interrupted
 from gpumix.spec.units import show_seconds
-from gpumix.train.background import leave_together
 from gpumix.train.context import Context
 from gpumix.train.keeping import Keeping
 from gpumix.train.metrics import WINDOW, typical_s

@@ -1,0 +1,18 @@
+"""The end of threads that a rank has beside its main one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+LEAVE_S = 5.0
+
+
+def leave_together(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that are about to end, but not for ever. One that is in C++ code of torch
+    when the interpreter ends takes the process with it: `terminate called without an active
+    exception`."""
+    deadline = time.monotonic() + LEAVE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
