@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,21 @@ def plan_for(
 
 
 def staged_plan_for(
-    job_file: Path, samples: Sequence[Sequence[int]], *, micro_batch: int = 2, **settings: Any
+    job_file: Path,
+    samples: Sequence[Sequence[int]],
+    *,
+    micro_batch: int = 2,
+    tensor: Sequence[int] = (),
+    **settings: Any,
 ) -> Plan:
-    """A plan by hand of several stages, by the samples of each worker of each stage, devices in
-    rank order; of equally many unit calls, by what the profile says of the model."""
+    """A plan by hand of several stages, by the samples of each team of each stage, devices in rank
+    order; of equally many unit calls, by what the profile says of the model. `tensor` has the
+    degree of each stage, by default 1."""
     pipeline = Pipeline.of_file(job_file, [], debug=True)
     profile = pipeline.profile()
     model, devices = profile.model, iter(pipeline.cluster.in_rank_order())
     stages = []
-    for number, counts in enumerate(samples):
+    for number, (counts, size) in enumerate(zip(samples, tensor or [1] * len(samples))):
         begin, end = (len(model.calls) * n // len(samples) for n in (number, number + 1))
         needs = model.needs_of(begin, end)
         workers = tuple(
@@ -131,10 +138,18 @@ def staged_plan_for(
                 micro_batch=min(count, micro_batch),
                 state_share=1 / len(counts),
             )
-            for count, device in zip(counts, devices)
+            for count in counts
+            for device in islice(devices, size)
         )
-        units = model.calls[begin:end]
-        stages.append(Stage(units=units, workers=workers, root=needs.root, takes=needs.outputs))
+        stages.append(
+            Stage(
+                units=model.calls[begin:end],
+                workers=workers,
+                tensor=size,
+                root=needs.root,
+                takes=needs.outputs,
+            )
+        )
     return Plan(
         strategy="by hand",
         model=model.fingerprint,

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import BATCH, toy, train, write_job
+from jobs import BATCH, staged_plan_for, toy, train, write_job
 
 from gpumix.spec.errors import RankLost
-from gpumix.spec.plan import Plan, Stage, Worker
-from gpumix.train.pipeline import Pipeline
+from gpumix.spec.plan import Plan
 
 pytestmark = [pytest.mark.slow]  # most are waited for until the timeout
 
@@ -22,52 +21,17 @@ BLOCKS = 6
 def sound(tmp_path_factory):
     """A job without harm, whose profile tells what stages need."""
     model = toy(blocks=BLOCKS) | {"tensor_plan": DIVIDED}
-    job = write_job(tmp_path_factory.mktemp("sound"), model=model, steps=4)
-    return Pipeline.of_file(job, (), debug=False)
+    return write_job(tmp_path_factory.mktemp("sound"), model=model, steps=4)
 
 
-def three_stages(sound: Pipeline) -> Plan:
-    return staged(sound, [1, 1, 1])
+@pytest.fixture(scope="module")
+def three_stages(sound) -> Plan:
+    return staged_plan_for(sound, [(BATCH,)] * 3, micro_batch=1)
 
 
-def a_team_and_one(sound: Pipeline) -> Plan:
-    return staged(sound, [2, 1])
-
-
-def staged(sound: Pipeline, teams: list[int]) -> Plan:
-    """A stage for each team, one micro-batch for each sample."""
-    profile = sound.profile()
-    model, devices = profile.model, iter(sound.cluster.in_rank_order())
-    stages, each = [], len(model.calls) // len(teams)
-    for number, tensor in enumerate(teams):
-        begin, end = number * each, (number + 1) * each
-        needs = model.needs_of(begin, end)
-        workers = tuple(
-            Worker(
-                device=device.id,
-                device_class=device.device_class,
-                samples=BATCH,
-                micro_batch=1,
-                state_share=1.0,
-            )
-            for _, device in zip(range(tensor), devices)
-        )
-        stages.append(
-            Stage(
-                units=model.calls[begin:end],
-                workers=workers,
-                tensor=tensor,
-                root=needs.root,
-                takes=needs.outputs,
-            )
-        )
-    return Plan(
-        strategy="by hand",
-        model=model.fingerprint,
-        sequence_length=profile.sequence_length,
-        global_batch=BATCH,
-        stages=tuple(stages),
-    )
+@pytest.fixture(scope="module")
+def a_team_and_one(sound) -> Plan:
+    return staged_plan_for(sound, [(BATCH,)] * 2, micro_batch=1, tensor=[2, 1])
 
 
 DIVIDED = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
@@ -95,8 +59,8 @@ def check_names(error: RankLost, fault: str, rank: int) -> None:
 
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_of_three_stages(tmp_path, sound, rank, fault):
-    error = named_after(tmp_path, three_stages(sound), fault, rank, block=2 * rank)
+def test_of_three_stages(tmp_path, three_stages, rank, fault):
+    error = named_after(tmp_path, three_stages, fault, rank, block=2 * rank)
     check_names(error, fault, rank)
     if fault == "hang":
         assert re.search(r"the (message|reduction|all-gather|exchange) .*failed", error.why)
@@ -105,7 +69,7 @@ def test_of_three_stages(tmp_path, sound, rank, fault):
 
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, sound, rank, fault):
+def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
-    error = named_after(tmp_path, a_team_and_one(sound), fault, rank, block)
+    error = named_after(tmp_path, a_team_and_one, fault, rank, block)
     check_names(error, fault, rank)
