@@ -12,9 +12,9 @@ techniques and by the same cost model:
   stages that divides the devices, schedule (also interleaved and zero-bubble, where their times are
   known), micro-batch size and ZeRO stage 0, 1 or 3.
 
-Then four jobs run on emulated devices: 1 + 3 with room for everything, and with so little that the
-state must be divided; 3 + 5 with little room; 7 + 1 with much. There `optimal` and the `NEAREST`
-rivals of those that fit, by prediction, are measured in turns.
+Then jobs run on emulated devices: each mixture with room for everything, and with so little that
+the state must be divided. There `optimal` takes turns with the `NEAREST` rivals that fit, by
+prediction.
 
     python benchmarks/stages_quantity.py [--json] [--steps 3] [--rounds 2] [--every 1]
 
@@ -109,8 +109,10 @@ MUCH = ("512 MiB", "512 MiB")
 JOBS = (
     Job("much room", (1, 3), (3.0, 1.2), MUCH, 6, 12),
     Job("little room", (1, 3), (3.0, 1.2), ("10 MiB", "5 MiB"), 6, 12),
+    Job("much room", (3, 5), (1.0, 0.4), MUCH, 8, 16),
     Job("little room", (3, 5), (1.0, 0.4), ("8 MiB", "4 MiB"), 8, 16),
     Job("much room", (7, 1), (0.8, 0.3), MUCH, 8, 16),
+    Job("little room", (7, 1), (0.8, 0.3), ("8 MiB", "4 MiB"), 8, 16),
 )
 
 

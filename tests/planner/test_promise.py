@@ -23,6 +23,8 @@ def times(seconds: float) -> dict[str, UnitTimes]:
         forward=line(seconds, 0.3 * seconds),
         backward=line(3 * seconds, 0.9 * seconds),
         gradient=line(2 * seconds, 0.6 * seconds),
+        inputs=line(seconds, 0.3 * seconds),
+        weights=line(seconds, 0.3 * seconds),
     )
     return {"block": unit, ROOT: UnitTimes(forward=line(0.0), backward=line(0.0))}
 
@@ -74,7 +76,7 @@ def promised(found: Profile, batch: int, schedule: str = "1f1b", space: Space | 
                 yield float(of_row.divided(zero_stage, schedule).seconds[number]), exact
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "zero-bubble"])
 def test_estimates_are_near_what_is_counted(schedule):
     found = cluster([(2e-3, 2), (5e-3, 2)])
     every = [(seconds, exact.seconds) for seconds, exact in promised(found, 32, schedule) if exact]
