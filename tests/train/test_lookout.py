@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpumix.spec.cluster import Device
@@ -44,3 +46,21 @@ def test_else_it_is_the_process_that_has_it(monkeypatch, said):
     (error,) = said
     assert error.what == "the process that holds the ranks together is gone"
     assert error.why == WHY
+
+
+def test_hosts_are_asked_at_once(monkeypatch, said):
+    """Each takes seconds not to answer."""
+    devices = [Device(id=f"gpu-{n}", device_class="gpu", host=f"host-{n}") for n in range(4)]
+    arrivals = [Arrival(d.host, 0, d.host, f"10.0.0.{n}") for n, d in enumerate(devices)]
+    together = threading.Barrier(3)
+
+    def answers(address: str, port: int, *, within_s: float) -> bool:
+        together.wait(within_s)
+        return address == "10.0.0.1"
+
+    monkeypatch.setattr(lookout, "answers", answers)
+    Lookout(Seat(3, 4, devices[3], 29500), arrivals, devices, print)._without_store(WHY)
+    (error,) = said
+    assert error.what == (
+        "rank 0 (device 'gpu-0' on host-0) and rank 2 (device 'gpu-2' on host-2) stopped answering"
+    )

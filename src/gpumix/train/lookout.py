@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 
@@ -34,6 +35,7 @@ from gpumix.train.torchrun import Arrival
 # How long a rank whose store is gone has to say so itself.
 OWN_ACCOUNT_S = 10.0
 ANSWER_S = 5.0
+MOST_ASKED = 64  # hosts at once
 
 
 class Lookout:
@@ -96,9 +98,9 @@ class Lookout:
 
     def _without_store(self, why: str) -> None:
         """The host that has it may be cut off, and other hosts with it."""
-        gone = [rank for rank in self._elsewhere if not self._answers(rank)]
-        alone = store_gone(self._name(self._seat.rank), why)
-        self._end(self._cut_off(gone) if gone else alone)
+        gone = self._without_answer(self._elsewhere)
+        own = self._name(self._seat.rank)
+        self._end(self._cut_off(gone) if gone else store_gone(own, why))
 
     def _look(self, store: dist.Store) -> None:
         stops = Pulse(self._stop_of, self._seat.world, STOPPED_S)
@@ -111,7 +113,7 @@ class Lookout:
                 continue
             for rank in stopped:
                 self._end_stopped(store, rank)
-            gone = [rank for rank in silent if not self._answers(rank)]
+            gone = self._without_answer(silent)
             if gone and not self._over.is_set():
                 error = self._cut_off(gone)
                 with suppress(*STORE_ERRORS):
@@ -123,6 +125,11 @@ class Lookout:
         # In a container of the same name it may be another process.
         here = rank in self._here and begun(one.process) == one.begun
         return "stopped" if here and is_stopped(one.process) else ""
+
+    def _without_answer(self, ranks: Sequence[int]) -> list[int]:
+        """Those whose hosts do not answer; many are asked at once, for each may take `ANSWER_S`."""
+        with ThreadPoolExecutor(MOST_ASKED) as pool:
+            return [rank for rank, there in zip(ranks, pool.map(self._answers, ranks)) if not there]
 
     def _answers(self, rank: int) -> bool:
         self._looks += 1
