@@ -28,7 +28,7 @@ from gpumix.train.rebalance import (
     with_samples,
 )
 from gpumix.train.rebalance_room import Movable, idle_paces, most_by_memory, with_shares
-from gpumix.train.restage import Restaging
+from gpumix.train.restage import Redealt, Restaging
 
 # It is looked at from here on: first steps take longer than others.
 FIRST_STEPS = 3
@@ -99,20 +99,17 @@ class Balancing:
         change = self._rebalancer.observe(compute_s)
         if change is None:
             return self._effect(times)
-        before, self.plan = self.plan, self._with(change)
+        told = self._goes_on_by(
+            self._with(change),
+            change,
+            times,
+            what="a step's computing",
+            moving_s=None if change.shares is None else change.moving_s,
+        )
         if change.shares is not None:
             self._planned = self.plan
             self._rebalancer.go_on(self.plan, self._room())
-        self._took(times)
-        return dealt_anew(
-            before,
-            self.plan,
-            change.why,
-            what="a step's computing",
-            before_s=change.before_s,
-            after_s=change.after_s,
-            moving_s=None if change.shares is None else change.moving_s,
-        )
+        return told
 
     def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
         found = self._restaging.observe(compute_s) if self._restaging is not None else None
@@ -122,21 +119,30 @@ class Balancing:
             return None
         if found is None:
             return self._effect(times)
-        before, self.plan = self.plan, found.plan
-        self._took(times)
-        return dealt_anew(
-            before,
-            self.plan,
-            found.why,
-            what="a step",
-            before_s=found.before_s,
-            after_s=found.after_s,
-        )
+        return self._goes_on_by(found.plan, found, times, what="a step")
 
-    def _took(self, times: Sequence[float]) -> None:
-        """The samples are split anew from the next step on."""
+    def _goes_on_by(
+        self,
+        plan: Plan,
+        found: Change | Redealt,
+        times: Sequence[float],
+        *,
+        what: str,
+        moving_s: float | None = None,
+    ) -> Told:
+        """The samples are split anew from the next step on; see `dealt_anew`."""
+        before, self.plan = self.plan, plan
         self.changes += 1
         self._changed = (self._steps, _of_late(times))
+        return dealt_anew(
+            before,
+            plan,
+            found.why,
+            what=what,
+            before_s=found.before_s,
+            after_s=found.after_s,
+            moving_s=moving_s,
+        )
 
     def _watching(self) -> Rebalancer:
         """Collective without a profile."""
