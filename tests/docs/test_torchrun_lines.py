@@ -15,7 +15,7 @@ RENDEZVOUS = "--rdzv-backend gpumix --rdzv-endpoint host-a:29500"
 HOSTS = f"torchrun --nnodes 2 --nproc-per-node 4 {RENDEZVOUS} -m gpumix"
 SCRIPT = "torchrun --nproc-per-node 2 examples"
 SCRIPTS = "tests/examples/test_changed_imports.py"
-# The test's file, and the words that it gives torchrun, where it starts it itself.
+# The file of its test.
 TESTS = {
     f"{HOSTS} train job.yaml": "tests/train/test_torchrun.py",
     f"{HOSTS} check job.yaml": "tests/cli/test_check_verb.py",

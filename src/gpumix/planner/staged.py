@@ -401,21 +401,21 @@ class _Search:
                 heapq.heappush(heap, (least_s, number, candidate, others))
                 return
 
-        for number, (way_s, way) in enumerate(ways):
-            while heap and heap[0][0] <= way_s:
-                least_s, before, candidate, others = heapq.heappop(heap)
+        def due(until_s: float) -> Iterator[tuple[float, Candidate]]:
+            while heap and heap[0][0] <= until_s:
+                least_s, number, candidate, others = heapq.heappop(heap)
                 yield least_s, candidate
-                put(before, others)
+                put(number, others)
+
+        for number, (way_s, way) in enumerate(ways):
+            yield from due(way_s)
             every = comb(cuts, len(way.stages) - 1)
             if every > FEW_CUTS or self._counting.work > most_work:
                 yield way_s, None
             else:
                 self._counting.work += len(way.stages) * (CUT_WORK + every // CUTS_A_WORK)
                 put(number, self._cut(way, way_s))
-        while heap:
-            least_s, number, candidate, others = heapq.heappop(heap)
-            yield least_s, candidate
-            put(number, others)
+        yield from due(float("inf"))
 
     def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
         """A way's candidates by the least time that each takes; none takes less than `way_s`."""

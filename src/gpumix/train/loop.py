@@ -29,11 +29,7 @@ from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.last_minute import LastMinute
-from gpumix.train.metrics import (
-    WARM_UP_STEPS,
-    StepRecord,
-    typical_s,
-)
+from gpumix.train.metrics import WARM_UP_STEPS, StepRecord, typical_s
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.not_finite import overflowed, spoilt, without_labels
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
