@@ -21,8 +21,8 @@ from harness import run_ranks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OURS = re.compile(r"^from gpumix(\.integrations\.(?P<of>\w+))? import (?P<name>\w+)$", re.M)
 DEVICES = (
-    "- {class: fast, count: 1, memory: 200MB, emulate: 8e9}\n"
-    "- {class: slow, count: 1, memory: 60MB, emulate: 2e9}\n"
+    "- {class: fast, count: 1, memory: 200MB, emulate: 2e9}\n"
+    "- {class: slow, count: 1, memory: 60MB, emulate: 5e8}\n"
 )
 STEPS = 6
 TRAINER = [

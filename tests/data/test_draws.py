@@ -238,7 +238,8 @@ def test_it_is_looked_for_where_nobody_waits_for_data():
             return {"k": k, "x": 0.0 if k in early else random.random()}
 
     early = {0, *order.tolist()}
-    with Loader(Much(), [8], 0) as loader:
+    # Not so far ahead that the 20th is read while others are looked at, at the 16th.
+    with Loader(Much(), [8], 0, prefetch=4) as loader:
         for step in range(40):
             while step and not loader._feed.is_ready(8 * step):
                 time.sleep(0.001)
