@@ -12,9 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gpumix.hardware.memory.build import BuildError, capped_allocator_library
+from warm_commands import Command, is_warm
+
+Process = Command | subprocess.Popen[str]
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,36 @@ class Done:
 
 
 def run(
-    command: Sequence[str | Path], *, folder: Path, env: Mapping[str, str], timeout_s: float
+    command: Sequence[str | Path],
+    *,
+    folder: Path,
+    env: Mapping[str, str],
+    timeout_s: float,
+    fresh: bool = False,
 ) -> Done:
-    """Run a command in `folder`; signals to its group reach nobody else."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
+    """Run a command in `folder`; signals to its group reach nobody else.
+
+    Args:
+        fresh: it imports all that it needs by itself, also where it `is_warm`.
+    """
+    words = [str(part) for part in command]
+    with TemporaryDirectory() as streams:
+        process = _started(words, folder, env, None if fresh else Path(streams))
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+            assert not _remain(process.pid), "processes are left behind"
+        finally:
+            _end(process)
+    return Done(process.returncode or 0, out, err)
+
+
+def _started(
+    words: Sequence[str], folder: Path, env: Mapping[str, str], streams: Path | None
+) -> Process:
+    if streams is not None and is_warm(words):
+        return Command(words, folder=folder, env=env, streams=streams)
+    return subprocess.Popen(
+        words,
         cwd=folder,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -44,12 +73,6 @@ def run(
         text=True,
         start_new_session=True,
     )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-        assert not _remain(process.pid), "processes are left behind"
-    finally:
-        _end(process)
-    return Done(process.returncode, out, err)
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -80,7 +103,7 @@ def _remain(group: int, patience_s: float = 5.0) -> bool:
     return True
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Process) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -7,6 +7,7 @@ A rank would need 0.3 s of its own for it, more than most have to do; for `trans
 import hypothesis.strategies
 import pytest
 import torch
+import torch.distributed.run
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import transformers.models.auto.modeling_auto
@@ -16,7 +17,9 @@ import transformers.models.llama.modeling_llama
 import transformers.models.t5.modeling_t5
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gpumix.cli
 import gpumix.doctor.function.preload
+import gpumix.train.pipeline
 import gpumix.train.preload
 import reference
 import staging

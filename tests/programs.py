@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -149,23 +150,33 @@ def tokenizer(words: int = 60) -> Any:
 
 def in_folder(network: Any, folder: Path) -> str:
     """A model's folder, as `save_pretrained` makes it, with the tokenizer."""
-    if not folder.exists():
-        making = folder.with_name(f"{folder.name}-{os.getpid()}")  # ranks do so at once
+
+    def make(making: Path) -> None:
         network.save_pretrained(making)
         tokenizer().save_pretrained(making)
-        with suppress(OSError):
-            making.rename(folder)
-    return str(folder)
+
+    return str(_made_once(folder, make))
 
 
 def in_hub_cache(network: Any, cache: Path) -> str:
     """The name of a model that lies in the cache of the hub, which this process cannot reach."""
     from huggingface_hub import constants
 
+    def make(making: Path) -> None:
+        (making / "refs").mkdir(parents=True)
+        (making / "refs" / "main").write_text("0" * 40)
+        in_folder(network, making / "snapshots" / ("0" * 40))
+
     constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(cache), True
-    model = cache / "models--owner--small"
-    (model / "refs").mkdir(parents=True, exist_ok=True)
-    (model / "refs" / "main").write_text("0" * 40)
-    (model / "snapshots").mkdir(exist_ok=True)
-    in_folder(network, model / "snapshots" / ("0" * 40))
+    _made_once(cache / "models--owner--small", make)
     return "owner/small"
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Ranks make it at once: it is there whole, or not at all."""
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}-{os.getpid()}")
+        make(making)
+        with suppress(OSError):
+            making.rename(folder)
+    return folder

@@ -208,7 +208,7 @@ def test_a_missing_package_is_told(tmp_path):
         cluster=CLUSTER[:1],
     )
     env = {"PYTHONPATH": str(tmp_path / "absent")}
-    done = refused(tmp_path, 3, "train", "job.yaml", run=gpumix, env=env)
+    done = refused(tmp_path, 3, "train", "job.yaml", run=gpumix, env=env, fresh=True)
     assert "needs the package transformers" in done.err
     assert "pip install 'gpumix[transformers]'" in done.err
 

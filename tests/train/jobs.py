@@ -178,16 +178,25 @@ def gpumix(
     folder: Path,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 90,
+    fresh: bool = False,
 ) -> Done:
-    """Run the command line in `folder`; no process of it is left afterwards."""
-    return run([sys.executable, "-m", "gpumix", *arguments], folder, env or {}, timeout_s)
+    """Run the command line in `folder`; no process of it is left afterwards. `fresh`: see
+    `commands.run`."""
+    words = [sys.executable, "-m", "gpumix", *arguments]
+    return run(words, folder, env or {}, timeout_s, fresh=fresh)
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, env: Mapping[str, str], timeout_s: float
+    command: Sequence[str | Path],
+    folder: Path,
+    env: Mapping[str, str],
+    timeout_s: float,
+    *,
+    fresh: bool = False,
 ) -> Done:
     """Run any command in `folder`, with `env` beside `environment`."""
-    return commands.run(command, folder=folder, env=environment(folder) | env, timeout_s=timeout_s)
+    env = environment(folder) | env
+    return commands.run(command, folder=folder, env=env, timeout_s=timeout_s, fresh=fresh)
 
 
 def environment(folder: Path) -> dict[str, str]:
