@@ -79,13 +79,21 @@ def test_who_cannot_join_is_refused(calls, monkeypatch):
 
 
 LOOP = """
+import atexit
 import os
+from pathlib import Path
 
 import torch
 import gpumix
 from gpumix.engine.units import dissect
 from gpumix.spec.plan import Stage, Worker
 from models import own_blocks, vectors
+
+@atexit.register  # called after what gpumix does at the end
+def of_gloo() -> None:
+    names = [(one / "comm").read_text() for one in Path("/proc/self/task").iterdir()]
+    count = sum("gloo_runloop" in name for name in names)
+    os.write(1, f"threads of rank {rank}: {count}\\n".encode())
 
 model = gpumix.build(own_blocks, seed=0)
 anatomy = dissect(model)
@@ -116,11 +124,12 @@ def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
     assert done.code == 0, done.err
     assert "destroy_process_group" not in done.err
-    ranks = dict(line.split(": ") for line in done.out.splitlines())
-    assert ranks.keys() == {"rank 0", "rank 1"}
+    told = dict(line.split(": ") for line in done.out.splitlines())
+    assert [told.pop(f"threads of rank {rank}") for rank in (0, 1)] == ["0", "0"]
+    assert told.keys() == {"rank 0", "rank 1"}
 
     model = build(own_blocks, seed=0)
     batch = vectors(3, torch.Generator().manual_seed(0))
     total, count = model(**batch)
     expected = (total / count).item()
-    assert [float(loss) for loss in ranks.values()] == pytest.approx([expected] * 2, abs=1e-5)
+    assert [float(loss) for loss in told.values()] == pytest.approx([expected] * 2, abs=1e-5)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gpumix.check.facts import Speed
 from gpumix.check.host_facts import host_facts, nearest
 from gpumix.check.job_facts import checkpoint_bytes, job_on_host, saved_bytes
+from gpumix.engine.comm import leave_groups
 from gpumix.engine.groups import all_ranks
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import cache_folder, hide_gpus
@@ -255,7 +256,7 @@ class Probe:
     def part(self) -> Told:
         """Leave the group."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_groups()
         return {}
 
     # -- the job -----------------------------------------------------------------------------------

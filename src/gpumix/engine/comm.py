@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -122,6 +123,18 @@ def reported(label: str, wait: Wait | None = None) -> Iterator[None]:
         raise CommunicationError(f"the {label} failed", why=first_line(error), wait=wait) from error
 
 
+_of_groups: WeakSet[Communicator] = WeakSet()  # all that there are
+
+
+def leave_groups() -> None:
+    """Leave all process groups, and hold none any more: threads of gloo end with theirs. One that
+    still has a tensor to drop when the interpreter has ended takes the process with it:
+    `terminate called without an active exception`."""
+    dist.destroy_process_group()
+    for comm in list(_of_groups):
+        comm.group = None
+
+
 @dataclass(frozen=True)
 class Borrowed:
     """A tensor in memory of a pool, until it is given back."""
@@ -160,6 +173,7 @@ class Communicator:
         if world > 1 and group is None:
             raise ValueError("several ranks need a process group")
         self.group = group
+        _of_groups.add(self)
         self.rank = rank
         self.world = world
         self.members = tuple(range(world)) if members is None else tuple(members)

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from gpumix.engine.comm import leave_groups
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place, world_size
 from gpumix.spec.errors import InputError
 
@@ -76,4 +77,4 @@ def _leave() -> None:
         while there < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.01)
             there = store.add("gpumix/leaving", 0)
-    dist.destroy_process_group()
+    leave_groups()

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from gpumix.engine.comm import CommunicationError, Communicator
+from gpumix.engine.comm import CommunicationError, Communicator, leave_groups
 from gpumix.engine.groups import all_ranks
 from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse, beat_with, stand_in
 from gpumix.engine.held_up import Wait, held_up_by, known
@@ -143,7 +143,7 @@ class Ranks:
         if self._heart is not None:
             self._heart.stop()
         if self._owns_groups and error is None:
-            dist.destroy_process_group()
+            leave_groups()
 
     @property
     def names(self) -> list[str]:
