@@ -7,7 +7,7 @@ A rank would need 0.3 s of its own for it, more than most have to do; for `trans
 import hypothesis.strategies
 import pytest
 import torch
-import torch.distributed.run
+import torch.distributed.launcher.api
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import transformers.models.auto.modeling_auto

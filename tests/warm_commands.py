@@ -29,6 +29,7 @@ from functools import cache
 from io import BufferedWriter, FileIO, TextIOWrapper
 from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -122,7 +123,10 @@ def _become(
         return _server(code, passed) if forkserver.__name__ in code else start(path, args, passed)
 
     util.spawnv_passfds = started
-    subprocess.Popen = _popen(paths)  # type: ignore[misc]
+    usual, ours = subprocess.Popen, _popen(paths)
+    for one in list(sys.modules.values()):
+        if getattr(one, "__dict__", {}).get("Popen") is usual:
+            one.Popen = ours  # type: ignore[attr-defined]
     _run(words[1:], folder, env, paths)
 
 
@@ -134,14 +138,17 @@ def _run(words: list[str], folder: str, env: Mapping[str, str], paths: list[str]
     module = words[0] == "-m"
     first = folder if module else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *paths]
-    sys.argv = words[module:]
+    sys.argv, sys.orig_argv = words[module:], [sys.executable, *words]
     _as_if_new()
     code: Any = 0
     try:
+        # What is global there lives on to the end.
+        main = sys.modules["__main__"] = ModuleType("__main__")
         if module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(words[1])
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            main.__file__ = words[0]
+            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):
