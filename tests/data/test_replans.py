@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gpumix.data.crew import Processes
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
 from gpumix.data.tuning import FIRST
+from gpumix.spec.errors import TrainingError
 
 
 @st.composite
@@ -193,6 +195,50 @@ def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
 def cut(own: int, rank: int) -> list[int]:
     """Of 24 samples."""
     return [24 - own, own] if rank else [own, 24 - own]
+
+
+class Held(Numbers):
+    """Only the first batch is read at once: others wait until they may."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.may = threading.Event()
+
+    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        if any(self.asked) and len(indices):
+            assert self.may.wait(30)
+        return super().rows(indices)
+
+
+def comes(true: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + 20
+    while not (found := true()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
+    dataset = Held()
+    with Loader(dataset, [8, 0], 0, workers=1, kind="threads", prefetch=2) as loader:
+        next(loader)
+        loader.replan([7, 1])
+        loader.replan([6, 2])
+        dataset.broken = set(range(100))
+        dataset.may.set()
+        assert comes(lambda: loader._feed.is_ready(8)), "it waits for ever"
+        with pytest.raises(TrainingError, match="the disk is gone"):
+            next(loader)
+
+
+def test_a_batch_that_is_dropped_waits_for_no_rows_of_the_one_before():
+    """Else its memory would never be given back."""
+    dataset = Held()
+    with Loader(dataset, [4, 4], 0, workers=2, kind="threads", prefetch=1) as loader:
+        next(loader)
+        loader.replan([6, 2])
+        loader.load_state_dict(loader.state_dict())
+        dataset.may.set()
+        assert comes(lambda: not loader._feed._by_number)
 
 
 def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
