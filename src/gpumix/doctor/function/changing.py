@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from gpumix.doctor.function.lines import is_shown
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import LATE
@@ -175,7 +176,7 @@ def _printing(before: Any) -> Any:
     """Nor are values put in words."""
 
     def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
-        if file is not None and file not in (sys.stdout, sys.stderr):
+        if not is_shown(file):
             before(*values, file=file, **kwargs)
 
     return printing
