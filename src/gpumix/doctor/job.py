@@ -13,6 +13,7 @@ from pathlib import Path
 from gpumix.doctor.change import Changes, overrides
 from gpumix.doctor.examine import Window
 from gpumix.doctor.function.alike import unlike
+from gpumix.doctor.function.suspects import steering
 from gpumix.doctor.inside import CODE, Inside, SeenInside
 from gpumix.doctor.machine import SITES, Watched, remarks_on, still_starved, watched, written_out
 from gpumix.doctor.report import Suspect
@@ -179,7 +180,9 @@ class JobPatient:
             yield starved
         if self.inside is not None and self.inside.attention:
             yield written_out(self.inside.attention)
-        if trial.syncs:
+        if told := steering(SeenInside.of(trial.told).syncs):
+            yield told
+        if trial.syncs:  # but for those, which torch takes for lines of `doctor.function.lines`
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
                 f"the model makes the host wait for the device at {named}: leave the values on the "
