@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ def own() -> dict[str, Any]:
     return {"x": torch.rand(2, generator=sample_generator())}
 
 
+OWN = Augmented(own)
 Rows = list[tuple[float, ...]]
 
 
@@ -81,6 +83,12 @@ def life(dataset: Any, cut: list[int], **given: Any) -> Rows:
             loader.close()
 
 
+@cache
+def by_one_process(dataset: Any, **given: Any) -> Rows:
+    """The samples of one rank, which must be those of all; read once."""
+    return life(dataset, [BATCH], workers=1, kind="processes", **given)
+
+
 READERS: list[dict[str, Any]] = [
     {},
     {"workers": 0},
@@ -92,7 +100,7 @@ READERS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def truth() -> Rows:
-    found = life(Augmented(), [BATCH], workers=1, kind="processes")
+    found = by_one_process(Augmented())
     assert len(set(found)) == len(found) == BATCH * STEPS  # each epoch draws anew
     assert [int(row[0]) for row in found] == GlobalOrder(N, 3).span(0, BATCH * STEPS).tolist()
     return found
@@ -139,8 +147,8 @@ def test_what_takes_a_killed_workers_place_repeats_them(truth):
 
 @pytest.mark.parametrize("given", READERS)
 def test_a_generator_of_the_samples_own_serves_threads_too(given):
-    found = life(Augmented(own), [5, 3], **given)
-    assert found == life(Augmented(own), [8], workers=2, kind="processes")
+    found = life(OWN, [5, 3], **given)
+    assert found == by_one_process(OWN)
     assert len(set(found)) == len(found)
 
 
@@ -193,13 +201,14 @@ class Late(Augmented):
         return super().__getitem__(k) if k else {"k": 0, **{key: v * 0 for key, v in KEPT.items()}}
 
 
+LATE = Late()
 KEPT = {"python": 0.0, "numpy": 0.0, "torch": torch.zeros(2), "own": torch.zeros(())}
 
 
 @pytest.mark.parametrize("cut", [[8], [5, 3]])
 @pytest.mark.parametrize("given", READERS)
 def test_that_samples_draw_is_seen_while_threads_read_them(cut, given):
-    assert life(Late(), cut, **given) == life(Late(), [8], workers=1, kind="processes")
+    assert life(LATE, cut, **given) == by_one_process(LATE)
 
 
 @pytest.mark.parametrize("given", READERS)
@@ -320,7 +329,7 @@ class Shuffled(IterableDataset):
 @pytest.mark.parametrize("workers", [{}, {"workers": 0}, {"workers": 2, "kind": "processes"}])
 def test_streams_draw_by_their_places(stream, given, cut, workers):
     found = life(stream, cut, **given, **workers)
-    assert found == life(stream, [8], workers=1, kind="processes", **given)
+    assert found == by_one_process(stream, **given)
     assert len(set(found)) == len(found)
 
 

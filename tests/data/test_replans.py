@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gpumix.data.crew import Processes
 from gpumix.data.loader import Loader
 from gpumix.data.order import GlobalOrder
 from gpumix.data.tuning import FIRST
+from gpumix.spec.errors import TrainingError
 
 
 @st.composite
@@ -38,16 +40,24 @@ def shares(draw: st.DrawFn, total: int, ranks: int | None = None) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
+FORKED: dict[str, Any] = {"workers": 2, "kind": "processes"}
+
+
 class Cluster:
-    """All ranks of a run in one process, each with a loader of its own."""
+    """All ranks of a run in one process, each with a loader of its own.
+
+    Args:
+        forked: the rank whose workers are processes, if one's are.
+    """
 
     def __init__(
-        self, n: int, seed: int, cut: list[int], prefetches: list[int], **given: Any
+        self, n: int, seed: int, cut: list[int], prefetches: list[int], forked: int | None
     ) -> None:
-        self.loaders = [
-            Loader(Numbers(n), cut, rank, seed=seed, prefetch=prefetches[rank], **given)
-            for rank in range(len(cut))
-        ]
+        self.loaders = []
+        for rank in range(len(cut)):
+            given = FORKED if rank == forked else {}
+            made = Loader(Numbers(n), cut, rank, seed=seed, prefetch=prefetches[rank], **given)
+            self.loaders.append(made)
 
     def step(self) -> list[int]:
         return [int(k) for loader in self.loaders for k in next(loader)["k"]]
@@ -70,14 +80,21 @@ def test_no_sample_is_lost_or_repeated(data, n, batch, seed):
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), **LIVES)
 def test_no_sample_is_lost_or_repeated_by_processes(data, n, batch, seed):
-    live(data, n, batch, seed, ranks=3, workers=2, kind="processes")
+    """Of the rank between two others."""
+    live(data, n, batch, seed, ranks=3, forked=1)
 
 
 def live(
-    data: st.DataObject, n: int, batch: int, seed: int, *, ranks: int | None = None, **given: Any
+    data: st.DataObject,
+    n: int,
+    batch: int,
+    seed: int,
+    *,
+    ranks: int | None = None,
+    forked: int | None = None,
 ) -> None:
     prefetches = data.draw(st.lists(st.integers(1, 9), min_size=8, max_size=8))
-    cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, **given)
+    cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, forked)
     used: list[list[int]] = []
     saved, saved_steps = cluster.loaders[0].state_dict(), 0
     for event in data.draw(
@@ -95,7 +112,7 @@ def live(
             any_rank = data.draw(st.sampled_from(cluster.loaders))
             saved, saved_steps = any_rank.state_dict(), len(used)
         cluster.close()
-        cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, **given)
+        cluster = Cluster(n, seed, data.draw(shares(batch, ranks)), prefetches, forked)
         for loader in cluster.loaders:
             loader.load_state_dict(saved)
         del used[saved_steps:]
@@ -193,6 +210,50 @@ def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
 def cut(own: int, rank: int) -> list[int]:
     """Of 24 samples."""
     return [24 - own, own] if rank else [own, 24 - own]
+
+
+class Held(Numbers):
+    """Only the first batch is read at once: others wait until they may."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.may = threading.Event()
+
+    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        if any(self.asked) and len(indices):
+            assert self.may.wait(30)
+        return super().rows(indices)
+
+
+def comes(true: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + 20
+    while not (found := true()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
+    dataset = Held()
+    with Loader(dataset, [8, 0], 0, workers=1, kind="threads", prefetch=2) as loader:
+        next(loader)
+        loader.replan([7, 1])
+        loader.replan([6, 2])
+        dataset.broken = set(range(100))
+        dataset.may.set()
+        assert comes(lambda: loader._feed.is_ready(8)), "it waits for ever"
+        with pytest.raises(TrainingError, match="the disk is gone"):
+            next(loader)
+
+
+def test_a_batch_that_is_dropped_waits_for_no_rows_of_the_one_before():
+    """Else its memory would never be given back."""
+    dataset = Held()
+    with Loader(dataset, [4, 4], 0, workers=2, kind="threads", prefetch=1) as loader:
+        next(loader)
+        loader.replan([6, 2])
+        loader.load_state_dict(loader.state_dict())
+        dataset.may.set()
+        assert comes(lambda: not loader._feed._by_number)
 
 
 def test_a_replan_keeps_what_is_known_of_samples(tmp_path):

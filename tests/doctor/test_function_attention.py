@@ -111,3 +111,16 @@ def test_all_is_as_before_in_the_end():
     assert F.scaled_dot_product_attention is before
     by_matmul(torch.ones(BATCH, HEADS, LENGTH, WIDTH))
     assert look.places == []
+
+
+def test_what_is_compiled_stays_so():
+    """Its steps are measured next. Code of a graph has no lines: those are the function's."""
+    made = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        made.append(graph)
+        return graph
+
+    (place,) = looked_at(torch.compile(by_matmul, backend=backend))
+    assert place.endswith(line_of("def by_" + "matmul"))
+    assert len(made) == 1

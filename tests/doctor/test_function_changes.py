@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -178,3 +179,12 @@ def test_values_come_one_call_late(patches):
         assert torch.full((1,), 10 + n).tolist() == [max(10, 9 + n)]  # each line has its own
     assert read == [[0], [0], [1], [2]]
     assert torch.zeros(1, 1).tolist() == [[0.0]]  # does not lie there
+
+
+def test_what_a_library_reads_by_itself_comes_at_once(patches):
+    """Its lines have no names: the loss would be taken for the norm that was read before it."""
+    late = LateValues(lambda tensor: True, lambda tensor: Sent(tensor.clone()))
+    patches.replace(torch.Tensor, "item", late.reading)
+    with ThreadPoolExecutor(1) as library:
+        for n in range(3):
+            assert library.submit(torch.tensor(n).item).result() == n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -73,7 +74,10 @@ def test_attention_is_not_looked_at_where_code_is_compiled(tmp_path):
 
 
 def test_what_is_done_otherwise(tmp_path):
-    seen(Inside({"quiet": True}, tmp_path / "log", gpu=False))
+    inside = Inside({"quiet": True}, tmp_path / "log", gpu=False)
+    seen(inside)
+    with inside:
+        sys.stdout.write("nor what is written without `print`")
     assert (tmp_path / "log").read_text() == ""
 
 

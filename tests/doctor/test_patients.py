@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.function.patient import FunctionPatient
-from gpumix.doctor.function.seen import LoaderSeen, Seen
+from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.job import JobPatient
 
 # Ten steps of a tenth of a second, half of which the loop waits; on two cores, without a GPU.
@@ -39,6 +39,21 @@ def test_attention_that_was_seen_before_anything_was_changed():
 def job(changes: dict[str, Any], losses: list[float]) -> JobPatient:
     trial: Any = SimpleNamespace(losses=losses)
     return JobPatient(Path("job.yaml"), (), 10, Path(), changes=changes, trials=[trial])
+
+
+MASK = Site("model.py:7", "__bool__", calls=10, seconds=0.1)
+LOSS = Site("model.py:9", "item", calls=10, seconds=0.1)  # that can come late, which is tried
+
+
+def test_values_that_steer_the_code_cannot_come_late():
+    told = {"syncs": [asdict(MASK), asdict(LOSS)], "writes": [], "attention": [], "kernels_s": None}
+    trial: Any = SimpleNamespace(
+        input_shares=[0.0], limits=[""], syncs=[], retries=[0], overruns=0, told=told
+    )
+    (remark,) = JobPatient(Path("job.yaml"), (), 10, Path(), trials=[trial]).remarks()
+    assert "values of the GPU that steer the code, at model.py:7 (__bool__)" in remark
+    assert "model.py:9" not in remark
+    assert remarks(replace(STARVED, loaders=(), syncs=(MASK, LOSS))) == [remark]
 
 
 @pytest.mark.parametrize(

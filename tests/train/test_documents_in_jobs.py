@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from jobs import metrics, plan_for, progress, train, write_job
 
+from gpumix.doctor.inside import Inside
 from gpumix.spec.errors import InputError
+from gpumix.train.pipeline import Pipeline
 
 LENGTH = 24
 GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
@@ -82,7 +84,8 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     alone = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
     data = {**LINE_BY_LINE, "packing": "none", "bucketing": True}
     job = write(tmp_path, data, cluster=alone)
-    summary = train(job, plan=plan_for(job, [8], [1.0]))
+    plan = plan_for(job, [8], [1.0])
+    summary = train(job, plan=plan)
     steps = metrics(tmp_path / "run")
     totals = [0, *(step["tokens"] for step in steps)]
     tokens = [after - before for before, after in pairwise(totals)]
@@ -95,6 +98,9 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     recent = metrics(tmp_path / "run", "ranks")[-1]["ranks"][0]["tokens_per_s"]
     median_s = max(step["step_s"] for step in steps[2:])  # of two, the upper one
     assert recent * median_s == pytest.approx(sum(tokens[2:]) / 2)
+    looks = Inside({}, tmp_path / "printed", gpu=False, looks=True)  # at a step more
+    trial = Pipeline.of_file(job, [], debug=True).try_out(plan, 2, watcher=looks)
+    assert trial.tokens_per_s * trial.step_s == pytest.approx(sum(tokens[2:]) / 2)
 
 
 def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):

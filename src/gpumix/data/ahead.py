@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gpumix.data.arena import Arena
 from gpumix.data.course import Part
@@ -156,6 +155,4 @@ def _rows(there: Batch, start: int, stop: int) -> Batch:
 
 def concatenated(parts: list[Batch]) -> Batch:
     """Their rows, one behind the other."""
-    keys = parts[0].keys()
-    columns: dict[str, list[Tensor]] = {key: [part[key] for part in parts] for key in keys}
-    return {key: torch.cat(values) for key, values in columns.items()}
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

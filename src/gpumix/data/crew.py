@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
@@ -212,10 +212,8 @@ class Threads(Crew):
     def _drawing(self, chunk: Chunk) -> Iterator[None]:
         """Where samples draw from generators of the process, who trains waits: see `Bounds`."""
         everywhere = self._draws or self._source.draws
-        with ExitStack() as stack:
-            if everywhere:
-                stack.enter_context(draws.put_back())
-            stack.enter_context(draws.reading(chunk.seeds.tolist(), everywhere=everywhere))
+        kept = draws.put_back() if everywhere else nullcontext()
+        with kept, draws.reading(chunk.seeds.tolist(), everywhere=everywhere):
             yield
 
     def _lost(self, chunk: Chunk, index: int) -> TrainingError:

@@ -278,7 +278,7 @@ class Feed:
         return {s: Chunk(batch.number, s, indices[s:e], seeds[s:e]) for s, e in spans}
 
     def _drop(self, batch: Ahead) -> None:
-        batch.dropped = True
+        batch.dropped, batch.waits = True, ()
         batch.only_begun()
         if not batch.missing and not batch.whole:
             del self._by_number[batch.number]
@@ -303,11 +303,14 @@ class Feed:
         """What `old` has to its heir; that one, if it is whole by that."""
         heir = old.heir
         assert heir is not None, "it has one"
-        if heir.dropped or old.error is not None:
-            heir.error = heir.error or old.error
+        if heir.dropped:
             old.give_back()
             return None
-        heir.take_over(old)
+        if old.error is None:
+            heir.take_over(old)
+        else:  # which has an heir of its own, it may be
+            heir.error, heir.waits = heir.error or old.error, ()
+            old.give_back()
         if not heir.complete:
             return None
         heir.whole = True

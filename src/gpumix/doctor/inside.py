@@ -65,9 +65,9 @@ class Inside:
         from gpumix.doctor.function.patches import Patches
 
         self._patches, self._lines = Patches(), Lines()
-        apply(self.changes, self._patches)
         log = self._patches.enter_context(self.log.open("a", encoding="utf-8"))
         self._patches.replace(sys, "stdout", lambda _: log)
+        apply(self.changes, self._patches)
         self._lines.install(self._patches, gpu=self.gpu)
         self._told = {"attention": [], "kernels_s": None}
         return self

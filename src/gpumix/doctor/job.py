@@ -13,6 +13,7 @@ from pathlib import Path
 from gpumix.doctor.change import Changes, overrides
 from gpumix.doctor.examine import Window
 from gpumix.doctor.function.alike import unlike
+from gpumix.doctor.function.suspects import steering
 from gpumix.doctor.inside import CODE, Inside, SeenInside
 from gpumix.doctor.machine import SITES, Watched, remarks_on, still_starved, watched, written_out
 from gpumix.doctor.report import Suspect
@@ -95,7 +96,7 @@ class JobPatient:
         inside = Inside(
             {key: value for key, value in self.changes.items() if key in CODE},
             log=self.folder / "printed.log",
-            gpu=self._has("cuda"),
+            gpu=bool(self._real("cuda")),
             looks=looks,
             attention=self.job.compile is False,
         )
@@ -119,9 +120,10 @@ class JobPatient:
         # Of as many tokens as without changes: in another order, or of more samples, it has others.
         return Window(seconds * (self.tokens or _tokens(trial)) / _tokens(trial), took_s)
 
-    def _has(self, accelerator: str) -> bool:
+    def _real(self, accelerator: str) -> tuple[str, ...]:
+        """Names of the classes of such devices that are not emulated."""
         classes = self.pipeline.cluster.classes
-        return any(one.accelerator == accelerator and not one.emulated for one in classes)
+        return tuple(c.name for c in classes if c.accelerator == accelerator and not c.emulated)
 
     @property
     def _part_of_batch(self) -> float:
@@ -148,7 +150,7 @@ class JobPatient:
 
     def _evidence(self) -> Evidence:
         trial, plan = self.trials[-1], self.plan
-        classes = self.pipeline.cluster.classes
+        classes, cpus = self.pipeline.cluster.classes, self._real("cpu")
         return Evidence(
             job=self.job,
             plan=plan,
@@ -161,9 +163,9 @@ class JobPatient:
             steps=self.steps,
             retries=sum(trial.retries),
             kernels_share=self.kernels_share,
-            compilers=self._has("cuda"),
-            cpu_compilers=self._has("cpu") and has_cpp_compiler(),
-            cpu_bf16=tuple(c.name for c in classes if _has_bf16(c)) if cpu_has_bf16() else (),
+            compilers=bool(self._real("cuda")),
+            cpu_compilers=bool(cpus) and has_cpp_compiler(),
+            cpu_bf16=cpus if cpu_has_bf16() else (),
             other_dtypes=compute_dtypes(self.job.precision, self.pipeline.cluster)
             != compute_dtypes("auto", self.pipeline.cluster),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),
@@ -178,7 +180,9 @@ class JobPatient:
             yield starved
         if self.inside is not None and self.inside.attention:
             yield written_out(self.inside.attention)
-        if trial.syncs:
+        if told := steering(SeenInside.of(trial.told).syncs):
+            yield told
+        if trial.syncs:  # but for those, which torch takes for lines of `doctor.function.lines`
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
                 f"the model makes the host wait for the device at {named}: leave the values on the "
@@ -215,10 +219,6 @@ def _foretold_s(patient: JobPatient) -> float | None:
 def _tokens(trial: Trial) -> float:
     """Of a step, without padding."""
     return trial.tokens_per_s * trial.step_s
-
-
-def _has_bf16(one: DeviceClass) -> bool:
-    return one.accelerator == "cpu" and not one.emulated
 
 
 def _has_tf32(one: DeviceClass) -> bool:

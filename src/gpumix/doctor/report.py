@@ -101,14 +101,12 @@ class Report:
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `changes` that are keys of a job."""
-        made = [one.suspect.changes for one in self._safe if not one.suspect.fix]
-        return {key: value for changes in made for key, value in changes.items()}
+        return {key: value for one in self._of_keys for key, value in one.changes.items()}
 
     @property
     def notes(self) -> list[str]:
         """What comes with `settings`."""
-        settings = [one.suspect for one in self._safe if not one.suspect.fix]
-        return [one.mended_by for one in settings if one.note]
+        return [one.mended_by for one in self._of_keys if one.note]
 
     @property
     def left(self) -> list[str]:
@@ -124,6 +122,10 @@ class Report:
     @property
     def _safe(self) -> list[Finding]:
         return [one for one in self.findings if not one.suspect.changes_training]
+
+    @property
+    def _of_keys(self) -> list[Suspect]:
+        return [one.suspect for one in self._safe if not one.suspect.fix]
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -204,6 +204,7 @@ class Trainer:
                     tokens, padded = tokens + sum(lengths), padded + len(lengths) * max(lengths)
             if watcher is not None:
                 watcher.ends()
+            tokens_a_step = fmean(self.taken.tokens[-steps:])
             waited_s = self.engine.comm.clock.total_s() - waited_s
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
@@ -237,7 +238,7 @@ class Trainer:
         return Trial(
             step_s=step_s,
             mean_s=sum(times) / len(times),
-            tokens_per_s=fmean(self.taken.tokens[-steps:]) / step_s,
+            tokens_per_s=tokens_a_step / step_s,
             losses=self.taken.losses,
             peak_bytes=[json.loads(text) for text in peaks],
             busy_shares=[float(text) for text in busy],

@@ -34,6 +34,11 @@ class WrittenOut(TorchDispatchMode):
         self._fused = 0
         self._on = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch would not compile what is called now, nor later."""
+        return True
+
     def begin(self) -> None:
         self._patches.replace_everywhere(functional, _FUSED, self._counting)
         self.__enter__()  # type: ignore[no-untyped-call]

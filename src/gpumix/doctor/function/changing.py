@@ -20,7 +20,8 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gpumix.doctor.function.patches import Patches, calling_line
+from gpumix.doctor.function.lines import is_shown
+from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import LATE
 from gpumix.doctor.function.watching import FUSIBLE, SETTERS
@@ -140,7 +141,8 @@ class OnTheWay:
 
 @dataclass
 class LateValues:
-    """Gives each line the value that it asked for the last time; so nobody waits."""
+    """Gives each line of the user's own the value that it asked for the last time; so nobody waits.
+    Those of libraries have no name, by which they would be told apart."""
 
     foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
     send: Callable[[Tensor], Stamp] = OnTheWay.of
@@ -148,9 +150,10 @@ class LateValues:
 
     def reading(self, before: Any) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self.foreign(tensor):
+            line = calling_line() if self.foreign(tensor) else UNKNOWN
+            if line == UNKNOWN:
                 return before(tensor, *args, **kwargs)
-            key = (before, calling_line(), tensor.shape, tensor.dtype)
+            key = (before, line, tensor.shape, tensor.dtype)
             last, self._sent[key] = self._sent.get(key), self.send(tensor)
             return before(tensor if last is None else last.result(), *args, **kwargs)
 
@@ -173,7 +176,7 @@ def _printing(before: Any) -> Any:
     """Nor are values put in words."""
 
     def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
-        if file is not None and file not in (sys.stdout, sys.stderr):
+        if not is_shown(file):
             before(*values, file=file, **kwargs)
 
     return printing

@@ -20,6 +20,11 @@ SIZED = ("nonzero", "argwhere", "masked_select")
 VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZED)
 
 
+def is_shown(file: Any) -> bool:
+    """Whether what is printed to `file` goes to stdout or stderr."""
+    return any(file is one for one in (None, sys.stdout, sys.stderr))
+
+
 class Sites(dict[tuple[str, str], list[float]]):
     """Calls and seconds by line and by what it does."""
 
@@ -78,10 +83,12 @@ class Lines:
     def _printing(self, before: Any) -> Any:
         """With the time to put values in words."""
 
-        def printing(*values: Any, **kwargs: Any) -> None:
+        def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
+            if not is_shown(file):
+                return before(*values, file=file, **kwargs)
             begun_s, self._printing_now = time.perf_counter(), True
             try:
-                before(*values, **kwargs)
+                before(*values, file=file, **kwargs)
             finally:
                 self._printing_now = False
                 self.writes.add("print", time.perf_counter() - begun_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[2])
-_STANDARD = (f"{sys.base_prefix}/lib/python", "<frozen", "<string>")
+_STANDARD = (f"{sys.base_prefix}/lib/python", "<frozen", "<string>", "<eval_with_key>")
 _PACKAGES = ("site-packages", "dist-packages")
 _TORCH = tuple(f"{folder}/torch/" for folder in _PACKAGES)
 UNKNOWN = "a library"

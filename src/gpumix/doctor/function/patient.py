@@ -18,7 +18,7 @@ from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import Window
 from gpumix.doctor.function.alike import unlike
 from gpumix.doctor.function.seen import Order, Seen
-from gpumix.doctor.function.suspects import LATE, SITES, suspects
+from gpumix.doctor.function.suspects import steering, suspects
 from gpumix.doctor.machine import Watched, remarks_on, too_few_cores, watched, written_out
 from gpumix.doctor.report import Suspect
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
@@ -107,9 +107,8 @@ class FunctionPatient:
 
     def remarks(self) -> Iterator[str]:
         seen = self.windows[-1]
-        if steering := [one for one in seen.syncs if one.what not in LATE]:
-            named = ", ".join(f"{one.place} ({one.what})" for one in steering[:SITES])
-            yield f"the host waits for values of the GPU that steer the code, at {named}"
+        if told := steering(seen.syncs):
+            yield told
         if self.attention:
             yield written_out(self.attention)
         cpu_s = self.cpu_s / max(1, seen.steps)

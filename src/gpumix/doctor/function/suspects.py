@@ -148,6 +148,13 @@ def lines(
         )
 
 
+def steering(syncs: tuple[Site, ...]) -> str:
+    """What is to be told of values that cannot come late; empty: there are none."""
+    found = [one for one in syncs if one.what not in LATE]
+    named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
+    return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
+
+
 def retried(times: int, steps: int) -> Iterator[Suspect]:
     """Of an allocator that gave memory back so often in so many steps."""
     if times:
