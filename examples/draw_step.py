@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpumix.report.step_picture import Panel, draw, read
+from gpumix.report.step_picture import draw, read
 
 
 def main() -> None:
@@ -26,10 +26,7 @@ def main() -> None:
         panels = [read(path) for path in options.traces]
     except ValueError as error:
         parser.error(str(error))
-    draw(
-        [Panel(f"{p.title}: idle {p.idle_share:.0%}", p.devices) for p in panels],
-        options.out,
-    )
+    draw([panel.with_idle_share() for panel in panels], options.out)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,17 @@ DEVICES = (
     "- {class: slow, count: 1, memory: 60MB, emulate: 5e8}\n"
 )
 STEPS = 6
+REPORTED_STEPS = 12  # of the one whose report is read: it is told twice how devices did
 TRAINER = [
     *("--max_steps", str(STEPS), "--logging_steps", "1", "--learning_rate", "3e-3"),
     *("--use_cpu", "True", "--disable_tqdm", "True", "--report_to", "none"),
     *("--save_strategy", "no"),
 ]
 SCRIPTS = {
-    "run_clm": (TRAINER, "--per_device_train_batch_size"),
+    "run_clm": (
+        [*TRAINER, "--max_steps", str(REPORTED_STEPS)],
+        "--per_device_train_batch_size",
+    ),
     "run_classification": (TRAINER, "--per_device_train_batch_size"),
     "sft_lora": ([*TRAINER, "--bf16", "False"], "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
@@ -39,6 +43,7 @@ SCRIPTS = {
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 LOSSES = "losses.json"
+LAUNCH = ["gpumix", "launch", "--cluster"]
 TORCHRUN = ["torch.distributed.run", "--standalone"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
@@ -104,15 +109,25 @@ class Launched:
 
 def launched(name: str, folder: Path, *, torchrun: bool = False) -> Launched:
     """An example on two unlike emulated devices, started as a user does."""
-    cluster, output = folder / "cluster.yaml", folder / f"{name}-after"
+    cluster, output = folder / "cluster.yaml", Path(f"{name}-after")
     cluster.write_text(DEVICES)
-    output.mkdir()
-    by = ["launch", "--cluster", str(cluster)]
-    start = [*TORCHRUN, "--nproc-per-node", "2"] if torchrun else ["gpumix", *by]
+    (folder / output).mkdir()
+    start = [*TORCHRUN, "--nproc-per-node", "2"] if torchrun else [*LAUNCH, cluster.name]
     script = [str(EXAMPLES / f"{name}.py"), *arguments_of(name, output, 2)]
-    env = environment(folder / "cache") | ENVIRONMENT
-    env |= {"GPUMIX_CLUSTER": str(cluster)} if torchrun else {}
-    done = run([sys.executable, "-m", *start, *script], folder=folder, env=env, timeout_s=240)
+    more = {"GPUMIX_CLUSTER": str(cluster)} if torchrun else {}
+    return trained([*start, *script], name, folder, **more)
+
+
+def trained(words: list[str], name: str, folder: Path, **more: str) -> Launched:
+    """What `python -m WORDS` does with an example, by `launched` or as that did before.
+
+    Args:
+        folder: where it is started.
+        more: of the environment.
+    """
+    env = environment(folder / "cache") | ENVIRONMENT | more
+    done = run([sys.executable, "-m", *words], folder=folder, env=env, timeout_s=240)
     assert done.code == 0, done.err[-4000:]
     samples = [int(found) for found in re.findall(r"(\d+) samples a step", done.out)]
+    output = folder / f"{name}-after"
     return Launched(_written(name, output), samples, output)

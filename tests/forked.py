@@ -1,8 +1,11 @@
 """What ranks of tests import: the process that they are forked from has imported it already.
 
-A rank would need 0.3 s of its own for it, more than most have to do; for `transformers` a second.
+A rank would need 0.3 s of its own for it, more than most have to do; for `transformers` a second,
+for its trainer and for Lightning half of one.
 """
 # ruff: noqa: F401
+
+from contextlib import suppress
 
 import hypothesis.strategies
 import pytest
@@ -15,6 +18,7 @@ import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.t5.modeling_t5
+import transformers.trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpumix.cli
@@ -24,6 +28,11 @@ import gpumix.train.preload
 import reference
 import staging
 from models import ARCHITECTURES
+
+with suppress(ImportError):  # tests of what is not installed are skipped
+    import lightning.pytorch
+    import torchmetrics
+    import trl.trainer.sft_trainer
 
 
 def _without_values() -> None:

@@ -3,16 +3,32 @@ losses on unlike devices, started as their readers start them."""
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
-from changed_imports import BATCH, SCRIPTS, STEPS, Launched, launched, losses_before
+from changed_imports import (
+    BATCH,
+    EXAMPLES,
+    REPORTED_STEPS,
+    SCRIPTS,
+    STEPS,
+    Launched,
+    launched,
+    losses_before,
+    trained,
+)
+from gpumix.report.page import page
+from gpumix.report.run import read_run
 from gpumix.spec.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def check(found: Launched, expected: list[float]) -> None:
-    assert len(expected) == STEPS
     assert found.losses == pytest.approx(expected, rel=1e-4)
     first, second = found.samples
     assert first > second and first + second == BATCH
@@ -21,12 +37,25 @@ def check(found: Launched, expected: list[float]) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_one_line_is_changed_and_the_losses_are_the_same(name, tmp_path):
     expected = losses_before(name, tmp_path)
+    assert len(expected) == (REPORTED_STEPS if name == "run_clm" else STEPS)
     found = launched(name, tmp_path)
     check(found, expected)
     if name != "clm_no_trainer":  # a loop of one's own has no folder
         plan = Plan.load(found.output / "gpumix" / "plan.json")
         assert [worker.samples for worker in plan.workers] == found.samples
     if name == "run_clm":
+        check_report(found)
         again = tmp_path / "torchrun"
         again.mkdir()
         check(launched(name, again, torchrun=True), expected)
+
+
+def check_report(found: Launched) -> None:
+    """The command of its page trains to the same losses, where the page says."""
+    run = read_run(found.output / "gpumix")
+    assert [window.step for window in run.history.windows] == [10, REPORTED_STEPS]
+    assert [one.loss for one in run.history.steps] == pytest.approx(found.losses, abs=1e-4)
+    line = re.search(rf"gpumix launch .*{EXAMPLES / 'run_clm.py'}.*", html.unescape(page(run)))[0]
+    found.output.rename(found.output.with_name("former"))
+    again = trained(shlex.split(line, comments=True), "run_clm", Path(run.record.folder))
+    assert again.losses == pytest.approx(found.losses, rel=1e-4)

@@ -100,10 +100,12 @@ STREAMED = {"max_steps": 3, "num_train_epochs": -1, "dataloader_num_workers": 2}
 
 
 def variations() -> dict[str, dict[str, Any]]:
+    """Data sets are made when they are trained on: tests that are only collected have no use for
+    their library."""
     return {
         "a loss function": {"compute_loss_func": own_loss},
         "label smoothing": {"label_smoothing_factor": 0.1},
-        "a stream": {"train_dataset": Stream(), "max_steps": 3, "num_train_epochs": -1},
+        "a stream": {"train_dataset": Stream, "max_steps": 3, "num_train_epochs": -1},
         "accumulation": {"gradient_accumulation_steps": 2},
         "an optimizer": {"optimizers": True},
         "a loss of a subclass": {"subclass": "loss"},
@@ -111,20 +113,21 @@ def variations() -> dict[str, dict[str, Any]]:
         "an optimizer of a subclass": {"subclass": "optimizer"},
         "a prepared loader and a step of a subclass": {"subclass": "step"},
         "workers": {"dataloader_num_workers": 2},
-        "columns": {"train_dataset": with_columns()},
+        "columns": {"train_dataset": with_columns},
         "a function that makes models": {"model_init": True},
         "in turn": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
         "by length": {
             "train_sampling_strategy": "group_by_length",
-            "train_dataset": with_columns(48),  # as many are grouped by one process as by two
+            # As many are grouped by one process as by two.
+            "train_dataset": partial(with_columns, 48),
             "num_train_epochs": 2,
         },
         "orders that no seed tells": {
             "accelerator_config": {"use_seedable_sampler": False},
             "num_train_epochs": 2,
         },
-        "a mapped stream": {"train_dataset": mapped_stream(), **STREAMED},
-        "a stream that goes on": {"train_dataset": mapped_stream(), "goes_on": True, **STREAMED},
+        "a mapped stream": {"train_dataset": mapped_stream, **STREAMED},
+        "a stream that goes on": {"train_dataset": mapped_stream, "goes_on": True, **STREAMED},
         "noise in embeddings": {"neftune_noise_alpha": 5.0},
         **{f"weights {name}": {"model": name} for name in MODELS},
     }
@@ -187,14 +190,16 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
         accumulates = changes.get("gradient_accumulation_steps", 1)
         kind = kinds.get(changes.pop("subclass", None), Trainer)
         make = MODELS.get(changes.pop("model", ""), lambda folder: model())
-        given = {"model": make(folder), "train_dataset": Texts(30)}
+        data = changes.pop("train_dataset", partial(Texts, 30))
+        given = {"model": make(folder), "train_dataset": data()}
         twice = changes.pop("model_init", False)
         if twice:
             given["model_init"] = model
         if changes.pop("optimizers", False):
             optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.1, momentum=0.9)
             given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
-        given |= {n: changes.pop(n) for n in ("train_dataset", "compute_loss_func") if n in changes}
+        if "compute_loss_func" in changes:
+            given["compute_loss_func"] = changes.pop("compute_loss_func")
         batch = 12 // accumulates // (2 if ours else 1)
         goes_on = changes.pop("goes_on", False)
         saves = {"save_strategy": "steps", "save_steps": 2} if goes_on else {}

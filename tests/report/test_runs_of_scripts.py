@@ -1,42 +1,16 @@
-"""A run of a script can be done again by what its report says."""
+"""A run of a script can be done again by what its report says: `tests/examples` does it."""
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
-import sys
 from pathlib import Path
 
-import pytest
 from folders import planned, read, run_of
 
-from commands import environment, run
 from gpumix.report.facts import Facts
 from gpumix.report.parts.reproduce import _started
 from gpumix.report.run import read_run
 from gpumix.train.run_record import RunRecord, Script
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "run_clm.py"
-CLUSTER = (
-    "- {class: fast, count: 1, memory: 200MB, emulate: 8e9}\n"
-    "- {class: slow, count: 1, memory: 60MB, emulate: 2e9}\n"
-)
-STEPS = 12
-WORDS = [
-    *(
-        "--max_steps",
-        str(STEPS),
-        "--logging_steps",
-        "1",
-        "--use_cpu",
-        "True",
-        "--report_to",
-        "none",
-    ),
-    *("--disable_tqdm", "True", "--save_strategy", "no", "--per_device_train_batch_size", "6"),
-    *("--output_dir", "runs/clm"),
-]
 
 
 def script(*words: str, **fields: object) -> Script:
@@ -88,31 +62,3 @@ def test_the_page_says_how_and_where(tmp_path):
 def test_what_was_no_script_is_called_again(tmp_path):
     shown = shown_of(tmp_path, script(launcher="Ray"))
     assert "called by Ray" in shown and "gpumix launch" not in shown.partition("What it ran")[0]
-
-
-def losses_of(folder: Path) -> list[float]:
-    state = json.loads((folder / "runs" / "clm" / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_command_of_the_page_trains_to_the_same_losses(tmp_path):
-    more = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    env = environment(tmp_path / "cache") | more
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    launch = [sys.executable, "-m", "gpumix", "launch", "--cluster", "cluster.yaml"]
-    done = run([*launch, EXAMPLE, *WORDS], folder=tmp_path, env=env, timeout_s=250)
-    assert done.code == 0, done.err[-3000:]
-    found = read_run(tmp_path / "runs" / "clm" / "gpumix")
-    assert [window.step for window in found.history.windows] == [10, STEPS]
-    first = losses_of(tmp_path)
-    assert [one.loss for one in found.history.steps] == pytest.approx(first, abs=1e-4)
-    shown = read(found).text
-    line = re.search(rf"gpumix launch .*{EXAMPLE}.*", shown)[0]
-    words = shlex.split(line, comments=True)
-    (tmp_path / "runs").rename(tmp_path / "former")
-    again = [sys.executable, "-m", *words]
-    done = run(again, folder=Path(found.record.folder), env=env, timeout_s=250)
-    assert done.code == 0, done.err[-3000:]
-    assert losses_of(tmp_path) == pytest.approx(first, rel=1e-4)

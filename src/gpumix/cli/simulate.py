@@ -97,10 +97,9 @@ def simulate(
 
 
 def _draw(trace: Trace, plan: Plan, path: Path) -> None:
-    from gpumix.report.step_picture import Panel, draw, panel_of
+    from gpumix.report.step_picture import draw, panel_of
 
-    step = panel_of(trace, plan.strategy)
-    draw([Panel(f"{step.title}: idle {step.idle_share:.0%}", step.devices)], path)
+    draw([panel_of(trace, plan.strategy).with_idle_share()], path)
 
 
 def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:

@@ -291,7 +291,7 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self) -> None:
         if self._engine is not None:
-            self._record.finish()
+            self._record.finish(self._record.done)
         super().end_training()
 
     # -- saving ------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._optimizers = optimizers
         self._saver.save(Path(folder), self._record.done, optimizers[0].optimizer)
-        self._record.checkpoint(Path(folder))
+        self._record.checkpoint(self._record.done, Path(folder))
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gpumix.engine.engine import Engine
 from gpumix.integrations.gathering import all_texts
-from gpumix.integrations.recorded import Recorded
+from gpumix.integrations.recorded import Record, Recorded
 
 
-class LoopRecord:
+class LoopRecord(Record):
     """Counts the steps of a loop, and records them if there is a folder. Made on all ranks.
 
     Args:
@@ -29,19 +29,18 @@ class LoopRecord:
     """
 
     def __init__(self, engine: Engine, folder: Path | None, plans: str) -> None:
+        super().__init__()
         self.done = 0
         told = all_texts(str(folder or ""), engine.comm, "the folder of the record")[0]
         self._folder = Path(told) if told else None
         self._engine = engine
         self._plans = plans
-        self._recorded: Recorded | None = None
-        self._ended = False
         self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
         self._norm = 0.0
 
     def begin(self) -> None:
         """A batch is about to be computed. Collective, the first time."""
-        if self._folder is None or self._recorded is not None or self._ended:
+        if self._folder is None or self._recorded is not None:
             return
         self._recorded = Recorded(
             self._engine, self._folder, plans=self._plans, steps=None, done=self.done
@@ -80,36 +79,9 @@ class LoopRecord:
         self._recorded.step(self.done, loss=loss, learning_rate=rate, norm=self._norm)
         self._losses, self._norm = [], 0.0
 
-    def rest(self) -> None:
-        """What was done since the last step is no part of the next one."""
-        if self._recorded is not None:
-            self._recorded.rest()
-
-    def checkpoint(self, path: Path) -> None:
-        if self._recorded is not None:
-            self._recorded.checkpoint(self.done, path)
-
-    def finish(self) -> None:
-        """The loop says that it has ended. Collective."""
-        recorded = self._taken()
-        if recorded is not None:
-            recorded.finish(self.done)
-
-    def close(self) -> None:
-        """The program ends."""
-        recorded = self._taken()
-        if recorded is not None:
-            recorded.close()
-
-    def fail(self, error: BaseException) -> None:
-        recorded = self._taken()
-        if recorded is not None:
-            recorded.fail(error)
-
     def _taken(self) -> Recorded | None:
-        self._ended = True
-        recorded, self._recorded = self._recorded, None
-        return recorded
+        self._folder = None  # what has ended does not begin again
+        return super()._taken()
 
     def _whole(self, loss: Tensor, rows: int | None) -> float:
         """The loss of all ranks' samples."""

@@ -145,3 +145,37 @@ class Recorded:
         counted, plan = int(self._engine.losses_counted.item()), self._engine.plan
         self._label_a_token = self._label_a_token or counted > plan.global_batch
         return counted if self._label_a_token else plan.global_batch * plan.sequence_length
+
+
+class Record:
+    """What a loop is recorded by, from when it is known to when it ends; until then, behind that,
+    and of a loop that is to leave no record, nothing is done."""
+
+    def __init__(self) -> None:
+        self._recorded: Recorded | None = None
+
+    def rest(self) -> None:
+        if self._recorded is not None:
+            self._recorded.rest()
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        if self._recorded is not None:
+            self._recorded.checkpoint(step, path)
+
+    def finish(self, step: int) -> None:
+        """All steps are done. Collective."""
+        if (recorded := self._taken()) is not None:
+            recorded.finish(step)
+
+    def close(self) -> None:
+        """The program ends."""
+        if (recorded := self._taken()) is not None:
+            recorded.close()
+
+    def fail(self, error: BaseException) -> None:
+        if (recorded := self._taken()) is not None:
+            recorded.fail(error)
+
+    def _taken(self) -> Recorded | None:
+        recorded, self._recorded = self._recorded, None
+        return recorded

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpumix.engine.engine import Engine
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
+
+if TYPE_CHECKING:  # workers of loaders import this module, and have no engine
+    from gpumix.engine.engine import Engine
 
 Rows = Callable[[int], Sequence[range]]
 """Of a global batch of so many samples those of this rank, micro-batch by micro-batch."""

@@ -7,14 +7,13 @@ device's second stage are paler. Needs matplotlib, which is imported when someth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpumix.spec.errors import MachineError, first_line
-from gpumix.spec.trace import Trace
+from gpumix.spec.errors import InputError, MachineError, first_line
+from gpumix.spec.trace import Slice, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,28 +80,26 @@ class Panel:
         )
         return 1.0 - sum(computed) / (self.step_s * len(self.devices))
 
+    def with_idle_share(self) -> Panel:
+        """Its title says it too."""
+        return replace(self, title=f"{self.title}: idle {self.idle_share:.0%}")
+
 
 def read(path: Path, title: str = "") -> Panel:
-    """A step from a trace file, which is in the Trace Event Format.
+    """A step from a trace file.
 
     Raises:
         ValueError: it is no trace of a step.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return _panel(events, title or path.stem)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return panel_of(Trace.load(path), title or path.stem)
+    except (InputError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no trace of a step: {error}") from error
 
 
 def panel_of(trace: Trace, title: str) -> Panel:
-    """A step from a trace that is no file yet."""
-    return _panel(trace.model_dump(mode="json")["traceEvents"], title)
-
-
-def _panel(events: Sequence[dict[str, Any]], title: str) -> Panel:
-    """Devices by their stages."""
-    found = _bars(events)
+    """The step of a trace, devices by their stages."""
+    found = _bars(trace)
     if not any(found.values()):
         raise ValueError("no device does anything in it")
     stages = {name: sorted({bar.stage for bar in bars} - {0}) for name, bars in found.items()}
@@ -112,12 +109,14 @@ def _panel(events: Sequence[dict[str, Any]], title: str) -> Panel:
     return Panel(title, devices)
 
 
-def _bars(events: Sequence[dict[str, Any]]) -> dict[str, list[Bar]]:
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+def _bars(trace: Trace) -> dict[str, list[Bar]]:
+    events = trace.traceEvents
+    names = {one.pid: str(one.args["name"]) for one in events if one.name == "process_name"}
     found: dict[str, list[Bar]] = {name: [] for name in names.values()}
-    for event in sorted(events, key=lambda event: event.get("ts", 0)):
-        if event["ph"] == "X" and (event["cat"] in WORK or event["cat"] == "waiting"):
-            found[names[event["pid"]]].append(_bar(event))
+    slices = (one for one in events if isinstance(one, Slice))
+    for one in sorted(slices, key=lambda one: one.ts):
+        if one.cat in WORK or one.cat == "waiting":
+            found[names[one.pid]].append(_bar(one))
     return found
 
 
@@ -127,13 +126,15 @@ def _label(process: str, stages: Sequence[int]) -> str:
     return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
 
 
-def _bar(event: dict[str, Any]) -> Bar:
-    what = WORK.get(event["cat"], "communication" if event["name"] in COMMUNICATES else "idle")
-    start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    unit = event["args"].get("unit", "")
+def _bar(done: Slice) -> Bar:
+    what = WORK.get(done.cat, "communication" if done.name in COMMUNICATES else "idle")
+    start_s, end_s = done.ts / 1e6, (done.ts + done.dur) / 1e6
+    unit, numbers = str(done.args.get("unit", "")), done.args.get("micro_batches")
     if not unit.startswith("stage "):
         return Bar(what, start_s, end_s)
-    (number,) = event["args"]["micro_batches"]
+    if not isinstance(numbers, list):
+        raise ValueError(f"{unit} computes no micro-batch")
+    (number,) = numbers
     return Bar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
 
 

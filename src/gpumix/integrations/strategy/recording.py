@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.recorded import Recorded
+from gpumix.integrations.recorded import Record, Recorded
 
 
-class Recording:
+class Recording(Record):
     """The record of one fit; of a trainer without a logger there is none."""
 
     def __init__(self) -> None:
-        self._recorded: Recorded | None = None
+        super().__init__()
         self._loss: Tensor | None = None  # of a step that is not recorded yet
 
     def begin(self, trainer: Any, engine: Engine, folder: Path | None) -> None:
@@ -38,21 +38,3 @@ class Recording:
         if self._recorded is not None and self._loss is not None:
             loss, self._loss = self._loss.item(), None
             self._recorded.step(number, loss=loss, learning_rate=learning_rate, norm=float(norm))
-
-    def rest(self) -> None:
-        if self._recorded is not None:
-            self._recorded.rest()
-
-    def checkpoint(self, step: int, path: Path) -> None:
-        if self._recorded is not None:
-            self._recorded.checkpoint(step, path)
-
-    def finish(self, step: int) -> None:
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None:
-            recorded.finish(step)
-
-    def fail(self, error: BaseException) -> None:
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None:
-            recorded.fail(error)
