@@ -205,10 +205,11 @@ def _forked(run: Callable[[], None], passed: Collection[int], streams: Sequence[
         for place, file in enumerate(streams):
             if file != -1:
                 os.dup2(file, place)
+        nothing = os.open(os.devnull, os.O_RDWR)
         for file in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
-            if file > 2 and file not in passed:
-                with suppress(OSError):  # that of the listing
-                    os.close(file)
+            if file > 2 and file not in (nothing, *passed):
+                # Its number stays in use: objects that were here before may close it at any time.
+                os.dup2(nothing, file, inheritable=False)
         run()
     except BaseException:
         traceback.print_exc()
