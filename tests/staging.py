@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -23,6 +23,8 @@ from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, Block, InOrder, Regression, vectors
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of, through_host
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def tied_blocks() -> nn.Module:
@@ -177,7 +179,7 @@ def train_in_stages(
     name: str, plan: Plan, steps: int, *, backend: str = "gloo", staged_on: str = ""
 ) -> tuple[list[list[float]], Trained]:
     """Train on ranks: the losses that each saw, and what all came to."""
-    arguments = name, plan.model_dump_json(), steps, staged_on
+    arguments = plan.model_dump_json(), name, steps, staged_on
     results = run_ranks(_train_rank, len(plan.workers), *arguments, backend=backend)
     losses = [losses for losses, _ in results]
     return losses, Trained(losses[0], joined([pieces for _, pieces in results]))
@@ -196,27 +198,47 @@ def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:
 
 
 def train_in_turn(
-    plans: Mapping[str, tuple[str, Plan]], steps: int
-) -> dict[str, tuple[list[list[float]], Trained]]:
-    """The same of several architectures and plans, by what they are called; ranks of as many as a
-    plan has are started once."""
+    plans: Mapping[Key, tuple[str, Plan]], steps: int
+) -> dict[Key, tuple[list[list[float]], Trained]]:
+    """The same of several architectures and plans, by what they are called."""
+    work = {key: (plan, (name, steps)) for key, (name, plan) in plans.items()}
     found = {}
-    for world in sorted({len(plan.workers) for _, plan in plans.values()}):
-        alike = {key: one for key, one in plans.items() if len(one[1].workers) == world}
-        work = [(name, plan.model_dump_json(), steps) for name, plan in alike.values()]
-        results = run_ranks(_train_each, world, work)
-        for number, key in enumerate(alike):
-            losses, pieces = zip(*(of_rank[number] for of_rank in results))
-            found[key] = list(losses), Trained(losses[0], joined(pieces))
+    for key, results in run_in_turn(_train_rank, work).items():
+        losses, pieces = zip(*results)
+        found[key] = list(losses), Trained(losses[0], joined(pieces))
     return found
 
 
-def _train_each(work: Sequence[tuple[str, str, int]]) -> list[tuple[list[float], Any]]:
-    return [_train_rank(*one) for one in work]
+def run_in_turn(
+    function: Callable[..., Any], work: Mapping[Key, tuple[Plan, Sequence[Any]]]
+) -> dict[Key, list[Any]]:
+    """What a function of a plan's text and of more comes to on each rank, by what it is called;
+    ranks of as many as a plan has are started once."""
+    found = {}
+    for world in sorted({len(plan.workers) for plan, _ in work.values()}):
+        alike = {key: one for key, one in work.items() if len(one[0].workers) == world}
+        calls = [(str(key), plan.model_dump_json(), more) for key, (plan, more) in alike.items()]
+        time_s = max(60.0, 10.0 * len(calls))
+        results = run_ranks(_each, world, function, calls, timeout_s=time_s)
+        found |= {key: [of_rank[n] for of_rank in results] for n, key in enumerate(alike)}
+    return found
+
+
+def _each(
+    function: Callable[..., Any], calls: Sequence[tuple[str, str, Sequence[Any]]]
+) -> list[Any]:
+    found = []
+    for key, plan_json, more in calls:
+        try:
+            found.append(function(plan_json, *more))
+        except Exception as error:
+            error.add_note(f"in {key}")
+            raise
+    return found
 
 
 def _train_rank(
-    name: str, plan_json: str, steps: int, staged_on: str = ""
+    plan_json: str, name: str, steps: int, staged_on: str = ""
 ) -> tuple[list[float], Any]:
     plan = Plan.model_validate_json(plan_json)
     engine = staged_engine(name, plan, staged_on)

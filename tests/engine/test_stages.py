@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,13 @@ from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.shares import share_of
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
-from reference import batches, initialised, train_alone, worst_error
+from reference import Trained, batches, initialised, train_alone, worst_error
 from staging import (
     EVERY,
     Row,
     own_samples,
     rows,
+    run_in_turn,
     staged_engine,
     staged_plan,
     train_in_stages,
@@ -59,27 +62,58 @@ TEAMS = {
 ALL = LAYOUTS | TEAMS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("schedule", "stage"), [("gpipe", 0), ("1f1b", 1), ("eager-1f1b", 0), ("zero-bubble", 1)]
-)
-def test_layouts(layout, schedule, stage):
-    assert_parity("gpt2", LAYOUTS[layout], schedule=schedule, zero_stage=stage)
+def in_turn(name: str, cases: Mapping[str, tuple[list[Row], dict[str, Any]]]):
+    """A fixture: what all of these cases come to."""
+
+    @pytest.fixture(scope="module")
+    def found():
+        plans = {
+            case: (name, staged_plan(name, layout, **settings))
+            for case, (layout, settings) in cases.items()
+        }
+        return plans, train_in_turn(plans, STEPS)
+
+    return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "waves"),
-    [
-        (rows([6], [2, 4]), 1),
-        (rows([8], [8], micro_batch=1), 2),
-        (rows([4, 4], [4, 4]), 2),
-        (rows([6, 4], [6, 4]), 2),
-    ],
-)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_waves(layout, waves, schedule, stage):
-    assert_parity("gpt2", layout, schedule=schedule, zero_stage=stage, waves=waves)
+def assert_case(case: str, found) -> None:
+    plans, trained = found
+    assert_same(*plans[case], *trained[case])
+
+
+BY_SCHEDULE = {
+    f"{layout}, {schedule}": (LAYOUTS[layout], {"schedule": schedule, "zero_stage": stage})
+    for schedule, stage in [("gpipe", 0), ("1f1b", 1), ("eager-1f1b", 0), ("zero-bubble", 1)]
+    for layout in LAYOUTS
+}
+by_schedule = in_turn("gpt2", BY_SCHEDULE)
+
+
+@pytest.mark.parametrize("case", BY_SCHEDULE)
+def test_layouts(case, by_schedule):
+    assert_case(case, by_schedule)
+
+
+WAVES = {
+    f"{samples}, {waves}, {schedule}, {stage}": (
+        rows(*samples, **more),
+        {"schedule": schedule, "zero_stage": stage, "waves": waves},
+    )
+    for stage in [2, 3]
+    for schedule in ["gpipe", "1f1b", "eager-1f1b"]
+    for samples, more, waves in [
+        (([6], [2, 4]), {}, 1),
+        (([8], [8]), {"micro_batch": 1}, 2),
+        (([4, 4], [4, 4]), {}, 2),
+        (([6, 4], [6, 4]), {}, 2),
+    ]
+}
+in_waves = in_turn("gpt2", WAVES)
+
+
+@pytest.mark.parametrize("case", WAVES)
+def test_waves(case, in_waves):
+    assert_case(case, in_waves)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -94,20 +128,39 @@ def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before(
     assert_parity("t5", layout, schedule="zero-bubble", zero_stage=1)
 
 
-@pytest.mark.parametrize(("stage", "waves"), [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
-@pytest.mark.parametrize("samples", [([8], [8]), ([4, 4], [4, 4])], ids=["1 + 1", "2 + 2"])
-def test_stages_go_round(samples, stage, waves):
+def twice(samples: Sequence[Sequence[int]]) -> list[Row]:
     """Four units on two ranks or pairs of ranks, of which each has two stages."""
     one, other = rows(*samples, micro_batch=1)
-    layout = [one, other, one, other]
-    assert_parity("bert", layout, schedule="interleaved", zero_stage=stage, waves=waves)
+    return [one, other, one, other]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("layout", RAGGED)
-def test_workers_that_store_unequal_parts(layout, stage):
-    waves = 2 if stage > 1 else 1
-    assert_parity("gpt2", RAGGED[layout], zero_stage=stage, waves=waves)
+ROUND = {
+    f"{layout}, {stage}, {waves}": (
+        twice(samples),
+        {"schedule": "interleaved", "zero_stage": stage, "waves": waves},
+    )
+    for layout, samples in {"1 + 1": ([8], [8]), "2 + 2": ([4, 4], [4, 4])}.items()
+    for stage, waves in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2), (3, 3)]
+}
+going_round = in_turn("bert", ROUND)
+
+
+@pytest.mark.parametrize("case", ROUND)
+def test_stages_go_round(case, going_round):
+    assert_case(case, going_round)
+
+
+UNEQUAL = {
+    f"{layout}, {stage}": (RAGGED[layout], {"zero_stage": stage, "waves": 2 if stage > 1 else 1})
+    for layout in RAGGED
+    for stage in [1, 2, 3]
+}
+unequal = in_turn("gpt2", UNEQUAL)
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_workers_that_store_unequal_parts(case, unequal):
+    assert_case(case, unequal)
 
 
 WAYS = {
@@ -130,15 +183,14 @@ def by_architecture():
         for name in ARCHITECTURES
         for way, (layout, settings) in WAYS.items()
     }
-    return train_in_turn(plans, STEPS)
+    return plans, train_in_turn(plans, STEPS)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name, way, by_architecture):
-    losses, found = by_architecture[name, way]
-    assert worst_error(found, train_alone(EVERY[name], 6, STEPS)) < TOLERANCE
-    assert all(seen == losses[0] for seen in losses)
+    plans, trained = by_architecture
+    assert_same(*plans[name, way], *trained[name, way])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -172,8 +224,12 @@ def test_code_between_units_that_goes_by_values_of_another_stage(stage):
 
 def assert_parity(name: str, layout: list[Row], *, staged_on: str = "", **settings):
     plan = staged_plan(name, layout, **settings)
+    assert_same(name, plan, *train_in_stages(name, plan, STEPS, staged_on=staged_on))
+
+
+def assert_same(name: str, plan: Plan, losses: list[list[float]], found: Trained) -> None:
+    """As one process comes to."""
     expected = train_alone(EVERY[name], plan.global_batch, STEPS)
-    losses, found = train_in_stages(name, plan, STEPS, staged_on=staged_on)
     assert worst_error(found, expected) < TOLERANCE
     assert all(seen == losses[0] for seen in losses)
 
@@ -199,14 +255,29 @@ def _other_samples(plan_json: str) -> None:
 # -- beside steps ----------------------------------------------------------------------------------
 
 
+def of_each(function: Callable[..., Any], layouts: Sequence[str], stages: Sequence[int], *more):
+    """A fixture: plans, and what a function of them comes to on each of their ranks."""
+
+    @pytest.fixture(scope="module")
+    def found():
+        plans = {
+            (layout, stage): staged_plan("gpt2", ALL[layout], zero_stage=stage)
+            for layout in layouts
+            for stage in stages
+        }
+        return plans, run_in_turn(function, {key: (plan, more) for key, plan in plans.items()})
+
+    return found
+
+
 @pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_get_all_of_the_state(layout, stage):
-    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
-    found = run_ranks(_state_there_and_back, len(plan.workers), plan.model_dump_json())
+def test_all_ranks_get_all_of_the_state(layout, stage, states):
+    plans, found = states
+    plan = plans[layout, stage]
     model = initialised(GPT2.factory)
     expected = {name: value.numpy() for name, value in model.state_dict().items()}
-    for of_rank, norm, clipped in found:
+    for of_rank, norm, clipped in found[layout, stage]:
         assert of_rank.keys() == expected.keys()
         for name, value in of_rank.items():
             assert np.array_equal(value, expected[name]), name
@@ -229,6 +300,9 @@ def _state_there_and_back(plan_json: str) -> tuple[dict[str, np.ndarray], float,
     return again, norm, engine.gradient_norm().item()
 
 
+states = of_each(_state_there_and_back, ["1 + 2", *TEAMS], [1, 3])
+
+
 def _norm_alone(samples: int) -> float:
     model = initialised(GPT2.factory)
     (batch,) = batches(GPT2, samples, 1)
@@ -238,13 +312,12 @@ def _norm_alone(samples: int) -> float:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("layout", ["2 + 2, crossing", "two teams", "a team, then two"])
-def test_evaluation(stage, layout):
+def test_evaluation(stage, layout, evaluated):
     """Also on a batch that is smaller than that of a step."""
-    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
-    found = run_ranks(_evaluate, len(plan.workers), plan.model_dump_json(), SIZES)
+    _, found = evaluated
     model = initialised(GPT2.factory).eval()
     expected = {n: mean_loss(model, *batches(GPT2, n, 1)).item() for n in SIZES}
-    assert all(of_rank == pytest.approx(expected, rel=1e-5) for of_rank in found)
+    assert all(of_rank == pytest.approx(expected, rel=1e-5) for of_rank in found[layout, stage])
 
 
 def _evaluate(plan_json: str, sizes: list[int]) -> dict[int, float]:
@@ -261,17 +334,20 @@ def _evaluate(plan_json: str, sizes: list[int]) -> dict[int, float]:
     return found
 
 
+evaluated = of_each(_evaluate, ["2 + 2, crossing", "two teams", "a team, then two"], [1, 3], SIZES)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
-def test_gradients_of_several_steps_add_up(stage, layout):
+def test_gradients_of_several_steps_add_up(stage, layout, summed):
     """As autograd's do, and whatever the losses of each step are counted with."""
-    plan = staged_plan("gpt2", ALL[layout], zero_stage=stage)
-    found = run_ranks(_two_steps, len(plan.workers), plan.model_dump_json())
+    plans, found = summed
+    plan = plans[layout, stage]
     model = initialised(GPT2.factory)
     for batch in batches(GPT2, plan.global_batch, 2):
         mean_loss(model, batch).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    assert found == pytest.approx([expected] * len(plan.workers), rel=1e-5)
+    assert found[layout, stage] == pytest.approx([expected] * len(plan.workers), rel=1e-5)
 
 
 def _two_steps(plan_json: str) -> float:
@@ -280,6 +356,9 @@ def _two_steps(plan_json: str) -> float:
     for batch in batches(GPT2, plan.global_batch, 2):
         engine.step(own_samples(plan, engine.comm.rank, batch))
     return engine.gradient_norm().item()
+
+
+summed = of_each(_two_steps, ["1 + 2", *TEAMS], [0, 1, 2])
 
 
 @pytest.mark.parametrize("layout", ["1 + 1", "two teams"])
