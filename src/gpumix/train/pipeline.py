@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.hardware.whatif import without
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.allowed import check_allowed
@@ -174,8 +173,7 @@ class Pipeline:
             plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
         while True:
-            again = recovery.again
-            known = again.known(without(profile, again.without)) if profile is not None else None
+            known = recovery.again.known(profile) if profile is not None else None
             try:
                 return self._run(plan, known, resume, restart)
             except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
@@ -238,7 +236,7 @@ class Pipeline:
         self.cluster = self._devices.only(left)
         if profile is None or not left <= {device.id for device in profile.cluster.devices}:
             profile = self.profile()  # the plan was given without it
-        plan = self.plan(again.known(without(profile, again.without)))
+        plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
         self.show(plan_table(plan))

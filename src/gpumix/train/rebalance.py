@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan, Stage, Worker
 
 # A split is changed if steps come to take so much less time by the shortest times of so many steps
 # in a row: what happens once is no reason.
@@ -331,9 +331,20 @@ def split(
 
 
 def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
-    """A plan of one stage with so many samples for each team, and no prediction. Micro-batches are
+    """A plan of one stage with so many samples for each team; see `with_samples_in`."""
+    return with_samples_in(plan, [samples])
+
+
+def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
+    """A plan with so many samples for each team of each stage, and no prediction. Micro-batches are
     those of the plan, where there are samples enough; who had none takes as large ones as any."""
-    (stage,) = plan.stages
+    stages = tuple(
+        _with_samples(stage, counts) for stage, counts in zip(plan.stages, samples, strict=True)
+    )
+    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
+
+
+def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
     largest = max(worker.micro_batch for worker in stage.workers)
     workers = tuple(
         worker.model_copy(
@@ -342,5 +353,4 @@ def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
         for number, worker in enumerate(stage.workers)
         for count in [samples[number // stage.tensor]]
     )
-    changed = stage.model_copy(update={"workers": workers})
-    return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})
+    return stage.model_copy(update={"workers": workers})

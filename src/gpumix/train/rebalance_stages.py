@@ -7,12 +7,16 @@ what they did.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gpumix.cost.predict import predict
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.train.rebalance import LEAST_GAIN_EACH, planned_pace, slowest_s, split
+from gpumix.train.rebalance import (
+    LEAST_GAIN_EACH,
+    planned_pace,
+    slowest_s,
+    split,
+    with_samples_in,
+)
 
 # How often at most a worker has memory for one less than it would get.
 MOST_TRIALS = 64
@@ -32,13 +36,6 @@ def redealt(profile: Profile, plan: Plan) -> Plan | None:
     for number in range(len(plan.stages)):
         dealt = _stage_dealt(profile, dealt, number, size)
     return None if dealt is plan else dealt
-
-
-def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
-    """A plan of several stages with so many samples for each team of each stage, in micro-batches
-    as large as they were, and no prediction."""
-    stages = tuple(map(_with_samples, plan.stages, samples))
-    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
 
 
 def samples_in(plan: Plan) -> list[list[int]]:
@@ -82,13 +79,3 @@ def _stage_dealt(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
         for n in more:
             most[n] = counts[n] - 1
     return plan
-
-
-def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
-    size = max(worker.micro_batch for worker in stage.workers)
-    workers = tuple(
-        worker.model_copy(update={"samples": count, "micro_batch": min(size, count)})
-        for n, worker in enumerate(stage.workers)
-        for count in [samples[n // stage.tensor]]
-    )
-    return stage.model_copy(update={"workers": workers})

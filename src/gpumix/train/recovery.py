@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpumix.hardware.whatif import with_less_memory, with_slower
+from gpumix.hardware.whatif import with_less_memory, with_slower, without
 from gpumix.spec.errors import (
     DeviceFailure,
     GpumixError,
@@ -80,8 +80,9 @@ class Again:
         return dict(self.memory)
 
     def known(self, profile: Profile) -> Profile:
-        """What was measured, with what was learnt since."""
-        return with_slower(with_less_memory(profile, self.memory_by_class), dict(self.slower))
+        """What was measured, without what is left out, and with what was learnt since."""
+        left = without(profile, self.without)
+        return with_slower(with_less_memory(left, self.memory_by_class), dict(self.slower))
 
 
 class Recovery:
