@@ -79,22 +79,31 @@ schedule: {{warmup_steps: 1, kind: cosine, final_ratio: 0.1}}
 precision: {{fast: fp32, slow: fp32}}
 compile: {{fast: off}}
 efficiency:
-  {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on}}
+  {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on,
+   channels_last: auto}}
 seed: 1
 cluster:
 {CLUSTER.replace(chr(10), chr(10) + "  ").rstrip().replace("classes", "  classes", 1)}
 strategy: optimal
 techniques:
   {{zero_stages: [3, 1], heads: whole, boundaries: device, state_on: device,
-   tensor: [1, 2], most_stages: 2, leave_out: no,
+   recompute: [yes, no], tensor: [1, 2], sequence: no, least_stages: 1, most_stages: 2,
+   leave_out: no, padded: yes,
    schedules: [1f1b], shardings: all, orders: layered}}
 output: run
 log_every_steps: 1
 trace_step: 2
 evaluation: {{every_steps: 2, batches: 1}}
-checkpoint: {{every_steps: 0, keep: 1}}
+checkpoint: {{every_steps: 0, keep: 1, memory_every_steps: auto}}
+trackers:
+  tensorboard: {{folder: boards, name: mine}}
+  prometheus: {{address: 127.0.0.1, port: 0, name: mine}}
+rebalance: yes
+replay_every_steps: 2
+restarts: 1
 profile: {{budget: 2 min, cache: profiles}}
 timeout: 90 s
+grace: 20 s
 """
 
 # For estimates, which know nothing but sizes.
@@ -102,13 +111,19 @@ SMALL = """\
 model:
   config: {model_type: llama, hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 8,
            num_key_value_heads: 4, intermediate_size: 1024, vocab_size: 1000}
-data: {text: [corpus]}
+  weights: weights
+  tensor_plan: {"layers.*.mlp.up_proj": colwise}
+data: {dataset: corpus, column: text}
 sequence_length: 128
 global_batch: 16
 steps: 10
 optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
 precision: fp32
 techniques: {zero_stages: [3, 0], most_stages: 2, tensor: 1, heads: whole, state_on: device}
+trackers:
+  wandb: {project: p, name: n, entity: e, group: g, tags: [t], folder: boards, mode: offline}
+  mlflow: {experiment: e, name: n, tags: {a: b}, uri: "http://127.0.0.1:5000"}
+  trackio: {project: p, name: n, group: g, folder: boards, space: user/name}
 """
 
 OWN = """\
@@ -123,7 +138,7 @@ data:
 sequence_length: 32
 global_batch: 24
 steps: 2
-optimizer: {name: muon, lr: 1e-3, momentum: 0.9, ns_steps: 3, adjust_lr: original}
+optimizer: {name: muon, lr: 1e-3, momentum: 0.9, nesterov: yes, ns_steps: 3, adjust_lr: original}
 cluster: cluster.yaml
 output: run
 profile: {cache: profiles}

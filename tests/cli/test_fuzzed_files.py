@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from mutant_files import JOB, write_all
+from gpumix.spec.job import Job
+from mutant_files import JOB, OWN, SMALL, write_all
 from mutant_runs import Ended, clean, faults, is_placed, run
 from mutants import Mutant, mutants, of_text, with_value, written
 
@@ -62,6 +66,32 @@ def test_every_good_file_is_accepted(files, folder):
         quick = [use for use in good.uses if use[0] not in ("plan", "compare", "whatif")]
         done = run((quick or good.uses)[0], folder)
         assert done.code == 0, (good.name, done.err)
+
+
+def test_every_key_of_a_job_is_spoilt():
+    """But for those that go with others alone."""
+    alone = {"trackers.trackio.server", "trackers.prometheus.textfile"}
+    alone |= {f"optimizer.{name}" for name in ("beta2_decay", "clip_threshold", "least_scale")}
+    written = {key for text in (JOB, SMALL, OWN) for key in keys_of(yaml.safe_load(text))}
+    assert {key for key in fields_of(Job) if not key.startswith("cluster.")} - written == alone
+
+
+def keys_of(value: Any, above: str = "") -> Iterator[str]:
+    """Of all mappings, with those above them; where they stand in a list does not count."""
+    if isinstance(value, list):
+        for item in value:
+            yield from keys_of(item, above)
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield f"{above}{key}"
+        yield from keys_of(item, f"{above}{key}.")
+
+
+def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in kind.model_fields.items():
+        yield f"{above}{name}"
+        for one in (field.annotation, *get_args(field.annotation)):
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                yield from fields_of(one, f"{above}{name}.")
 
 
 def test_faults_are_seen():

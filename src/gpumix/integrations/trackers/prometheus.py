@@ -5,6 +5,7 @@ Metrics have its own names and base units: seconds, bytes, ratios; counters end 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,6 +45,9 @@ MEANINGS = {
     "tokens_per_second": "Tokens of samples a second, in the last step.",
     "eval_loss": "Loss on the samples that are held out.",
 }
+OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
+ANOTHER_PORT = "take another port: --set trackers.prometheus.port=0 takes any that is free"
+ANOTHER_ADDRESS = "give one of this host, such as --set trackers.prometheus.address=127.0.0.1"
 
 
 def of(settings: PrometheusSpec, job: Job) -> Prometheus:
@@ -76,10 +80,10 @@ class Prometheus:
             server, _ = start_http_server(port, address, self._registry)
         except OSError as error:
             raise MachineError(
-                "the endpoint for Prometheus cannot listen",
-                where=f"{address}:{port}",
+                f"the endpoint for Prometheus cannot listen at {address}:{port}",
+                where="trackers.prometheus",
                 why=error.strerror or str(error),
-                fix="take another port: --set trackers.prometheus.port=0 takes any that is free",
+                fix=ANOTHER_PORT if error.errno in OF_PORTS else ANOTHER_ADDRESS,
             ) from error
         self._address = f"{address}:{server.server_port}"
 
