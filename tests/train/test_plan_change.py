@@ -10,6 +10,7 @@ from jobs import plan_for, write_job
 from gpumix.spec.plan import Plan
 from gpumix.train import run_files
 from gpumix.train.metrics import RunLog, StepRecord
+from gpumix.train.paces import with_samples
 from gpumix.train.plan_change import (
     Parts,
     change,
@@ -19,7 +20,6 @@ from gpumix.train.plan_change import (
     split_anew,
     started,
 )
-from gpumix.train.rebalance import with_samples
 from gpumix.train.rebalance_room import with_shares
 
 STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.spec.plan import Plan, Stage, Worker
-from gpumix.train.rebalance import (
-    WINDOW_STEPS,
-    Change,
-    Fixed,
-    Moved,
-    Pace,
-    Rebalancer,
-    split,
-    with_samples,
-)
+from gpumix.train.paces import Pace, split, with_samples
+from gpumix.train.rebalance import WINDOW_STEPS, Change, Fixed, Moved, Rebalancer
 from gpumix.train.rebalance_room import with_shares
 
 PLENTY = 10**6
@@ -206,6 +198,22 @@ def test_a_slow_device_among_noise_is_found():
     found = run.steps(30)
     assert 1 <= len(found) <= 2
     assert run.rebalancer.samples[0] < 9
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 24, 40])
+def test_a_device_that_is_slow_now_and_then_is_followed_only_where_that_pays(period, slower):
+    """Steps are counted that pass between the changes, too late as they are."""
+    run = Run(12, 12, 12, 12)
+    taken_s, changes, turns = 0.0, 0, 1200 // period
+    for turn in range(turns):
+        run.sample_s[3] = slower if turn % 2 == 0 else 1.0
+        for _ in range(period):
+            taken_s += max(n * s for n, s in zip(run.rebalancer.samples, run.sample_s))
+            changes += len(run.steps(1))
+    left_s = sum(12 * (slower if turn % 2 == 0 else 1.0) * period for turn in range(turns))
+    assert changes <= 6 or taken_s < 0.96 * left_s
+    assert taken_s <= 1.01 * left_s
 
 
 def test_what_would_gain_little_is_left():

@@ -14,7 +14,7 @@ from profiles import Card, Network, block, line, profile, steady
 from gpumix.cost.predict import predict
 from gpumix.spec.plan import Collectives, Plan, Stage, Worker
 from gpumix.spec.profile import Profile
-from gpumix.train.rebalance import Pace, split, with_samples
+from gpumix.train.paces import Pace, split, with_samples
 from gpumix.train.rebalance_room import Movable, most_by_memory, settled, with_shares
 
 BATCH = 12

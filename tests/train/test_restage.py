@@ -18,7 +18,7 @@ from gpumix.spec.network import Network as StatedNetwork
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
-from gpumix.train.rebalance import with_samples_in
+from gpumix.train.paces import with_samples_in
 from gpumix.train.restage import WINDOW_STEPS, Redealt, Restaging
 
 BATCH, STEPS = 16, 10_000

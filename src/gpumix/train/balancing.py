@@ -17,16 +17,10 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
 from gpumix.train.context import Context
 from gpumix.train.metrics import Told
+from gpumix.train.paces import with_samples
 from gpumix.train.pipeline import plan_of
 from gpumix.train.plan_change import dealt_anew
-from gpumix.train.rebalance import (
-    WINDOW_STEPS,
-    Change,
-    Fixed,
-    Rebalancer,
-    Room,
-    with_samples,
-)
+from gpumix.train.rebalance import WINDOW_STEPS, Change, Fixed, Rebalancer, Room
 from gpumix.train.rebalance_room import Movable, idle_paces, most_by_memory, with_shares
 from gpumix.train.restage import Redealt, Restaging
 

@@ -13,14 +13,13 @@ memory forbids that, state moves to devices that have room, if that pays for its
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.train.paces import Pace, bound_s, planned_pace, slowest_s, split, with_data
 
 # A split is changed if steps come to take so much less time by the shortest times of so many steps
 # in a row: what happens once is no reason.
@@ -29,7 +28,9 @@ WINDOW_STEPS = 3
 # And so much less by the times of each of them: what differs from step to step is noise.
 LEAST_GAIN_EACH = 0.04
 # Each change makes the next one within so many steps ask for so many steps more; and each in a row
-# that did not bring half of the least gain, all later ones.
+# that failed, all later ones: it did not bring half of the least gain, or by the next one more was
+# lost by it than gained. What was lost is no reason to wait: a change is undone as soon as the
+# first one is made, and so a device that is slow now and then has the samples that suit it best.
 CALM_STEPS = 30
 WARIER_STEPS = 2
 FAILED_STEPS = 6
@@ -52,24 +53,6 @@ class Change:
     why: str
     shares: tuple[float, ...] | None = None
     moving_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a team computes: `fixed_s` in any case, and `sample_s` for each sample."""
-
-    fixed_s: float
-    sample_s: float
-
-    def seconds(self, samples: int) -> float:
-        return self.fixed_s + samples * self.sample_s
-
-    def times(self, factor: float) -> Pace:
-        return Pace(self.fixed_s * factor, self.sample_s * factor)
-
-    def for_each(self, samples: int) -> Pace:
-        """The same, counted in so many samples at once."""
-        return Pace(self.fixed_s, self.sample_s * samples)
 
 
 @dataclass(frozen=True)
@@ -101,6 +84,16 @@ class Fixed:
 
     def moved(self, paces: Sequence[Pace]) -> Moved | None:
         return None
+
+
+@dataclass
+class _Last:
+    """A change: the samples before it, what it has gained on them so far, and whether it is known
+    to have failed."""
+
+    samples: tuple[int, ...]
+    gained_s: float = 0.0
+    failed: bool = False
 
 
 class Rebalancer:
@@ -140,6 +133,7 @@ class Rebalancer:
         self._of_before = False  # what comes next is of the step before a change
         self._failures = 0
         self._to_beat_s: float | None = None  # by the last change, until that is known
+        self._last: _Last | None = None
 
     def go_on(self, plan: Plan, room: Room) -> None:
         """State has moved: what the same devices take, and have memory for, is by `plan` now."""
@@ -170,27 +164,63 @@ class Rebalancer:
             self._times.clear()
             return None
         self._times.append(times)
+        if self._last is not None:
+            self._last.gained_s += self._gained_s(self.samples, self._last.samples, times)
         window = self._window()
+        undone = self._if_each_gains(self._undone, WINDOW_STEPS)
+        change = undone or self._if_each_gains(self._better, window)
+        if len(self._times) >= window:
+            self._judge(max(self._shortest(window)))
+        if change is None:
+            return None
+        self._count_failure(undone=undone is not None)
+        self._last = None if undone or change.shares is not None else _Last(self.samples)
+        self._times.clear()
+        self._changed.append(self._step)
+        self._of_before = True
+        self._to_beat_s = None if undone else change.before_s * (1.0 - LEAST_GAIN / 2)
+        self.samples = change.samples
+        return change
+
+    def _if_each_gains(
+        self, find: Callable[[list[float]], Change | None], window: int
+    ) -> Change | None:
+        """The change that is found by so many steps, if it would have been right in each."""
         if len(self._times) < window:
             return None
+        change = find(self._shortest(window))
         recent = list(self._times)[-window:]
-        shortest = [min(times) for times in zip(*recent)]
-        self._judge(max(shortest))
-        change = self._better(shortest)
-        if change is not None and all(self._gains(change, times) for times in recent):
-            self._times.clear()
-            self._changed.append(self._step)
-            self._of_before = True
-            self._to_beat_s = change.before_s * (1.0 - LEAST_GAIN / 2)
-            self.samples = change.samples
-            return change
-        return None
+        return change if change and all(self._gains(change, times) for times in recent) else None
+
+    def _shortest(self, window: int) -> list[float]:
+        return [min(times) for times in zip(*list(self._times)[-window:])]
+
+    def _undone(self, seconds: list[float]) -> Change | None:
+        """Samples as they were, if the last change has lost more than it gained."""
+        last = self._last
+        if last is None or last.gained_s >= 0:
+            return None
+        if any(n > limit for n, limit in zip(last.samples, self._most)):
+            return None
+        paces = self._paces(seconds)
+        before_s, after_s = slowest_s(paces, self.samples), slowest_s(paces, last.samples)
+        if after_s > before_s * (1.0 - LEAST_GAIN):
+            return None
+        return Change(last.samples, before_s, after_s, self._why(seconds))
 
     def _judge(self, seconds: float) -> None:
         """What came of the last change, once it is known."""
-        if self._to_beat_s is not None:
-            self._failures = self._failures + 1 if seconds > self._to_beat_s else 0
-            self._to_beat_s = None
+        if self._to_beat_s is not None and self._last is not None:
+            self._last.failed = seconds > self._to_beat_s
+            self._failures += self._last.failed
+        self._to_beat_s = None
+
+    def _count_failure(self, *, undone: bool) -> None:
+        """Of the last change, at the next one."""
+        last = self._last
+        if last is None or last.failed:
+            return
+        self._failures = self._failures + 1 if undone or last.gained_s < 0 else 0
 
     def _window(self) -> int:
         recent = sum(self._step - step < CALM_STEPS for step in self._changed)
@@ -201,7 +231,7 @@ class Rebalancer:
         now, paces = self.samples, self._paces(seconds)
         before_s = slowest_s(paces, now)
         may = [pace for pace, limit in zip(paces, self._most) if limit]
-        if before_s * (1.0 - LEAST_GAIN) <= _bound_s(may, sum(now)):
+        if before_s * (1.0 - LEAST_GAIN) <= bound_s(may, sum(now)):
             return None
         samples = split(sum(now), paces, self._most, self._least)
         after_s = before_s if samples is None else slowest_s(paces, samples)
@@ -238,7 +268,7 @@ class Rebalancer:
         usual = _median(factors.values())
         paces = [pace.times(factors.get(team, usual)) for team, pace in enumerate(self._planned)]
         reads = [host if n else "" for host, n in zip(self._hosts, self.samples)]
-        return _with_data(paces, reads, self._read_per_s)
+        return with_data(paces, reads, self._read_per_s)
 
     def _factors(self, seconds: Sequence[float]) -> dict[int, float]:
         """How many times as long as planned each team takes that has samples."""
@@ -251,6 +281,13 @@ class Rebalancer:
         after_s, before_s = (slowest_s(paces, n) for n in (change.samples, self.samples))
         return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)
 
+    def _gained_s(
+        self, now: Sequence[int], before: Sequence[int], seconds: Sequence[float]
+    ) -> float:
+        """In one step, by a split instead of the one before."""
+        paces = self._paces(seconds)
+        return slowest_s(paces, before) - slowest_s(paces, now)
+
     def _why(self, seconds: list[float]) -> str:
         """The device that differs most from the others, against the plan."""
         factors = self._factors(seconds)
@@ -261,96 +298,10 @@ class Rebalancer:
         return f"device '{self._devices[team]}' takes {times} the others, against the plan"
 
 
-def planned_pace(plan: Plan, worker: Worker) -> Pace:
-    """By the plan's prediction; without one all of the time is for samples, and alike for all."""
-    told = plan.prediction.workers if plan.prediction is not None else ()
-    expected = next((one for one in told if one.device == worker.device), None)
-    if expected is None or not worker.samples or expected.busy_s <= expected.optimizer_s:
-        return Pace(0.0, 1.0)
-    sample_s = (expected.busy_s - expected.optimizer_s) / worker.samples
-    return Pace(expected.optimizer_s, sample_s)
-
-
 def _median(factors: Collection[float]) -> float:
     """The upper one of two."""
     return sorted(factors)[len(factors) // 2]
 
 
-def _with_data(
-    paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
-) -> list[Pace]:
-    """Teams that are no faster, all of a host together, than it reads their samples; those of no
-    host read none so far."""
-    together: dict[str, float] = defaultdict(float)
-    for pace, host in zip(paces, hosts):
-        together[host] += 1.0 / pace.sample_s
-    slower = {host: max(1.0, rate / read_per_s.get(host, inf)) for host, rate in together.items()}
-    return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
-
-
-def slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
-    return max(pace.seconds(n) for pace, n in zip(paces, samples))
-
-
 def _alike(one: Pace, other: Pace) -> bool:
     return abs(one.sample_s - other.sample_s) <= LEAST_GAIN_EACH * other.sample_s
-
-
-def _bound_s(paces: Sequence[Pace], total: int) -> float:
-    """No split takes less, if samples could be cut: all teams end at once."""
-    rate = sum(1.0 / pace.sample_s for pace in paces)
-    return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
-
-
-def split(
-    total: int, paces: Sequence[Pace], most: Sequence[int], least: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
-    """So many samples for each team that the slowest ends as early as can be; None if there is no
-    memory for all.
-
-    Args:
-        most: the most that each may have.
-        least: of those that may have some, so many at least; by default one, so that its pace
-            stays known.
-    """
-    if least is None:
-        least = [1] * len(most)
-    samples = [min(few, limit) for few, limit in zip(least, most)]
-    if sum(most) < total or sum(samples) > total:
-        return None
-    ends = [
-        (pace.seconds(samples[n] + 1), n) for n, pace in enumerate(paces) if most[n] > samples[n]
-    ]
-    heapq.heapify(ends)
-    for _ in range(total - sum(samples)):
-        _, team = heapq.heappop(ends)
-        samples[team] += 1
-        if samples[team] < most[team]:
-            heapq.heappush(ends, (paces[team].seconds(samples[team] + 1), team))
-    return tuple(samples)
-
-
-def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
-    """A plan of one stage with so many samples for each team; see `with_samples_in`."""
-    return with_samples_in(plan, [samples])
-
-
-def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
-    """A plan with so many samples for each team of each stage, and no prediction. Micro-batches are
-    those of the plan, where there are samples enough; who had none takes as large ones as any."""
-    stages = tuple(
-        _with_samples(stage, counts) for stage, counts in zip(plan.stages, samples, strict=True)
-    )
-    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
-
-
-def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
-    largest = max(worker.micro_batch for worker in stage.workers)
-    workers = tuple(
-        worker.model_copy(
-            update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
-        )
-        for number, worker in enumerate(stage.workers)
-        for count in [samples[number // stage.tensor]]
-    )
-    return stage.model_copy(update={"workers": workers})

@@ -13,16 +13,8 @@ from gpumix.cost.predict import predict
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import Profile
-from gpumix.train.rebalance import (
-    WINDOW_STEPS,
-    Fixed,
-    Moved,
-    Pace,
-    Rebalancer,
-    planned_pace,
-    split,
-    with_samples,
-)
+from gpumix.train.paces import Pace, planned_pace, split, with_samples
+from gpumix.train.rebalance import WINDOW_STEPS, Fixed, Moved, Rebalancer
 
 # Of the room for state that is predicted, what is used: cuts are rounded.
 USED = 0.98

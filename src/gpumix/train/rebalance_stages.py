@@ -10,13 +10,8 @@ from __future__ import annotations
 from gpumix.cost.predict import predict
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.train.rebalance import (
-    LEAST_GAIN_EACH,
-    planned_pace,
-    slowest_s,
-    split,
-    with_samples_in,
-)
+from gpumix.train.paces import planned_pace, slowest_s, split, with_samples_in
+from gpumix.train.rebalance import LEAST_GAIN_EACH
 
 # How often at most a worker has memory for one less than it would get.
 MOST_TRIALS = 64

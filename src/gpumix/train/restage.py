@@ -20,7 +20,7 @@ from gpumix.spec.errors import PlanOutdated
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_seconds
-from gpumix.train.rebalance import with_samples_in
+from gpumix.train.paces import with_samples_in
 from gpumix.train.rebalance_stages import redealt, samples_in
 
 # A device takes so much longer than the others, against the plan, in each of so many steps; or as
