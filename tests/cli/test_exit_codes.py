@@ -179,6 +179,21 @@ def test_an_export_that_cannot_be_is_told(planned, run, to, said):
     assert not (planned / "model").exists()
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["afresh", "resumed"])
+@pytest.mark.parametrize("name", ["plan", "profile", "run", "trace"])
+def test_a_run_of_a_newer_gpumix_is_not_written_over(job, name, resume):
+    run = job.parent / "run"
+    run.mkdir()
+    newer = json.dumps({"kind": name, "schema_version": 99})
+    (run / f"{name}.json").write_text(newer)
+    done = refused(job.parent, 2, "train", "job.yaml", "--trace", "1", *resume)
+    assert f"{run / name}.json: a {name} of schema 1 is wanted" in done.err
+    assert "why: a newer gpumix wrote it" in done.err
+    assert "fix: install that version; or write elsewhere" in done.err
+    assert [file.name for file in run.iterdir()] == [f"{name}.json"]
+    assert (run / f"{name}.json").read_text() == newer
+
+
 @pytest.mark.parametrize("arguments", [("train",), ("train", "job.yaml", "--fast"), ("trane",)])
 def test_a_wrong_call_is_told(job, arguments):
     done = here(*arguments, folder=job.parent)

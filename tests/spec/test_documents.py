@@ -202,6 +202,17 @@ def test_what_is_no_plan_is_not_overwritten(tmp_path, content):
     assert [p.name for p in tmp_path.iterdir()] == ["job.yaml"]
 
 
+def test_only_an_older_plan_is_overwritten(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"kind": "plan", "schema_version": 99}')
+    with pytest.raises(InputError, match="of schema 1 is wanted, this is a plan of schema 99"):
+        make_plan().save(path)
+    assert '"schema_version": 99' in path.read_text()
+    path.write_text('{"kind": "plan", "schema_version": 0}')
+    make_plan().save(path)
+    assert Plan.load(path) == make_plan()
+
+
 def test_a_profile_is_no_plan(tmp_path):
     make_profile().save(tmp_path / "profile.json")
     with pytest.raises(InputError, match="this is a profile of schema 1"):

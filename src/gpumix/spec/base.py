@@ -76,10 +76,10 @@ class Document(Value):
         """Write the document to `path` in one atomic step.
 
         Raises:
-            InputError: there is something else than a former document of this kind.
+            InputError: there is what may not be replaced; see `check_replaceable`.
             MachineError: it cannot be written.
         """
-        self._refuse_to_replace_others(path)
+        self.check_replaceable(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,19 +95,28 @@ class Document(Value):
                 fix="make room there, or write elsewhere",
             ) from error
 
-    def _refuse_to_replace_others(self, path: Path) -> None:
+    @classmethod
+    def check_replaceable(cls, path: Path) -> None:
+        """See that nothing is lost if such a document is written to `path`.
+
+        Raises:
+            InputError: there is something else than a former document of this kind, or what a newer
+                gpumix wrote.
+        """
         if not path.exists():
             return
         try:
             there = _fields(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             there = {}
-        if there.get("kind") != self.KIND:
+        if there.get("kind") != cls.KIND:
             raise InputError(
-                f"this is no {self.KIND}, and is not overwritten",
+                f"this is no {cls.KIND}, and is not overwritten",
                 where=str(path),
                 fix="write elsewhere, or remove it",
             )
+        if _is_newer(cls, there):
+            raise _other(cls, there, path, "write elsewhere, or remove it")
 
 
 def refuse_twins(what: str, names: Iterable[str], said: str = "is named twice") -> None:
@@ -125,22 +134,35 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
         fields = _fields(text, twice)
     except ValueError:
         return
-    kind, schema = fields.get("kind"), fields.get("schema_version", 1)
-    if (kind, schema) != (cls.KIND, cls.SCHEMA):
-        found = f"a {kind} of schema {schema}" if kind else "something else"
-        newer = kind == cls.KIND and isinstance(schema, int) and schema > cls.SCHEMA
-        raise InputError(
-            f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
-            where=str(path),
-            why="a newer gpumix wrote it" if newer else "",
-            fix=f"install that version; or {fix}" if newer else fix,
-        )
+    if (fields.get("kind"), _schema(fields)) != (cls.KIND, cls.SCHEMA):
+        raise _other(cls, fields, path, fix)
     if twice:
         raise InputError(
             f"this is not a valid {cls.KIND}: {twice[0]}",
             where=str(path),
             fix=f"leave one of them; or {fix}",
         )
+
+
+def _schema(fields: dict[str, object]) -> object:
+    return fields.get("schema_version", 1)
+
+
+def _is_newer(cls: type[Document], fields: dict[str, object]) -> bool:
+    schema = _schema(fields)
+    return fields.get("kind") == cls.KIND and isinstance(schema, int) and schema > cls.SCHEMA
+
+
+def _other(cls: type[Document], fields: dict[str, object], path: Path, fix: str) -> InputError:
+    """The error for a document of another kind or schema."""
+    kind, newer = fields.get("kind"), _is_newer(cls, fields)
+    found = f"a {kind} of schema {_schema(fields)}" if kind else "something else"
+    return InputError(
+        f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
+        where=str(path),
+        why="a newer gpumix wrote it" if newer else "",
+        fix=f"install that version; or {fix}" if newer else fix,
+    )
 
 
 def _invalid(

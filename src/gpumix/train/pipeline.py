@@ -16,6 +16,7 @@ from gpumix.hardware.environment import shared_memory_folder
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.allowed import check_allowed
+from gpumix.spec.base import Document
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
     DeviceFailure,
@@ -30,6 +31,7 @@ from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
+from gpumix.spec.trace import Trace
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_file import step_of
@@ -39,6 +41,7 @@ from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
 from gpumix.train.progress import mark_failed, mark_restarting
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
+from gpumix.train.run_record import RunRecord
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 from gpumix.train.tracking import check_installed, tracked
@@ -49,6 +52,14 @@ if TYPE_CHECKING:
 
 # What every model of transformers imports.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+
+# What a run writes into its folder, the trace where the job wants one.
+DOCUMENTS: dict[str, type[Document]] = {
+    run_files.RUN: RunRecord,
+    run_files.PROFILE: Profile,
+    run_files.PLAN: Plan,
+    run_files.TRACE: Trace,
+}
 
 
 class Pipeline:
@@ -323,6 +334,9 @@ class Pipeline:
                 where=str(output),
                 fix="write elsewhere: --set output=runs/another",
             )
+        for name, kind in DOCUMENTS.items():
+            if kind is not Trace or self.job.trace_step is not None:
+                kind.check_replaceable(output / name)
         saved = latest(output / run_files.CHECKPOINTS)
         if resume and saved is None and not self._newest():
             raise InputError(
