@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from folders import planned, run_of, step_line, write_run
@@ -96,6 +97,19 @@ def test_metrics_that_cannot_be_read_are_refused(tmp_path):
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()
     assert "metrics.jsonl" in refused(tmp_path).where
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.json", "profile.json", "run.json", "metrics.jsonl", "progress.json"]
+)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    write_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    error = refused(tmp_path)
+    assert name in error.where
+    assert error.why == "it is a pipe, not a file"
+    assert error.fix
 
 
 @pytest.mark.parametrize("step", [None, "three", True, float("nan"), 10**400])

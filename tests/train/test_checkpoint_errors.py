@@ -265,7 +265,7 @@ def as_endless(file):
 def test_what_reading_would_never_end_of_is_damage(copy, name, replace):
     replace(copy / name)
     error = load_error(copy)
-    assert error.where.endswith(name) and "it is no file" in error.why
+    assert error.where.endswith(name) and "not a file" in error.why
 
 
 def emptied(tensor):

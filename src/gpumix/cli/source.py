@@ -19,6 +19,7 @@ import typer
 
 from gpumix.cli.common import Allowed, Overrides
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text, why_unreadable
 from gpumix.spec.placed import placed
 from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
@@ -328,12 +329,12 @@ def _request(batch: int, space: Space | None = None) -> PlanRequest:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise InputError(
             "cannot read the model's configuration",
             where=str(path),
-            why=str(error),
+            why=why_unreadable(error),
             fix="give a config.json; without a job a size does too, such as 7B",
         ) from error
     if not isinstance(config, dict):

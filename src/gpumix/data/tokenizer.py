@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import read_bytes, read_text
 
 # Names under which well-known vocabularies hold the token that ends a document.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
@@ -76,7 +77,7 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = file.read_bytes()
+            content = read_bytes(file)
         except OSError as error:
             raise InputError(
                 f"cannot read the tokenizer: {error.strerror}",
@@ -163,7 +164,7 @@ def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
 def _configured(config: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json, which writes it as a string or as an object."""
     try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        token = json.loads(read_text(config)).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(
             "cannot read the tokenizer's configuration", where=str(config), why=str(error)

@@ -11,6 +11,7 @@ from pathlib import Path
 from gpumix.spec.base import refuse_twins
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text, why_unreadable
 
 # What ssh takes for a host and a shell for a word; one that begins with - would be an option.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
@@ -50,11 +51,12 @@ def read_hosts(text: str) -> tuple[Host, ...]:
     """The hosts in `a,b:4`, or in a file of that name: one on each line, with `:4` or ` slots=4`.
 
     Raises:
-        InputError: a name is none, is there twice, or there is none at all.
+        InputError: a name is none, is there twice, or there is none at all; or the file cannot be
+            read.
     """
     file = Path(text)
-    from_file = "," not in text and file.is_file()
-    lines = file.read_text(encoding="utf-8").splitlines() if from_file else text.split(",")
+    from_file = "," not in text and file.exists() and not file.is_dir()
+    lines = _lines(file) if from_file else text.split(",")
     words = [line.partition("#")[0].strip() for line in lines]
     hosts = tuple(_host(word, f"--hosts {text}") for word in words if word or not from_file)
     if not hosts:
@@ -64,6 +66,18 @@ def read_hosts(text: str) -> tuple[Host, ...]:
     except ValueError as error:
         raise InputError(str(error), where=f"--hosts {text}", fix=HOSTS_FIX) from error
     return hosts
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return read_text(file).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "cannot read the hosts file",
+            where=f"--hosts {file}",
+            why=why_unreadable(error),
+            fix=HOSTS_FIX,
+        ) from error
 
 
 def _host(word: str, where: str) -> Host:

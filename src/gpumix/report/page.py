@@ -28,6 +28,7 @@ from gpumix.report.parts.spent import spent
 from gpumix.report.parts.timeline import timeline
 from gpumix.report.run import Run
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import opened
 
 PARTS = (
     answer,
@@ -165,7 +166,7 @@ def write_page(run: Run, path: Path) -> None:
 
 def _beginning(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(4096)
+        with opened(path) as file:
+            return file.read(4096).decode("utf-8", errors="replace")
     except OSError:
         return ""

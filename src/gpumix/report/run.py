@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from gpumix.report.history import History, finite, read_history
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import opened, read_text
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.trace import Trace
@@ -127,7 +128,7 @@ def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:
     if not path.exists():
         return
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             if newest_bytes is not None and path.stat().st_size > newest_bytes:
                 file.seek(-newest_bytes, os.SEEK_END)
                 file.readline()  # the rest of a line
@@ -140,7 +141,7 @@ def _progress(path: Path) -> Progress:
     if not path.exists():
         return Progress("planned")
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(read_text(path))
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import read_text, why_unreadable
 
 # What tells the items of a list apart, in the documents that have them.
 _NAMES = ("name", "id", "device", "device_class", "operation")
@@ -56,14 +57,13 @@ class Document(Value):
         made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
         fix = f"make one with `{made_by}`"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             inside = path / f"{cls.KIND}.json"
-            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise InputError(
                 f"cannot read the {cls.KIND}",
                 where=str(path),
-                why=why,
+                why=why_unreadable(error),
                 fix=f"give {inside}" if inside.exists() else fix,
             ) from error
         _check_kind(cls, text, path, fix)
@@ -106,7 +106,7 @@ class Document(Value):
         if not path.exists():
             return
         try:
-            there = _fields(path.read_text(encoding="utf-8"))
+            there = _fields(read_text(path))
         except (OSError, ValueError):
             there = {}
         if there.get("kind") != cls.KIND:

@@ -16,6 +16,7 @@ from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.cluster_file import assemble
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text
 from gpumix.spec.job import Job
 from gpumix.spec.read_errors import did_you_mean, input_error, nearest, validated
 from gpumix.spec.read_overrides import overridden
@@ -125,7 +126,7 @@ def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
 
 def _read_json(path: Path, place: Place) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except OSError as error:
         what, why = f"'model.config': cannot read {path}", error.strerror or str(error)
         raise InputError(what, where=str(place), why=why, fix=CONFIG_FIX) from error

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from gpumix.spec.errors import InputError, no_such_file
+from gpumix.spec.files import opened, why_unreadable
 
 Keys = tuple[str | int, ...]
 """The way from the top of a file to a value: keys of mappings and positions in lists."""
@@ -83,7 +84,7 @@ def load_yaml(path: Path, what: str) -> Tree:
         InputError: the file is missing, a folder, not UTF-8, empty or not YAML.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError as error:
@@ -100,7 +101,12 @@ def load_yaml(path: Path, what: str) -> Tree:
             f"the {what} file is not UTF-8 text", where=str(path), why=str(error)
         ) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the {what} file", where=str(path), why=str(error)) from error
+        raise InputError(
+            f"cannot read the {what} file",
+            where=str(path),
+            why=why_unreadable(error),
+            fix="give a file that can be read, /dev/stdin or <(command)",
+        ) from error
     if len(data) > MAX_BYTES:
         raise InputError(f"a {what} file may not be longer than 10 MB", where=str(path))
     tree = parse_yaml(text, Source(str(path), path.parent.absolute()))

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import socket
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
@@ -27,6 +25,7 @@ from pydantic import Field, JsonValue, ValidationError
 import gpumix
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import NotAFileError, opened
 
 SCHEMA = 1
 # Other errors of the system, of a network's disk say, may pass: they do not damage a checkpoint.
@@ -193,14 +192,11 @@ def reading(file: Path) -> Iterator[BufferedReader]:
     Raises:
         Damaged: it is a pipe or a device, of which reading may never end.
     """
-
-    def without_waiting(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(file, "rb", opener=without_waiting) as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise damaged(file, "it is no file")
-        yield stream
+    try:
+        with opened(file) as stream:
+            yield stream
+    except NotAFileError as error:
+        raise damaged(file, str(error.strerror)) from error
 
 
 def damaged(file: Path, why: str) -> Damaged:

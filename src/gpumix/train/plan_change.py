@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
@@ -149,7 +150,7 @@ def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a record; its last line may have been cut short."""
     with suppress(OSError):
-        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        for line in reversed(read_text(path).splitlines()):
             if f'"{EVENT}"' in line:
                 with suppress(ValueError, LookupError, TypeError):
                     told = json.loads(line)

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from gpumix.spec.files import read_text
 from gpumix.train import run_files
 
 
@@ -26,7 +27,7 @@ def mark_restarting(folder: Path, why: str) -> None:
 def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None:
     path = folder / run_files.PROGRESS
     with suppress(OSError, ValueError, KeyError, TypeError):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
         if value["state"] in after:
             now = {"state": state, "why": why, "time": time.time()}
             write_at_once(path, json.dumps(value | now) + "\n")
@@ -35,7 +36,7 @@ def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None
 def last_heard(folder: Path) -> float | None:
     """When a run said something last (`time.time()`), by its `progress.json`."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads((folder / run_files.PROGRESS).read_text(encoding="utf-8"))
+        told = json.loads(read_text(folder / run_files.PROGRESS))
         return float(told["time"])
     return None
 

@@ -1,0 +1,65 @@
+"""Files that users name, read without waiting for what may never come.
+
+Opening a pipe waits for somebody to write into it, and reading a device may have no end. So a name
+must be that of a file, unless it means what this process was handed open: `/dev/stdin`, and
+`/dev/fd/63`, which is how a shell writes `<(command)`. What follows is up to who handed it over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+# Of these names, what is behind them is not asked.
+_HANDED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotAFileError(OSError):
+    """A pipe, a socket or a device, by its name."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A file, open to be read.
+
+    Raises:
+        NotAFileError: reading it may have no end.
+        OSError: it cannot be read.
+    """
+    kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    if kind is not None and not str(path).startswith(_HANDED):
+        raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=without_waiting) as stream:
+        os.set_blocking(stream.fileno(), True)
+        yield stream
+
+
+def read_bytes(path: Path) -> bytes:
+    """All that is in a file; raises as `opened`."""
+    with opened(path) as stream:
+        return stream.read()
+
+
+def read_text(path: Path) -> str:
+    """The text in a file; raises as `opened`, and UnicodeDecodeError if it is not UTF-8."""
+    return read_bytes(path).decode("utf-8")
+
+
+def why_unreadable(error: OSError | ValueError) -> str:
+    """What an error says that reading raised, without the name that stands beside it anyway."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
