@@ -173,6 +173,19 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
+    (tmp_path / "taken").touch()
+    job = write_job(tmp_path, trackers={"tensorboard": {"folder": "taken"}})
+    with pytest.raises(MachineError, match="tracker 'tensorboard' does not start") as caught:
+        train(job)
+    taken = tmp_path / "taken" / "run"
+    assert str(taken) in caught.value.why
+    assert caught.value.fix == (
+        f"see that {taken} can be written, name another at `trackers.tensorboard`, or leave "
+        "`tensorboard` out: the run's metrics.jsonl has all that it would be told"
+    )
+
+
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     job = write_job(tmp_path, trackers=["wandb", "prometheus"])

@@ -81,8 +81,14 @@ def _not_ready(name: str, error: Exception) -> dict[str, Any]:
             fix=f'pip install --upgrade "gpumix[{name}]"',
         ).as_dict()
     kind = InputError if isinstance(error, ValueError) else MachineError
+    file = error.filename if isinstance(error, OSError) else None
+    mend = f"see that {file} can be written, name another" if file else "change what is said"
     return kind(
-        f"tracker '{name}' does not start", where=f"trackers.{name}", why=in_a_line(error)
+        f"tracker '{name}' does not start",
+        where=f"trackers.{name}",
+        why=in_a_line(error),
+        fix=f"{mend} at `trackers.{name}`, or leave `{name}` out: the run's {run_files.METRICS} "
+        "has all that it would be told",
     ).as_dict()
 
 
