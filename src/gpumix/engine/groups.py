@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -43,6 +45,15 @@ def device_of_group() -> torch.device:
     else the host."""
     on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
     return indexed("cuda") if on_gpus else torch.device("cpu")
+
+
+def group_timeout() -> timedelta | None:
+    """How long a rank waits for others in the default process group; None without one."""
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    found: timedelta = group._get_backend(device_of_group()).options._timeout
+    return found
 
 
 def _speaks_cuda() -> bool:

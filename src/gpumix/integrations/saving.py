@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.groups import group_timeout
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint import Checkpointer
@@ -50,7 +51,7 @@ class Saver:
         self._dtypes = dtypes
         self._ranks_here = ranks_here
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = None if alone else dist.new_group(backend="gloo")
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
     def model_state(self) -> dict[str, Tensor]:
         """The whole model's, on the first rank, in the dtypes that it was given in. Collective."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.deferred import build as deferred
+from gpumix.engine.groups import group_timeout
 from gpumix.engine.launched import join_launched
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
@@ -55,7 +56,7 @@ def profile(
     compile: bool | Mapping[str, bool] = False,
     efficiency: EfficiencySpec | None = None,
     budget_s: float = 120.0,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
     progress: Callable[[str], None] = print,
     same_as: object = None,
 ) -> Profile:
@@ -78,7 +79,8 @@ def profile(
         compile: whether units run in compiled code, on all classes that can, or by class.
         efficiency: how devices compute, beside dtype and compiled code; default: by the table.
         budget_s: how long one device may measure.
-        timeout_s: how long a rank waits for the others beyond that.
+        timeout_s: how long a rank waits for the others beyond that; default: as long as in
+            the default process group.
         progress: is told a line for each measurement.
         same_as: what tells this work from any other's, of what JSON can hold: what was measured of
             the same before is not measured again. Default: all is measured.
@@ -187,7 +189,7 @@ def _join(cluster: Cluster | None) -> bool:
     return on_gpus
 
 
-def _ranks(timeout_s: float) -> Ranks:
+def _ranks(timeout_s: float | None) -> Ranks:
     """The ranks of the default process group, with words of their own: what an earlier profile of
     the same program said there must not be heard again."""
     store, (rank, world) = None, _place()
@@ -195,6 +197,9 @@ def _ranks(timeout_s: float) -> Ranks:
         default = dist.distributed_c10d._get_default_store()
         number = default.add(f"gpumix/profiles/{rank}", 1)
         store = dist.PrefixStore(f"gpumix/profile{number}", default)
+    if timeout_s is None:
+        waits = group_timeout()
+        timeout_s = waits.total_seconds() if waits else 0.0  # alone, there is nobody
     # The device is told when it is open.
     return Ranks(store, rank=rank, world=world, device=torch.device("cpu"), timeout_s=timeout_s)
 
