@@ -295,14 +295,28 @@ def test_a_stream_that_cannot_be_begun_is_named():
         assert "no such bucket" in str(caught.value)
 
 
-def test_a_stream_that_breaks_stops_the_run():
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("bad_samples", ["stop", "skip"])
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_stream_that_breaks_stops_the_run(good, bad_samples, once):
+    """Nothing could take the place of what does not come."""
+    begun = []
+
     def breaking() -> Iterator[dict[str, int]]:
-        yield {"k": 0}
-        yield {"k": 1}
+        begun.append(1)
+        yield from ({"k": k} for k in range(good))
         raise OSError("the line is dead")
 
-    with Loader(breaking, [4], 0) as loader, pytest.raises(TrainingError, match="the line is dead"):
+    dataset = breaking() if once else breaking
+    told = f"sample {good} of breaking cannot be read: OSError: the line is dead"
+    with (
+        pytest.raises(TrainingError, match=told) as caught,
+        Loader(dataset, [4], 0, bad_samples=bad_samples, workers=0) as loader,
+    ):
         next(loader)
+    assert "test_streams.py" in caught.value.where
+    assert "bad_samples" not in caught.value.fix and "inside of the stream" in caught.value.fix
+    assert len(begun) <= 4
 
 
 def test_a_stream_that_breaks_once_is_read_anew(tmp_path):

@@ -15,8 +15,8 @@ CARD = [{"class": "only", "accelerator": "cpu", "memory": "64 MiB"}]
     [
         ({"calls": []}, "the model called none of its units: 'blocks.0'"),
         ({"calls": [0, 2]}, "the model did not call its unit 'blocks.1'"),
-        ({"calls": [0, 2, 1], "by_size": True}, "call 2 was of 'blocks.2' for one batch, of"),
-        ({"calls": [0, 1, 2, 2], "by_size": True}, "call 4 was of 'blocks.2' for one batch, of"),
+        ({"calls": [0, 2, 1], "by_size": True}, "call 2 was of 'blocks.2' in one pass, of"),
+        ({"calls": [0, 1, 2, 2], "by_size": True}, "call 4 was of 'blocks.2' in one pass, of"),
     ],
 )
 def test_refused(tmp_path, arguments, told):
@@ -25,3 +25,13 @@ def test_refused(tmp_path, arguments, told):
     with pytest.raises(ModelError, match=told) as caught:
         train(job)
     assert "plan" not in caught.value.fix
+
+
+@pytest.mark.parametrize("before", range(1, 6))
+@pytest.mark.parametrize("calls", [[0, 2], [0, 2, 1], [0, 1, 2, 2]])
+def test_of_one_batch_too_all_passes_are_alike(tmp_path, calls, before):
+    """Layers that are left out at random, say: whichever pass of what is measured they lack in."""
+    model = {"factory": "toys:selective", "arguments": {"calls": calls, "before": before}}
+    job = write_job(tmp_path, model=model, cluster=CARD)
+    with pytest.raises(ModelError, match=r"call \d was of '.+' in one pass, of '.+' in another"):
+        train(job)

@@ -133,15 +133,16 @@ class _Harm:
 
 class Selective(Toy):
     """Calls some of its blocks, in the order of `calls`; if `by_size` only a batch of one sample
-    goes that way, and others through all."""
+    goes that way, and others through all, as do so many passes before."""
 
-    def __init__(self, blocks: int, calls: Sequence[int], by_size: bool) -> None:
+    def __init__(self, blocks: int, calls: Sequence[int], by_size: bool, before: int) -> None:
         super().__init__(16, blocks)
-        self.calls, self.by_size = tuple(calls), by_size
+        self.calls, self.by_size, self.before = tuple(calls), by_size, before
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embedding(input_ids)
-        every = self.by_size and len(input_ids) > 1
+        every = (self.by_size and len(input_ids) > 1) or self.before > 0
+        self.before -= 1
         for number in range(len(self.blocks)) if every else self.calls:
             x = self.blocks[number](x)
         logits = self.head(x).flatten(0, 1).float()
@@ -179,8 +180,10 @@ def model(
     return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s)
 
 
-def selective(calls: Sequence[int], blocks: int = 3, by_size: bool = False) -> nn.Module:
-    return Selective(blocks, calls, by_size)
+def selective(
+    calls: Sequence[int], blocks: int = 3, by_size: bool = False, before: int = 0
+) -> nn.Module:
+    return Selective(blocks, calls, by_size, before)
 
 
 class _Large(list):

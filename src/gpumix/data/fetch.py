@@ -40,6 +40,10 @@ class DataChangedError(InputError):
     """The dataset is not what it was when the run began: no sample can be trusted."""
 
 
+class BrokenStreamError(Exception):
+    """A stream raised what is its cause: no sample behind that place can be reached."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Rows of a batch that are fetched at once.
@@ -148,7 +152,7 @@ def _one_by_one(
             problem = problem_at(source.rows, index)
             if problem is None:
                 continue
-            if bad_samples == "stop":
+            if bad_samples == "stop" or isinstance(problem, BrokenStreamError):
                 raise in_words(source.name, source.number(index), problem)
             taken[place] = _instead(source, index, problem)
         skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
@@ -189,6 +193,8 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
             _undisturbed(partial(read, index), [_BY_NUMBER], name, reading)
         except StuckError:
             raise
+        except BrokenStreamError as error:
+            raise in_words(name, index, error) from error
         except FAILURES as error:
             first = first or error
         else:
@@ -230,8 +236,11 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
             other = index + attempt + 1
         else:
             other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
-        if problem_at(source.rows, other) is None:
+        found = problem_at(source.rows, other)
+        if found is None:
             return other
+        if isinstance(found, BrokenStreamError):
+            raise in_words(source.name, source.number(other), found)
     raise _none_instead(source.name, source.number(index), problem, TRIES)
 
 
@@ -249,13 +258,22 @@ def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> 
 
 def in_words(name: str, index: int, error: BaseException) -> GpumixError:
     """Why a sample of the dataset `name` cannot be read."""
+    fix = (
+        "mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
+        "Loader(bad_samples='skip')"
+    )
+    if isinstance(error, BrokenStreamError) and error.__cause__ is not None:
+        error = error.__cause__
+        fix = (
+            "mend it, or catch that inside of the stream and go on there: what comes behind is "
+            "reached through it alone"
+        )
     if isinstance(error, GpumixError):
         return error
     found = TrainingError(
         f"sample {index} of {name} cannot be read: {_first_line(error)}",
         where=_place(error),
-        fix="mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
-        "Loader(bad_samples='skip')",
+        fix=fix,
     )
     found.__cause__ = error
     return found

@@ -21,12 +21,12 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from gpumix.data import draws
-from gpumix.data.fetch import TRIES, fetch_in_time, readable
+from gpumix.data.fetch import TRIES, BrokenStreamError, fetch_in_time, readable
 from gpumix.data.layout import Batch
 from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import KeptRows, Source, View, digest
 from gpumix.data.samples import Collate, Stack, collated
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import GpumixError, InputError, in_a_line
 
 Transform = Callable[[Any], Any]
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
@@ -293,8 +293,11 @@ class _Lane:
                 continue
             except Exception as error:
                 # A generator that raised has ended: to read on would be to begin the next pass.
-                self._broken = error
-                raise
+                if isinstance(error, GpumixError):  # it says what is wrong
+                    self._broken = error
+                    raise
+                self._broken = BrokenStreamError(in_a_line(error))
+                raise self._broken from error
             self._of_pass += 1
             return sample
 

@@ -31,7 +31,7 @@ from gpumix.hardware.memory import host_memory, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.flows import Flows, find_flows
-from gpumix.profiler.order import all_called, same_calls
+from gpumix.profiler.order import all_called
 from gpumix.profiler.specimen import Outputs, Specimens, Told, Walk, tensor_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT
@@ -146,7 +146,7 @@ def sweep(
         size, started = sizes.pop(0), time.perf_counter()
         try:
             with MemoryCounter(runtime) as memory:
-                point, calls = _Measurement(specimens, runtime, memory).run(make_batch(size))
+                point = _Measurement(specimens, runtime, memory).run(make_batch(size))
         except Exception as error:
             if not is_out_of_memory(error) or not found.points:
                 raise
@@ -158,7 +158,6 @@ def sweep(
             if found.cut_short:
                 break
             continue
-        same_calls(found.calls, calls)
         found.points.append(point)
         spoiled = f", after {point.overruns} overruns" if point.overruns else ""
         taken = f"{point.seconds_per_sample() * 1e3:.2f} ms per sample of one block"
@@ -225,7 +224,7 @@ class _Measurement:
         specimens, in_chunks = self._specimens, not self._point.whole_head
         return find_flows(specimens, on_device(specimens, batch), in_chunks=in_chunks)
 
-    def run(self, batch: Batch) -> tuple[Point, tuple[str, ...]]:
+    def run(self, batch: Batch) -> Point:
         calls = self.warm_up(batch)
         with self._memory.paused():
             for _ in range(TRIES):
@@ -235,7 +234,7 @@ class _Measurement:
                 self._point.overruns = self._runtime.overruns - before
                 if not self._point.overruns:
                     break
-        return self._point, calls
+        return self._point
 
     # -- memory --------------------------------------------------------------------------------
 

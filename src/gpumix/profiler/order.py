@@ -7,7 +7,6 @@ could say who computes what; so it is told here, before anything is planned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 from gpumix.engine.coroutine import ModelError
 
@@ -28,13 +27,31 @@ def all_called(units: Iterable[str], calls: Sequence[str]) -> None:
         )
 
 
-def same_calls(first: Sequence[str], calls: Sequence[str]) -> None:
-    """Raise a ModelError where two batches were not computed by the same calls."""
-    for number, (one, other) in enumerate(zip_longest(first, calls, fillvalue="none"), 1):
-        if one != other:
+class OneOrder:
+    """The calls of every pass, as the first whole one made them."""
+
+    def __init__(self) -> None:
+        self._calls: list[str] = []
+        self._whole = False
+
+    def reached(self, number: int, unit: str) -> None:
+        """A pass has come to its call `number`, counted from 1; no unit: to its end.
+
+        Raises:
+            ModelError: an earlier one came to another there.
+        """
+        if not self._whole:
+            self._calls[number - 1 :] = [unit] if unit else []
+            self._whole = not unit
+            return
+        known = self._calls[number - 1] if number <= len(self._calls) else ""
+        if unit != known:
             raise ModelError(
-                "the model calls its units in an order that depends on its data: call "
-                f"{number} was of '{one}' for one batch, of '{other}' for another",
+                "the model does not call its units in one order: call "
+                f"{number} was of '{known or 'none'}' in one pass, of '{unit or 'none'}' in "
+                "another",
+                where="while a batch was measured",
                 why="the order of unit calls must be the same on every rank and in every step",
-                fix="make the order the same for all data",
+                fix="make the order the same for all data, and leave no unit out at random "
+                "(`layerdrop: 0`)",
             )

@@ -30,6 +30,7 @@ from gpumix.engine.sequence import Positions
 from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
 from gpumix.hardware.memory import host_memory
+from gpumix.profiler.order import OneOrder
 from gpumix.spec.profile import TeamOperation
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
@@ -53,7 +54,7 @@ class Specimens:
         fused_loss: whether a head in chunks has its losses from the fused kernel.
 
     `scale` is what summed losses are multiplied with before backward; `shared_by` are by unit the
-    parameters of the root that it uses.
+    parameters of the root that it uses; `order` is that of the calls, to which each walk is held.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Specimens:
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
+        self.order = OneOrder()
         self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
         self.head = HeadInChunks(
@@ -189,10 +191,15 @@ class Walk:
         return self._at.value
 
     def go_on(self, outputs: Any = None) -> None:
-        """Hand over the outputs of the call (nothing at the start) and walk to the next."""
+        """Hand over the outputs of the call (nothing at the start) and walk to the next.
+
+        Raises:
+            ModelError: it is another one than in other walks.
+        """
         positions = self._specimens.positions
         left = 0 if positions is None else positions.left
         self._at = self._coroutine.resume(outputs)
+        self._specimens.order.reached(len(self.calls) + 1, self.call.unit if self.call else "")
         if self.call is not None and positions is not None:
             self.leaves += [len(self.calls) - 1] * (positions.left - left)
             self._divide(self.call, positions)
