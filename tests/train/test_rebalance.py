@@ -13,7 +13,7 @@ from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.spec.plan import Plan, Stage, Worker
 from gpumix.train.paces import Pace, split, with_samples
-from gpumix.train.rebalance import WINDOW_STEPS, Change, Fixed, Moved, Rebalancer
+from gpumix.train.rebalance import FAILED_STEPS, WINDOW_STEPS, Change, Fixed, Moved, Rebalancer
 from gpumix.train.rebalance_room import with_shares
 
 PLENTY = 10**6
@@ -304,6 +304,24 @@ def test_state_stays_where_it_cannot_move_or_that_takes_too_long(moving_s):
     ((_, change),) = run.steps(20)
     assert change.samples == (13, 13, 13, 9)
     assert change.shares is None
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_a_move_that_did_not_bring_what_it_should_makes_the_next_change_ask_for_more(brought):
+    run = slowed()
+    run.room.moving_s, run.sample_s[3] = 0.0, 100.0
+    changes: list[tuple[int, Change]] = []
+    while not changes:
+        changes = run.steps(1)
+    ((_, change),) = changes
+    assert change.shares is not None and change.samples[3] == 1
+    run.rebalancer.go_on(with_shares(plan(*change.samples), change.shares), Fixed([PLENTY] * 4))
+    if not brought:
+        run.sample_s[3] = change.before_s
+    assert run.steps(40) == []  # it keeps one
+    run.sample_s[3] = 1.0
+    step, _ = run.steps(40)[0]
+    assert (step >= WINDOW_STEPS + FAILED_STEPS - 1) is not brought
 
 
 def test_state_stays_where_few_steps_are_left():

@@ -88,10 +88,16 @@ class Fixed:
 
 @dataclass
 class _Last:
-    """A change: the samples before it, what it has gained on them so far, and whether it is known
-    to have failed."""
+    """The last change that was for the better, as far as was known.
 
-    samples: tuple[int, ...]
+    Attributes:
+        samples: those before it; None: state moved too, and nothing goes back.
+        to_beat_s: by what steps take then; None: it did, or `failed`.
+        gained_s: on the samples before, so far.
+    """
+
+    samples: tuple[int, ...] | None
+    to_beat_s: float | None
     gained_s: float = 0.0
     failed: bool = False
 
@@ -132,7 +138,6 @@ class Rebalancer:
         self._step = 0
         self._of_before = False  # what comes next is of the step before a change
         self._failures = 0
-        self._to_beat_s: float | None = None  # by the last change, until that is known
         self._last: _Last | None = None
 
     def go_on(self, plan: Plan, room: Room) -> None:
@@ -164,8 +169,9 @@ class Rebalancer:
             self._times.clear()
             return None
         self._times.append(times)
-        if self._last is not None:
-            self._last.gained_s += self._gained_s(self.samples, self._last.samples, times)
+        if self._last is not None and self._last.samples is not None:
+            now_s, before_s = self._take_s(times, self.samples, self._last.samples)
+            self._last.gained_s += before_s - now_s
         window = self._window()
         undone = self._if_each_gains(self._undone, WINDOW_STEPS)
         change = undone or self._if_each_gains(self._better, window)
@@ -174,11 +180,17 @@ class Rebalancer:
         if change is None:
             return None
         self._count_failure(undone=undone is not None)
-        self._last = None if undone or change.shares is not None else _Last(self.samples)
+        self._last = (
+            None
+            if undone
+            else _Last(
+                samples=self.samples if change.shares is None else None,
+                to_beat_s=change.before_s * (1.0 - LEAST_GAIN / 2),
+            )
+        )
         self._times.clear()
         self._changed.append(self._step)
         self._of_before = True
-        self._to_beat_s = None if undone else change.before_s * (1.0 - LEAST_GAIN / 2)
         self.samples = change.samples
         return change
 
@@ -198,22 +210,21 @@ class Rebalancer:
     def _undone(self, seconds: list[float]) -> Change | None:
         """Samples as they were, if the last change has lost more than it gained."""
         last = self._last
-        if last is None or last.gained_s >= 0:
+        if last is None or last.samples is None or last.gained_s >= 0:
             return None
         if any(n > limit for n, limit in zip(last.samples, self._most)):
             return None
-        paces = self._paces(seconds)
-        before_s, after_s = slowest_s(paces, self.samples), slowest_s(paces, last.samples)
+        before_s, after_s = self._take_s(seconds, self.samples, last.samples)
         if after_s > before_s * (1.0 - LEAST_GAIN):
             return None
         return Change(last.samples, before_s, after_s, self._why(seconds))
 
     def _judge(self, seconds: float) -> None:
         """What came of the last change, once it is known."""
-        if self._to_beat_s is not None and self._last is not None:
-            self._last.failed = seconds > self._to_beat_s
-            self._failures += self._last.failed
-        self._to_beat_s = None
+        last = self._last
+        if last is not None and last.to_beat_s is not None:
+            last.failed, last.to_beat_s = seconds > last.to_beat_s, None
+            self._failures += last.failed
 
     def _count_failure(self, *, undone: bool) -> None:
         """Of the last change, at the next one."""
@@ -277,16 +288,13 @@ class Rebalancer:
 
     def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
         """Whether the change would have been right in one step."""
-        paces = self._paces(seconds)
-        after_s, before_s = (slowest_s(paces, n) for n in (change.samples, self.samples))
+        after_s, before_s = self._take_s(seconds, change.samples, self.samples)
         return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)
 
-    def _gained_s(
-        self, now: Sequence[int], before: Sequence[int], seconds: Sequence[float]
-    ) -> float:
-        """In one step, by a split instead of the one before."""
+    def _take_s(self, seconds: Sequence[float], *splits: Sequence[int]) -> list[float]:
+        """What a step takes by each of these splits, if devices take so long now."""
         paces = self._paces(seconds)
-        return slowest_s(paces, before) - slowest_s(paces, now)
+        return [slowest_s(paces, samples) for samples in splits]
 
     def _why(self, seconds: list[float]) -> str:
         """The device that differs most from the others, against the plan."""
