@@ -149,10 +149,10 @@ def _one_by_one(
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
         with draws.only(place):
-            problem = problem_at(source.rows, index)
+            problem = _problem(source, index)
             if problem is None:
                 continue
-            if bad_samples == "stop" or isinstance(problem, BrokenStreamError):
+            if bad_samples == "stop":
                 raise in_words(source.name, source.number(index), problem)
             taken[place] = _instead(source, index, problem)
         skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
@@ -229,6 +229,18 @@ def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseExceptio
     return None
 
 
+def _problem(source: Source, index: int) -> BaseException | None:
+    """That of a sample whose place another one could take.
+
+    Raises:
+        TrainingError: none could: the stream breaks there.
+    """
+    found = problem_at(source.rows, index)
+    if isinstance(found, BrokenStreamError):
+        raise in_words(source.name, source.number(index), found)
+    return found
+
+
 def _instead(source: Source, index: int, problem: BaseException) -> int:
     """The sample in the place of a bad one: the same in every plan and in every worker."""
     for attempt in range(TRIES):
@@ -236,11 +248,8 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
             other = index + attempt + 1
         else:
             other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
-        found = problem_at(source.rows, other)
-        if found is None:
+        if _problem(source, other) is None:
             return other
-        if isinstance(found, BrokenStreamError):
-            raise in_words(source.name, source.number(other), found)
     raise _none_instead(source.name, source.number(index), problem, TRIES)
 
 
