@@ -180,9 +180,12 @@ def train_in_stages(
 ) -> tuple[list[list[float]], Trained]:
     """Train on ranks: the losses that each saw, and what all came to."""
     arguments = plan.model_dump_json(), name, steps, staged_on
-    results = run_ranks(_train_rank, len(plan.workers), *arguments, backend=backend)
-    losses = [losses for losses, _ in results]
-    return losses, Trained(losses[0], joined([pieces for _, pieces in results]))
+    return _trained(run_ranks(_train_rank, len(plan.workers), *arguments, backend=backend))
+
+
+def _trained(results: Sequence[tuple[list[float], Any]]) -> tuple[list[list[float]], Trained]:
+    losses, pieces = zip(*results)
+    return list(losses), Trained(losses[0], joined(pieces))
 
 
 def staged_engine(name: str, plan: Plan, staged_on: str = "") -> Engine:
@@ -202,11 +205,7 @@ def train_in_turn(
 ) -> dict[Key, tuple[list[list[float]], Trained]]:
     """The same of several architectures and plans, by what they are called."""
     work = {key: (plan, (name, steps)) for key, (name, plan) in plans.items()}
-    found = {}
-    for key, results in run_in_turn(_train_rank, work).items():
-        losses, pieces = zip(*results)
-        found[key] = list(losses), Trained(losses[0], joined(pieces))
-    return found
+    return {key: _trained(results) for key, results in run_in_turn(_train_rank, work).items()}
 
 
 def run_in_turn(

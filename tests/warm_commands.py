@@ -170,9 +170,7 @@ def _as_if_new() -> None:
     """Nothing of the process that this one was forked from is its own to end, or to tell; and it
     draws other numbers."""
     signal.set_wakeup_fd(-1)
-    for one in signal.valid_signals():
-        if callable(signal.getsignal(one)):
-            signal.signal(one, signal.SIG_DFL)
+    _signals_as_usual()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
@@ -188,6 +186,13 @@ def _as_if_new() -> None:
     random.seed()
     np.random.seed()
     torch.default_generator.manual_seed(SEED)
+
+
+def _signals_as_usual() -> None:
+    """As in a process that was started: what is ignored stays so."""
+    for one in signal.valid_signals():
+        if callable(signal.getsignal(one)):
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _forked(run: Callable[[], None], passed: Collection[int], streams: Sequence[int] = ()) -> int:
@@ -221,9 +226,7 @@ def _server(code: str, passed: Sequence[int]) -> int:
     """A server of ranks, without its imports."""
 
     def run() -> None:
-        for one in signal.valid_signals():
-            if callable(signal.getsignal(one)):
-                signal.signal(one, signal.SIG_DFL)
+        _signals_as_usual()
         gc.freeze()
         names: dict[str, Any] = {"__name__": "__main__"}
         with suppress(SystemExit):
