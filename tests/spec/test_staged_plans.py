@@ -92,6 +92,7 @@ def test_a_stage_computes_something_on_some_device(part, told):
             {"schedule": "interleaved"},
             "go round the same devices",
         ),
+        (GOOD, {"schedule": "interleaved"}, "here each has one: write '1f1b'"),
     ],
 )
 def test_refused(stages, changes, told):

@@ -405,6 +405,11 @@ class Plan(Document):
                     "interleaved stages go round the same devices, with the same samples, again "
                     "and again"
                 )
+            if around == len(rows):
+                raise ValueError(
+                    "schedule 'interleaved' has several stages on each device, here each has one: "
+                    "write '1f1b', which is the same then"
+                )
         if self.sharding == "host":
             raise ValueError("the hosts of a stage repeat no state: sharding 'host' is for one")
 
