@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from gpumix.hardware.cpu import cpu_has_bf16
+
 WARM_UP_STEPS = 6
 ANSWER_S = 0.015
 FEATURES, CLASSES = 64, 10
@@ -181,12 +183,19 @@ def prints(steps: int | None = None, *, mended: bool = False) -> float:
 # -- without ---------------------------------------------------------------------------------------
 
 
+def _in_fast_numbers() -> torch.autocast:
+    """In bf16, where the CPU has instructions for it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=cpu_has_bf16())
+
+
 def healthy_classifier(steps: int | None = None) -> float:
-    return _classify(_in_memory(512), 1024, steps)
+    with _in_fast_numbers():
+        return _classify(_in_memory(512), 1024, steps)
 
 
 def healthy_gpt(steps: int | None = None) -> float:
-    return _gpt(length=128, batch=16, steps=steps)
+    with _in_fast_numbers():
+        return _gpt(length=128, batch=16, steps=steps)
 
 
 # -- of jobs ---------------------------------------------------------------------------------------
