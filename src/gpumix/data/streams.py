@@ -27,6 +27,7 @@ from gpumix.data.reading import AS_USUAL, Reading, begins, ends
 from gpumix.data.rows import KeptRows, Source, View, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import GpumixError, InputError, in_a_line
+from gpumix.spec.units import plural
 
 Transform = Callable[[Any], Any]
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
@@ -314,7 +315,7 @@ class _Lane:
             raise InputError("the stream is empty", where=self._name)
         if self._once:
             raise InputError(
-                f"{self._name} has ended after {self._of_pass} samples",
+                f"{self._name} has ended after {plural(self._of_pass, 'sample')}",
                 why="an iterator can be read once",
                 fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
             )

@@ -98,7 +98,3 @@ def gauge(used: float | None, expected: float | None, limit: float | None, place
     if expected is not None:
         cells[min(places - 1, int(places * expected / limit))] = "┃"
     return "".join(cells)
-
-
-def plural(number: int, one: str) -> str:
-    return f"{number:,} {one}{'' if number == 1 else 's'}"

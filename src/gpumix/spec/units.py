@@ -101,3 +101,7 @@ def show_flops(rate: float) -> str:
             return f"{rate:.3g} {unit}FLOP/s"
         rate /= 1000
     return f"{rate:.3g} PFLOP/s"
+
+
+def plural(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -33,6 +33,7 @@ from gpumix.doctor.function.seen import Order, Seen
 from gpumix.doctor.function.steps import LEAST, Enough, Steps
 from gpumix.doctor.function.watching import Watch
 from gpumix.spec.errors import InputError
+from gpumix.spec.units import plural
 from gpumix.train.failures import in_words
 
 Answer = tuple[str, Any]
@@ -123,7 +124,7 @@ def _too_few(order: Order, steps: Steps) -> InputError:
             fix="name the function that trains: steps are counted by optimizers of torch",
         )
     return InputError(
-        f"'{order.reference}' ended after {steps.done} steps",
+        f"'{order.reference}' ended after {plural(steps.done, 'step')}",
         why=f"{order.warm_up} warm it up, and {LEAST} at least are measured",
         fix="let it train longer: it is ended as soon as enough was seen",
     )

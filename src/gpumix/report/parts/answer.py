@@ -8,6 +8,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, labels, too_busy
 from gpumix.report.speed import Answer, Speed
+from gpumix.spec.units import plural
 
 MOST = 0.985  # of the width: the longest bar
 
@@ -98,8 +99,7 @@ def _note(facts: Facts) -> str:
     parts = []
     if steps:
         parts.append(
-            f"Measured: the median of {words.plural(steps, 'step')}, those after each start left "
-            "out."
+            f"Measured: the median of {plural(steps, 'step')}, those after each start left out."
         )
     known = "datasheets of the cards" if facts.estimated else "what was measured of each class"
     parts.append(f"Predicted: what the cost model expects from {known}.")

@@ -13,6 +13,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.plan_picture import class_names
 from gpumix.report.parts.section import aside, section
+from gpumix.spec.units import plural
 
 MOST_BOXES = 24  # in a box; more are told
 BAR = 9  # pixels
@@ -101,13 +102,13 @@ def _box(box: Box, scale: _Scale) -> Markup:
 
 def _named(box: Box) -> Markup:
     names = {
-        "cluster": words.plural(box.hosts, "host"),
+        "cluster": plural(box.hosts, "host"),
         "rack": f"rack {box.name}",
         "host": box.name,
         "island": f"island {box.name}",
     }
-    told = words.plural(box.devices, "device")
-    alike = f"and {words.plural(len(box.alike), 'host')} alike, {told} in all"
+    told = plural(box.devices, "device")
+    alike = f"and {plural(len(box.alike), 'host')} alike, {told} in all"
     return el(
         "p",
         el("strong", names[box.level]),

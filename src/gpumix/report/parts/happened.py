@@ -7,6 +7,7 @@ from gpumix.report.events import Told
 from gpumix.report.facts import Facts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
+from gpumix.spec.units import plural
 
 CHECKPOINTS = 6  # that stand among the others
 MOST = 500
@@ -28,7 +29,7 @@ def happened(facts: Facts) -> Markup:
         else aside("Nothing but steps so far."),
         el(
             "details",
-            el("summary", words.plural(len(folded), "checkpoint")),
+            el("summary", plural(len(folded), "checkpoint")),
             _table("Checkpoints", folded),
         )
         if folded

@@ -10,6 +10,7 @@ from gpumix.report.facts import Facts, Group
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
 from gpumix.spec.plan import Stage
+from gpumix.spec.units import plural
 from gpumix.train.tables import why
 
 GLYPHS = 64  # squares for devices; more are a number
@@ -63,7 +64,7 @@ def _named(facts: Facts, stage: Stage, number: int) -> str:
     """A stage by its number and its run of blocks."""
     units = stage.units
     names = units[0] if units[0] == units[-1] else f"{units[0]} to {units[-1]}"
-    return f"Stage {number + 1}: {words.plural(len(units), 'block')}, {names}"
+    return f"Stage {number + 1}: {plural(len(units), 'block')}, {names}"
 
 
 def _row(facts: Facts, group: Group) -> Markup:
@@ -104,7 +105,7 @@ def _who(facts: Facts, group: Group, place: int) -> Iterator[Markup]:
     what = next((c.what for c in facts.classes if c.device_class == group.device_class), "")
     hosts = words.some(group.hosts, 3)
     teams = f", teams of {group.team}" if group.team > 1 else ""
-    count = words.plural(group.devices, "device")
+    count = plural(group.devices, "device")
     yield el("span", f"{count}{teams} on {hosts}{f': {what}' if what else ''}", class_="small")
 
 
@@ -123,7 +124,7 @@ def _glyphs(group: Group, place: int) -> Markup:
         for x, y in spots
     )
     more = f"+{group.devices - len(spots)}" if group.devices > len(spots) else ""
-    name = f"{words.plural(group.devices, 'device')} of class {group.device_class}"
+    name = f"{plural(group.devices, 'device')} of class {group.device_class}"
     return el(
         "svg",
         el("title", name),

@@ -10,6 +10,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section
 from gpumix.report.step_rows import COPIES, WAITING, Bar, Row, Step, simulated, traced
+from gpumix.spec.units import plural
 
 # Kinds of bars, their class of the style sheet, and their words.
 KINDS = {
@@ -71,9 +72,7 @@ def _panel(name: str, step: Step, longest: float) -> Markup:
         el("h3", f"{name}: {words.seconds(step.step_s)}"),
         [_row(row, longest, name) for row in step.rows],
         el("div", el("span", class_="name"), _axis(longest), class_="row lane"),
-        aside(f"{words.plural(step.more, 'more group')} of devices not drawn.")
-        if step.more
-        else None,
+        aside(f"{plural(step.more, 'more group')} of devices not drawn.") if step.more else None,
         class_="panel",
     )
 
