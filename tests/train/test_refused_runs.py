@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 
 import pytest
@@ -128,6 +129,14 @@ def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
     assert "profile" not in error.fix
 
 
+def test_more_stages_than_a_factorys_model_has_units_are_told_before_it_is_measured(tmp_path):
+    techniques = {"least_stages": 4, "leave_out": False}
+    job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, profile=OWN_PROFILES)
+    error = refused(InputError, job)
+    assert re.search("no plan of 4 stages: .* and 3 units", error.what)
+    assert not [file for file in (tmp_path / "profiles").rglob("*") if file.is_file()]
+
+
 # -- the run's folder ------------------------------------------------------------------------------
 
 
@@ -143,6 +152,16 @@ def test_what_died_while_it_saved_first_may_start_again(job):
     """It has no checkpoint to go on from, so nothing stands in the way."""
     (job.parent / "run" / "checkpoints" / "step-00000002.part").mkdir(parents=True)
     train(job, "steps=1", plan=plan_for(job))
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints"])
+def test_a_pipe_where_a_run_writes_is_not_waited_for(job, name):
+    (job.parent / "run").mkdir()
+    os.mkfifo(job.parent / "run" / name)
+    for resume in (False, True):
+        error = refused(InputError, job, plan=plan_for(job), resume=resume)
+        assert error.where.endswith(name) and "it is a pipe" in error.what
+        assert error.fix == "write elsewhere, or remove it"
 
 
 def test_there_must_be_something_to_resume(job):

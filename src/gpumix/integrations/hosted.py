@@ -37,6 +37,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.train import run_files
+from gpumix.train.run_folder import check_folder
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,13 @@ def host(
         say: is told, on the first rank, what is measured and what was planned.
 
     Raises:
-        InputError: the plan is for another model, batch or number of devices.
+        InputError: the plan is for another model, batch or number of devices, or `folder` holds
+            what a run may not replace.
         NoFeasiblePlanError: no plan fits the devices.
     """
     first = rank() == 0
+    if first and folder is not None:
+        check_folder(folder)
     make_alike(model)
     if plan is None:
         with _numbers_untouched():

@@ -32,7 +32,7 @@ def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, de
             where="techniques.most_stages",
             fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
         )
-    if most_groups < 2:  # of one device alone `refuse_one_stage` tells
+    if most_groups < 2:  # of one device alone `refuse_one_device` tells
         raise InputError(
             f"there is no plan of several stages: one team of {degree} alone has one stage",
             where="techniques.tensor",
@@ -69,12 +69,19 @@ def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanErro
     )
 
 
+def refuse_one_device(devices: Sequence[Device]) -> None:
+    """Raise an InputError where there are no two."""
+    if len(devices) < 2:
+        raise InputError(
+            "there is no plan of several stages: one device alone has one stage", fix=ONE_STAGE
+        )
+
+
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError where there can be no plan of several stages."""
+    refuse_one_device(devices)
     what, fix = "", ONE_STAGE
-    if len(devices) < 2:
-        what = "one device alone has one stage"
-    elif len(set(profile.model.calls)) < 2:
+    if len(set(profile.model.calls)) < 2:
         what = "a model of one unit has one stage"
     elif not profile.model.cuts:
         what = "wherever this model is cut, units before the cut are called again behind it"

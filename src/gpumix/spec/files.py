@@ -29,6 +29,15 @@ class NotAFileError(OSError):
     """A pipe, a socket or a device, by its name."""
 
 
+def not_a_file(path: Path) -> str | None:
+    """What a name is of that may have no end or never begin, as "a pipe"; None if it is a file, a
+    folder, or not there."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:
+        return None
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A file, open to be read.

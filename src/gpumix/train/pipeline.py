@@ -16,7 +16,6 @@ from gpumix.hardware.environment import shared_memory_folder
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.allowed import check_allowed
-from gpumix.spec.base import Document
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
     DeviceFailure,
@@ -31,7 +30,6 @@ from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
-from gpumix.spec.trace import Trace
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_file import step_of
@@ -41,7 +39,7 @@ from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
 from gpumix.train.progress import mark_failed, mark_restarting
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
-from gpumix.train.run_record import RunRecord
+from gpumix.train.run_folder import check_folder
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 from gpumix.train.tracking import check_installed, tracked
@@ -52,14 +50,6 @@ if TYPE_CHECKING:
 
 # What every model of transformers imports.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-
-# What a run writes into its folder, the trace where the job wants one.
-DOCUMENTS: dict[str, type[Document]] = {
-    run_files.RUN: RunRecord,
-    run_files.PROFILE: Profile,
-    run_files.PLAN: Plan,
-    run_files.TRACE: Trace,
-}
 
 
 class Pipeline:
@@ -112,7 +102,7 @@ class Pipeline:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
                 return cached
-        self._refuse_teams()
+        self._refuse_at_once()
         self._runs.warm_up()
         devices = self._runs.devices(self.cluster)
         found: Profile = self._runs.run(
@@ -154,7 +144,7 @@ class Pipeline:
             for line in overruled(plan, self.job):
                 self.show(line)
         else:
-            self._refuse_teams()
+            self._refuse_at_once()
         with ExitStack() as stack:
             stack.enter_context(self._output_for_one())
             self._runs.warm_up()
@@ -334,9 +324,7 @@ class Pipeline:
                 where=str(output),
                 fix="write elsewhere: --set output=runs/another",
             )
-        for name, kind in DOCUMENTS.items():
-            if kind is not Trace or self.job.trace_step is not None:
-                kind.check_replaceable(output / name)
+        check_folder(output, traces=self.job.trace_step is not None)
         saved = latest(output / run_files.CHECKPOINTS)
         if resume and saved is None and not self._newest():
             raise InputError(
@@ -368,12 +356,19 @@ class Pipeline:
             heads.check_plan(plan, self.job)
         return plan, profile
 
-    def _refuse_teams(self) -> None:
-        """Tell of teams that the job wants and that there cannot be."""
-        if 1 not in self.job.techniques.tensor:
+    def _refuse_at_once(self) -> None:
+        """Tell of teams and stages that the job wants and that there cannot be."""
+        space, spec = self.job.techniques, self.job.model
+        if 1 not in space.tensor:
             from gpumix.train import heads
 
             heads.check_job(self.job, self.cluster)
+        if space.least_stages > 1 and spec.config is not None:
+            from gpumix.train.models import model_of
+            from gpumix.train.stages_wanted import check_number
+
+            model = model_of(spec, folder=self.folder, seed=self.job.seed)
+            check_number(model, self.job, self.cluster)
 
 
 def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:

@@ -28,6 +28,7 @@ from gpumix.train.optimizer import trial_optimizer
 from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
 from gpumix.train.run_record import RunRecord
+from gpumix.train.stages_wanted import check_number
 from gpumix.train.tables import stderr
 from gpumix.train.watcher import Watcher
 
@@ -89,8 +90,9 @@ def _inputs(
 
 
 def _model_to_measure(task: Task) -> nn.Module:
-    """The job's model; weights that are not its own, groups that match none of its parameters, and
-    tensor plans that fit none of its modules, are told now, not after the measurement."""
+    """The job's model; weights that are not its own, groups that match none of its parameters,
+    tensor plans that fit none of its modules, and more stages than it has units, are told now, not
+    after the measurement."""
     spec = task.job.model
     model = model_of(spec, folder=task.folder, seed=task.job.seed)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -102,6 +104,7 @@ def _model_to_measure(task: Task) -> nn.Module:
         tensor_plan(model, spec.tensor_plan)
     if must_divide:
         check_techniques(getattr(model, "config", None), task.cluster, task.job.techniques)
+    check_number(model, task.job, task.cluster)
     return model
 
 

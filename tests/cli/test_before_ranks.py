@@ -1,4 +1,5 @@
-"""Heads that no team can divide evenly are told before anything starts."""
+"""Heads that no team can divide evenly, and more stages than there can be, are told before anything
+starts."""
 
 from __future__ import annotations
 
@@ -57,6 +58,21 @@ def test_of_teams_of_a_given_plan(tmp_path, case):
     in_a_team(alone).save(tmp_path / "plan.json")
     err = assert_refused(tmp_path, told, "train", "job.yaml", "--plan", "plan.json")
     assert "plan.json: stage 1" in err
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+@pytest.mark.parametrize(
+    ("devices", "techniques", "told"),
+    [
+        (4, {"least_stages": 3}, "no plan of 3 stages: there are 4 devices, of which"),
+        (2, {"least_stages": 9}, "each may have 2 stages, and 2 units"),
+        (2, {"least_stages": 2, "tensor": 2}, "one team of 2 alone has one stage"),
+        (1, {"least_stages": 2}, "one device alone has one stage"),
+    ],
+)
+def test_of_stages_that_the_job_wants(tmp_path, devices, techniques, told, verb):
+    job_with(tmp_path, 4, 4, devices, techniques=techniques)
+    assert_refused(tmp_path, told, verb, "job.yaml")
 
 
 def in_a_team(plan: Plan) -> Plan:

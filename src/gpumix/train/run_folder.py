@@ -1,0 +1,41 @@
+"""Whether a run may write into a folder: seen before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpumix.spec.base import Document
+from gpumix.spec.errors import InputError
+from gpumix.spec.files import not_a_file
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.trace import Trace
+from gpumix.train import run_files
+from gpumix.train.run_record import RunRecord
+
+_DOCUMENTS: dict[str, type[Document]] = {
+    run_files.RUN: RunRecord,
+    run_files.PROFILE: Profile,
+    run_files.PLAN: Plan,
+}
+
+
+def check_folder(folder: Path, *, traces: bool = False) -> None:
+    """See that a run neither waits for what has a file's name there, nor loses what others left.
+
+    Args:
+        traces: whether the run writes a trace.
+
+    Raises:
+        InputError: there is a pipe, a socket or a device, or a document that may not be replaced.
+    """
+    for name in sorted(run_files.ALL):
+        if thing := not_a_file(folder / name):
+            raise InputError(
+                f"it is {thing}, where a run has a file",
+                where=str(folder / name),
+                fix="write elsewhere, or remove it",
+            )
+    documents = _DOCUMENTS | ({run_files.TRACE: Trace} if traces else {})
+    for name, kind in documents.items():
+        kind.check_replaceable(folder / name)
