@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import yaml
 from pages import PAGES, ROOT, blocks
 
@@ -16,6 +19,8 @@ import gpumix
 from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
 from gpumix.spec.errors import MachineError
 from gpumix.spec.read import read_cluster, read_job
+from harness import run_ranks
+from models import WIDTH, Block, Regression
 
 ALL = [block for page in PAGES for block in blocks(page)]
 JOBS = [block for block in ALL if block.text.startswith("model:")]
@@ -29,6 +34,12 @@ ONE_LINE = re.compile(r"-(from .*)\n\+(from .*)\n")
 DIFFS = [block for block in ALL if block.language == "diff"]
 IMPORTS = [block for block in DIFFS if ONE_LINE.fullmatch(block.text)]
 CHANGES = [block for block in DIFFS if block not in IMPORTS]
+SMALLER = {
+    "sequence_length=512": "sequence_length=4, budget_s=1.0",
+    "global_batch=64": "global_batch=4",
+    "range(1000)": "range(20)",
+    "AdamW(engine.parameters())": "AdamW(engine.parameters(), lr=0.05)",
+}
 LEAST = {
     "model": {"factory": "mine:model"},
     "data": {"factory": "mine:data"},
@@ -74,6 +85,46 @@ def test_calls_bind_to_the_real_signatures(block):
     checked = Calls()
     checked.visit(ast.parse(block.text))
     assert {"gpumix.prepare", "gpumix.Loader", "Engine.step"} <= checked.bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", LOOPS, ids=str)
+def test_a_loop_trains(block, tmp_path):
+    """With a small model, in smaller numbers, on two devices."""
+    cluster, text = tmp_path / "pair.yaml", block.text
+    cluster.write_text("- {class: cpu, accelerator: cpu, memory: 64 MiB, count: 2}\n")
+    for large, small in SMALLER.items():
+        assert large in text
+        text = text.replace(large, small)
+    one, other = run_ranks(losses_of, 2, text, cluster)
+    assert one == other and len(one) == 20
+    assert one[-1] < one[0] / 2
+
+
+def losses_of(loop: str, cluster: Path) -> list[float]:
+    """Of the steps of a loop, which has what it does not say itself."""
+    os.environ["GPUMIX_CLUSTER"] = str(cluster)
+    losses: list[float] = []
+    step = gpumix.Engine.step
+
+    def told(*arguments: Any) -> torch.Tensor:
+        loss = step(*arguments)
+        losses.append(loss.item())
+        return loss
+
+    gpumix.Engine.step = told  # type: ignore[method-assign]
+    samples = [{key: value[0] for key, value in batch_of(1).items()} for _ in range(8)]
+    names = {"torch": torch, "build": one_of_blocks, "make_batch": batch_of, "dataset": samples}
+    exec(compile(loop, "loop", "exec"), names)
+    return losses
+
+
+def one_of_blocks() -> torch.nn.Module:
+    return Regression([Block() for _ in range(2)])
+
+
+def batch_of(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(samples, 4, WIDTH), "target": torch.ones(samples, 4, 4)}
 
 
 @pytest.mark.parametrize("block", WHOLE, ids=str)
