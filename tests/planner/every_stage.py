@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, cycle, pairwise, permutations, product
 
 from gpumix.cost.predict import predict
 from gpumix.spec.cluster import Device
@@ -15,26 +15,52 @@ ROUNDS = {"interleaved": 2}  # stages of each group
 
 
 def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
-    """All plans of a space, with equal shares."""
+    """All plans of a space, with equal shares; teams do not divide the sequence."""
     for groups, schedule in product(every_row(found), space.schedules):
         stages = len(groups) * ROUNDS.get(schedule, 1)
-        if stages <= len(found.model.calls):
+        if stages > len(found.model.calls):
+            continue
+        for degrees in product(*(degrees_of(found, group, space) for group in groups)):
+            teams = [len(group) // degree for group, degree in zip(groups, degrees)]
             for size in range(1, batch + 1):
-                for deal in every_deal([len(group) for group in groups], -(-batch // size)):
-                    yield from dealt(found, groups, deal, size, batch, schedule, space)
+                for deal in every_deal(teams, -(-batch // size)):
+                    yield from dealt(
+                        found, groups, deal, size, batch, schedule, space, degrees=degrees
+                    )
+
+
+def degrees_of(found: Profile, group: Sequence[Device], space: Space) -> list[int]:
+    """Of how many devices each its teams may be: of one class and host, in the order of ranks."""
+    measured = {team.degree for team in found.teams}
+
+    def alike(degree: int) -> bool:
+        places = [(device.host, device.device_class) for device in group]
+        teams = [places[n : n + degree] for n in range(0, len(places), degree)]
+        return all(len(team) == degree and len(set(team)) == 1 for team in teams)
+
+    return [n for n in space.tensor if n == 1 or (n in measured and alike(n))]
 
 
 def every_row(found: Profile) -> list[list[tuple[Device, ...]]]:
-    """All ways to stand in a row of groups."""
+    """All ways to stand in a row of groups; of those in which alike devices change places, one."""
     devices = found.cluster.in_rank_order()
-    rows = []
+    rows: dict[object, list[tuple[Device, ...]]] = {}
     for order in permutations(devices):
         for stages in range(2, len(devices) + 1):
             for ends in combinations(range(1, len(devices)), stages - 1):
                 groups = [order[a:b] for a, b in pairwise([0, *ends, len(devices)])]
                 if all(list(g) == sorted(g, key=lambda d: d.id) for g in groups):
-                    rows.append(groups)
-    return rows
+                    rows.setdefault(_places(groups), groups)
+    return list(rows.values())
+
+
+def _places(groups: Sequence[Sequence[Device]]) -> object:
+    """Who stands where, but for names: classes, and which devices have one host."""
+    hosts: dict[str, int] = {}
+    return tuple(
+        tuple((device.device_class, hosts.setdefault(device.host, len(hosts))) for device in group)
+        for group in groups
+    )
 
 
 def every_deal(workers: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -53,11 +79,14 @@ def dealt(
     schedule: Schedule,
     space: Space,
     cuts: Sequence[tuple[int, ...]] = (),
+    degrees: Sequence[int] = (),
 ) -> Iterator[Plan]:
     """All plans in which these groups have so many micro-batches of a size.
 
     Args:
+        deal: of each group, micro-batches of each of its workers, or of each team.
         cuts: calls that stages begin with; default: all there are.
+        degrees: of each group, how many devices a team has; default: each computes alone.
     """
     calls, stages = len(found.model.calls), len(groups) * ROUNDS.get(schedule, 1)
     keeps = [
@@ -70,10 +99,12 @@ def dealt(
     for inner in cuts or combinations(range(1, calls), stages - 1):
         for of_stages in product(*[modes] * (stages - 1), ends_in):
             made = tuple(
-                _stage(
-                    found, groups[n % len(groups)], deal[n % len(groups)], size, batch, mode, ends
+                _stage(found, group, counts, size, batch, mode, ends, degree)
+                for (group, counts, degree), mode, ends in zip(
+                    cycle(zip(groups, deal, degrees or [1] * len(groups))),
+                    of_stages,
+                    pairwise([0, *inner, calls]),
                 )
-                for n, (mode, ends) in enumerate(zip(of_stages, pairwise([0, *inner, calls])))
             )
             for zero_stage in space.zero_stages:
                 if schedule == "zero-bubble" and zero_stage > 1:
@@ -92,7 +123,7 @@ def dealt(
                     )
 
 
-def _stage(found, group, counts, size, batch, mode, ends) -> Stage:
+def _stage(found, group, counts, size, batch, mode, ends, degree) -> Stage:
     samples = [n * size for n in counts]
     last = max(p for p, n in enumerate(counts) if n)
     samples[last] -= sum(samples) - batch
@@ -104,14 +135,15 @@ def _stage(found, group, counts, size, batch, mode, ends) -> Stage:
             host=d.host,
             samples=n,
             micro_batch=min(n, size),
-            state_share=1 / len(group),
+            state_share=1 / len(counts),
             mode=mode,
         )
-        for d, n in zip(group, samples)
+        for d, n in zip(group, (n for n in samples for _ in range(degree)))
     ]
     return Stage(
         units=found.model.calls[slice(*ends)],
         workers=tuple(workers),
+        tensor=degree,
         takes=needs.outputs,
         root=needs.root,
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from every_stage import least_s
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
-from gpumix.planner.base import PlanRequest
+from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
 from gpumix.planner.staged import staged
@@ -36,6 +39,41 @@ def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
     found = in_hosts(4, 4, faster=3.9)
     assert len(fastest(found, request(1, least_stages=2)).stages) >= 2
     assert len(make_plan(found, 1, space=Space(least_stages=2)).stages) >= 2
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    old=st.integers(0, 1),
+    batch=st.integers(1, 2),
+    faster=st.sampled_from([1.2, 1.9]),
+    waits=st.sampled_from([0.0, 1e-3]),
+    link=st.sampled_from([1e6, 1e12]),
+    degrees=st.sampled_from([(1, 2), (2,)]),
+    zero_stage=st.integers(0, 3),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_no_plan_of_stages_of_which_some_are_teams_is_faster(
+    old, batch, faster, waits, link, degrees, zero_stage, schedule
+):
+    """Two hosts of two devices, or of two and one: all rows of groups, teams or not, all cuts, all
+    ways to deal micro-batches to teams and devices."""
+    new = Card("new", 2 if old else 4, GIB, steady(1e-3), per_host=2)
+    found = profile(
+        [new, Card("old", 1, GIB, steady(2e-3), per_host=1)] if old else [new],
+        calls=("block",) * 3,
+        kinds=[block(kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
+        links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(link, 1e-6)),
+    )
+    found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, waits=waits)
+    if old and degrees == (2,):
+        degrees = (1, 2)  # one device is no team
+    space = Space(
+        tensor=degrees, zero_stages=zero_stage, schedules=schedule, recompute=True, heads="whole",
+        sequence=False, orders="layered", boundaries="device",
+    )  # fmt: skip
+    plan = staged(found, PlanRequest(global_batch=batch, space=space))
+    assert predicted(plan).step_s == pytest.approx(least_s(found, batch, space), rel=1e-6)
+    assert predicted(plan).bound_s <= predicted(plan).step_s * (1 + 1e-9)
 
 
 def with_limit(found: Profile, largest: int) -> Profile:
