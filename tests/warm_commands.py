@@ -46,8 +46,10 @@ _HERE = str(Path(__file__).parent)
 
 
 def is_warm(words: Sequence[str]) -> bool:
-    """Whether a command is one of those that are known here."""
-    return len(words) > 2 and tuple(words[:2]) == (sys.executable, "-m") and words[2] in MODULES
+    """Whether a command runs a script, or one of the modules that are known here."""
+    if len(words) < 2 or words[0] != sys.executable:
+        return False
+    return words[1].endswith(".py") or (words[1] == "-m" and words[2] in MODULES)
 
 
 class Command:
@@ -147,8 +149,8 @@ def _run(words: list[str], folder: str, env: Mapping[str, str], paths: list[str]
         if module:
             runpy._run_module_as_main(words[1])
         else:
-            main.__file__ = words[0]
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+            script = main.__file__ = str(Path(words[0]).absolute())
+            exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):
@@ -247,8 +249,7 @@ def _popen(paths: list[str]) -> type[subprocess.Popen[Any]]:
             how = told.bind(self, *given).arguments
             words = [str(word) for word in how["args"]]
             rest = words[2:] if words[1:2] == ["-u"] else words[1:]
-            scripts = rest[0].endswith(".py") if rest else False
-            if words[0] != sys.executable or not (scripts or is_warm([words[0], *rest])):
+            if not is_warm([words[0], *rest]):
                 usual._execute_child(self, *given)  # type: ignore[attr-defined]
                 return
 

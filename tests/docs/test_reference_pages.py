@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 
 from pages import ROOT
+
+from commands import run
 
 
 def test_the_reference_pages_are_up_to_date():
     """If not: `python docs/generate.py`."""
     command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run(command, folder=ROOT, env=os.environ, timeout_s=200)
+    assert done.code == 0, done.err

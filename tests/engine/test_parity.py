@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
+from commands import run
 from gpumix.spec.plan import Collectives
 from models import ARCHITECTURES
 from reference import Share, random_shares, train_alone, train_by_plan, worst_error
@@ -60,8 +61,9 @@ def test_all_architectures_train_like_one_process():
 def test_the_benchmark_tells_its_figures():
     script = Path(__file__).parents[2] / "benchmarks" / "parity.py"
     command = [sys.executable, str(script), "--json", "--only", "gpt2", "--steps", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    figures = json.loads(done.stdout.splitlines()[-1])
+    done = run(command, folder=script.parent, env=os.environ, timeout_s=120)
+    assert done.code == 0, done.err
+    figures = json.loads(done.out.splitlines()[-1])
     assert figures["architectures"] == 1
     assert figures["plans"] == 7
     assert figures["worst_relative_error"] < TOLERANCE
