@@ -65,6 +65,19 @@ def test_parts_of_a_batch_are_as_many_as_may_be_handed_over():
     assert choose(measured(0.1, handed_s=1e-6), BOUNDS, splits=True).chunk == 1
 
 
+def test_where_cores_are_short_batches_have_as_few_parts_as_keep_workers_at_something():
+    """What a part costs is missing there. Three for each worker are under way."""
+    few = replace(BOUNDS, cores=2)
+    for bounds, chunk in [
+        (few, WHOLE),
+        (replace(few, ahead=6), WHOLE),
+        (replace(few, ahead=2), SAMPLES // 2 - 5),  # three parts
+        (replace(few, memory_bytes=4 * 2**20), SAMPLES // 2),
+    ]:
+        assert choose(measured(0.1), bounds, splits=True).chunk == chunk
+    assert choose(measured(0.1, step_s=0.0), few, splits=True).chunk < SAMPLES  # nor is it known
+
+
 def test_what_it_takes_to_hand_them_over_is_measured():
     world = World(0.1, 0.1)
     world.handed_s = 4e-4
@@ -135,7 +148,8 @@ def test_one_jump_for_the_device_and_no_more():
 def test_where_there_are_too_few_cores_that_is_said_and_nothing_is_tried():
     world = World(0.4, 0.4, replace(BOUNDS, cores=2))
     world.run(500)
-    assert world.tuner.setting.workers == 2 and world.moves == 1
+    assert world.tuner.setting.workers == 2 and world.tuner.setting.chunk == WHOLE
+    assert world.moves == 2  # as many as can be, at first
     assert world.tuner.limit is Limit.CORES
 
 

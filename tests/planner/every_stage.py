@@ -55,12 +55,14 @@ def every_row(found: Profile) -> list[list[tuple[Device, ...]]]:
 
 
 def _places(groups: Sequence[Sequence[Device]]) -> object:
-    """Who stands where, but for names: classes, and which devices have one host."""
-    hosts: dict[str, int] = {}
-    return tuple(
-        tuple((device.device_class, hosts.setdefault(device.host, len(hosts))) for device in group)
-        for group in groups
-    )
+    """Who stands where, but for names: classes, and which devices have one host, island, rack."""
+    numbers: dict[tuple[str, str], int] = {}
+
+    def place(device: Device) -> tuple[object, ...]:
+        named = (("host", device.host), ("island", device.island), ("rack", device.rack))
+        return device.device_class, *(numbers.setdefault(one, len(numbers)) for one in named)
+
+    return tuple(tuple(map(place, group)) for group in groups)
 
 
 def every_deal(workers: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -30,6 +30,7 @@ CHEAP_S = 1e-3  # of a batch: less is not worth a process
 HANDED_S = 1e-4  # of a core of the process that trains, for each part of a batch, until it is known
 HANDED_SHARE = 0.02  # of a step, that all parts of a batch may take of it
 HANDED = 64  # parts by which it is known, the last ones
+UNDER_WAY = 3  # parts for each worker, of all batches ahead
 THREADS_GAIN = 1.4  # times the rate of one thread that two reach, if the interpreter lets them
 LEAST_AHEAD = 4
 FIRST_WAITING = 8  # workers for each core at most, before it is known what the device takes
@@ -135,8 +136,14 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
         workers = 1
     step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
     most_parts = round(HANDED_SHARE * step_s / found.handed_s)
+    if found.step_s and found.cpu_s > BUSY * bounds.cores * found.step_s:
+        # What parts cost is missing there: as few as keep all workers at something.
+        fewest = ceil(UNDER_WAY * workers / bounds.ahead_for(MOST_AHEAD, found.batch_bytes))
+        most_parts = min(most_parts, fewest)
     parts = max(1, min(found.rows, most_parts)) if splits and workers > 1 else 1
-    ahead = max(LEAST_AHEAD, ceil(TAIL * found.tail_s / step_s) + 2, ceil(3 * workers / parts) + 1)
+    ahead = max(
+        LEAST_AHEAD, ceil(TAIL * found.tail_s / step_s) + 2, ceil(UNDER_WAY * workers / parts) + 1
+    )
     if not splits:
         ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
     ahead = bounds.ahead_for(ahead, found.batch_bytes)
