@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -130,6 +131,8 @@ def host(
         plan.save(folder / run_files.PLAN)
     own_device().use()
     leave_at_end()
+    # What was trained before lies in cycles of its program, and its memory with it.
+    gc.collect()
     return prepare(model, plan, loss=own or training.loss, seed=training.seed)
 
 

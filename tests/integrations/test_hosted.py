@@ -1,0 +1,55 @@
+"""A program's model is hosted: where it writes, what may not be replaced is told before anything is
+measured; and what the program trained before is let go of."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from gpumix.integrations import hosted
+from gpumix.spec.errors import InputError
+from staging import rows, staged_plan
+
+
+@pytest.mark.parametrize("kind", ["run", "plan", "profile"])
+def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
+    def measured(*arguments, **options):
+        raise AssertionError("the model was measured")
+
+    monkeypatch.setattr(hosted, "profile", measured)
+    file = tmp_path / f"{kind}.json"
+    newer = json.dumps({"kind": kind, "schema_version": 99})
+    file.write_text(newer)
+    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=1)
+    with pytest.raises(InputError) as caught:
+        hosted.host(nn.Linear(1, 1), training, folder=tmp_path)
+    assert caught.value.why == "a newer gpumix wrote it"
+    assert file.read_text() == newer
+
+
+class Trained:
+    """By a program whose objects know each other."""
+
+    def __init__(self) -> None:
+        self.trainer = self
+
+
+def test_memory_of_what_was_trained_before_is_free_for_what_comes(monkeypatch):
+    for name in ("make_alike", "own_device", "leave_at_end"):
+        monkeypatch.setattr(hosted, name, Mock())
+    plan = staged_plan("gpt2", rows([1]))
+    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=plan.global_batch)
+    gc.disable()
+    try:
+        before = weakref.ref(Trained())
+        assert before() is not None
+        monkeypatch.setattr(hosted, "prepare", lambda *given, **more: before())
+        assert hosted.host(nn.Linear(1, 1), training, plan=plan) is None
+    finally:
+        gc.enable()
