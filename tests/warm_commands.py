@@ -253,14 +253,20 @@ def _popen(paths: list[str]) -> type[subprocess.Popen[Any]]:
                 usual._execute_child(self, *given)  # type: ignore[attr-defined]
                 return
 
+            begun, begins = os.pipe()
+
             def run() -> None:
                 if how["start_new_session"]:
                     os.setsid()
+                os.close(begins)
                 env = dict(os.environ) if how["env"] is None else dict(how["env"])
                 _run(rest, str(how["cwd"] or Path.cwd()), env, paths)
 
             streams = [how[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-            self.pid = _forked(run, how["pass_fds"], streams)
+            self.pid = _forked(run, {*how["pass_fds"], begins}, streams)
+            os.close(begins)
+            os.read(begun, 1)  # its session is there, or it has died
+            os.close(begun)
             self._child_created = True
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
             self._close_pipe_fds(*(how[name] for name in pipes))
