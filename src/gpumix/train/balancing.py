@@ -56,6 +56,7 @@ class Balancing:
         step_before_s: float | None = None,
     ) -> None:
         self.plan = self._planned = plan
+        self._alone = len(plan.workers) == 1
         self._profile = profile
         self._context = context
         self._state_moves = state_moves and profile is not None
@@ -84,7 +85,7 @@ class Balancing:
             compute_s: how long each rank computed in the step before the last.
         """
         self._steps += 1
-        if len(self.plan.workers) == 1 or self._steps < FIRST_STEPS:
+        if self._alone or self._steps < FIRST_STEPS:
             return None
         if len(self.plan.stages) > 1:
             return self._after_stages(times, compute_s)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from gpumix.spec.plan import Plan, Stage, Worker
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(NamedTuple):
     """How long a team computes: `fixed_s` in any case, and `sample_s` for each sample."""
 
     fixed_s: float
@@ -48,6 +47,8 @@ def with_data(
     for pace, host in zip(paces, hosts):
         together[host] += 1.0 / pace.sample_s
     slower = {host: max(1.0, rate / read_per_s.get(host, inf)) for host, rate in together.items()}
+    if all(times == 1.0 for times in slower.values()):
+        return list(paces)
     return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
 
 

@@ -164,8 +164,10 @@ class Rebalancer:
         self._step += 1
         of_before, self._of_before = self._of_before, False
         size = self._degree
-        times = [max(compute_s[n : n + size]) for n in range(0, len(compute_s), size)]
-        if of_before or not all(s > 0 for s, n in zip(times, self.samples) if n):
+        times = list(compute_s)
+        if size > 1:
+            times = [max(times[n : n + size]) for n in range(0, len(times), size)]
+        if of_before or any(n and not s > 0 for s, n in zip(times, self.samples)):
             self._times.clear()
             return None
         self._times.append(times)
@@ -173,9 +175,9 @@ class Rebalancer:
             now_s, before_s = self._take_s(times, self.samples, self._last.samples)
             self._last.gained_s += before_s - now_s
         window = self._window()
-        undone = self._if_each_gains(self._undone, WINDOW_STEPS)
+        undone = self._if_each_gains(self._undone, WINDOW_STEPS) if self._last else None
         change = undone or self._if_each_gains(self._better, window)
-        if len(self._times) >= window:
+        if self._last and len(self._times) >= window:
             self._judge(max(self._shortest(window)))
         if change is None:
             return None
@@ -205,7 +207,7 @@ class Rebalancer:
         return change if change and all(self._gains(change, times) for times in recent) else None
 
     def _shortest(self, window: int) -> list[float]:
-        return [min(times) for times in zip(*list(self._times)[-window:])]
+        return list(map(min, *list(self._times)[-window:]))
 
     def _undone(self, seconds: list[float]) -> Change | None:
         """Samples as they were, if the last change has lost more than it gained."""
