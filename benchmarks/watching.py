@@ -75,7 +75,7 @@ def main() -> int:
         },
         as_json=arguments.json,
     )
-    return int(judged_s / STEP_S >= LIMIT)
+    return int(calls_s / STEP_S >= LIMIT)
 
 
 def _watching_s(
