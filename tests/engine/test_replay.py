@@ -7,6 +7,8 @@ import torch
 
 from gpumix.engine import own_gradients
 from gpumix.engine.own_gradients import Fingerprints, OwnNorm
+from gpumix.spec.plan import Mode, Plan
+from gpumix.train.replayed import comparable
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2, mean_loss
 from reference import (
@@ -18,6 +20,7 @@ from reference import (
     own_rows,
     pieces_of,
 )
+from staging import own_samples, rows, run_in_turn, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 SHARES = [Share(3, 2, 2), Share(0, 0, 1), Share(2, 1, 1)]
@@ -38,6 +41,71 @@ def _trained(shares, zero_stage: int, replays: bool):
             engine.replay(one, seen.see)
             prints.append(seen.by_bucket())
     return losses, [piece[3] for piece in pieces_of(engine)], prints, engine.exchanged.own_norms
+
+
+ONE, OTHER = rows([4, 4], [6, 2], micro_batch=2)
+PAIRS = {
+    "stages": ("gpt2", rows([6], [4, 2]), {}),
+    "waves": ("llama", rows([2, 2], [1, 3], micro_batch=1), {"zero_stage": 3, "waves": 2}),
+    "zero-bubble": (
+        "gpt2",
+        rows([4], [2, 2], mode=Mode(recompute=False)),
+        {"schedule": "zero-bubble", "zero_stage": 1},
+    ),
+    "interleaved": ("bert", [ONE, OTHER, ONE, OTHER], {"schedule": "interleaved"}),
+    "teams": ("llama", rows([3, 1], tensor=[2]), {"zero_stage": 1}),
+    "stages of teams": ("qwen3", rows([4], [2, 2], tensor=[2, 1]), {}),
+    "one without samples": ("gpt2", rows([6], [4, 2, 0]), {"zero_stage": 1}),
+}
+
+
+def _trained_by(plan_json: str, name: str, replays: bool):
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine(name, plan)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    losses, prints = [], []
+    rank, architecture = engine.comm.rank, ARCHITECTURES[name]
+    for batch in batches(architecture, plan.global_batch, 2):
+        losses.append(engine.step(own_samples(plan, rank, batch)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if replays:
+            computes = plan.workers[rank].samples > 0
+            seen = Fingerprints()
+            one = next(batches(architecture, 1, 1)) if computes else None
+            times = engine.replay(one, seen.see)
+            prints.append(seen.by_bucket(times) if computes else {})
+    return losses, [piece[3] for piece in pieces_of(engine)], prints, engine.exchanged.own_norms
+
+
+@pytest.fixture(scope="module")
+def trained_in_stages():
+    return run_in_turn(
+        _trained_by,
+        {
+            (case, replays): (staged_plan(name, layout, **settings), (name, replays))
+            for case, (name, layout, settings) in PAIRS.items()
+            for replays in (False, True)
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAIRS)
+def test_in_stages_and_teams_those_that_compute_the_same_are_alike(case, trained_in_stages):
+    plain, replayed = (trained_in_stages[case, replays] for replays in (False, True))
+    for mine, other in zip(replayed, plain, strict=True):
+        assert mine[0] == other[0] and mine[3] == other[3]
+        assert all((a == b).all() for a, b in zip(mine[1], other[1], strict=True))
+    name, layout, settings = PAIRS[case]
+    alike = comparable(staged_plan(name, layout, **settings))
+    assert alike
+    for ranks in alike:
+        for prints in zip(*(replayed[rank][2] for rank in ranks), strict=True):
+            for other in prints[1:]:
+                assert list(prints[0]) == list(other) != []
+                for bucket, values in other.items():
+                    assert prints[0][bucket] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.spec.plan import Plan, Stage, Worker
-from gpumix.train.replayed import TOLERANCE, not_replayed, tolerance, verdict
+from gpumix.train.replayed import TOLERANCE, comparable, not_replayed, tolerance, verdict
 
 LAST, FIRST = "block.1", "block.0"  # in the order of backward
 GOOD = {LAST: [2.0, 1.0, 0.5], FIRST: [3.0, -2.0, 1.0]}
@@ -73,19 +73,46 @@ def test_fewer_than_half_are_found(ranks, data, part, noise):
     assert found.sure
 
 
-def test_which_plans_have_devices_to_compare():
+def stage(**samples: int) -> Stage:
+    """Of devices with so many samples each."""
     workers = tuple(
-        Worker(device=name, device_class="c", samples=1, micro_batch=1, state_share=0.5)
-        for name in "ab"
+        Worker(device=name, device_class="c", samples=n, micro_batch=n, state_share=0.5)
+        for name, n in samples.items()
     )
-    stage = Stage(units=("unit",), workers=workers)
-    made = Plan(strategy="by hand", model="m", sequence_length=8, global_batch=2, stages=(stage,))
-    assert not not_replayed(made)
-    team = stage.model_copy(update={"tensor": 2})
-    idle = workers[0].model_copy(update={"samples": 0})
-    alone = stage.model_copy(update={"workers": (idle, workers[1])})
-    for stages, why in (((stage, stage), "stages"), ((team,), "team"), ((alone,), "alone")):
-        assert why in not_replayed(made.model_copy(update={"stages": stages}))
+    return Stage(units=("unit",), workers=workers)
+
+
+def team(**samples: int) -> Stage:
+    """Of two devices in each."""
+    return stage(**samples).model_copy(update={"tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("stages", "groups", "why"),
+    [
+        ((stage(a=1, b=1),), [[0, 1]], ""),
+        ((stage(a=1, b=0, c=3),), [[0, 2]], ""),
+        ((stage(a=0, b=2),), [], "one device alone computes"),
+        ((stage(a=2), stage(b=1, c=1)), [[1, 2]], ""),
+        ((stage(a=1, b=1), stage(c=1, d=1)), [[0, 1], [2, 3]], ""),
+        ((stage(a=2), stage(b=2)), [], "no two devices compute the same stage"),
+        ((stage(a=1, b=1), stage(c=2), stage(a=1, b=1)), [[0, 1]], ""),
+        ((team(a=1, b=1, c=1, d=1),), [[0, 2], [1, 3]], ""),
+        ((team(a=2, b=2),), [], "no two devices compute the same parts of units"),
+        ((team(a=2, b=2), stage(c=1, d=1)), [[2, 3]], ""),
+    ],
+)
+def test_which_devices_of_a_plan_are_compared(stages, groups, why):
+    one = Plan(
+        strategy="by hand",
+        model="m",
+        sequence_length=8,
+        global_batch=2,
+        stages=(stage(a=1, b=1),),
+    )
+    plan = one.model_copy(update={"stages": stages})
+    assert comparable(plan) == groups
+    assert not_replayed(plan) == why
 
 
 def test_the_coarsest_dtype_says_what_is_tolerated():

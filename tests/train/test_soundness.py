@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs import gpumix, metrics, plan_for, toy, train, write_job
+from jobs import gpumix, metrics, plan_for, staged_plan_for, toy, train, write_job
 
 STEPS = 24
 
@@ -54,6 +54,16 @@ def test_a_device_that_computes_nothing_has_no_part_in_it(tmp_path):
     found = metrics(tmp_path / "run", "replay")
     assert [one["devices"] for one in found] == [["big-0", "small-0"]] * 2
     assert not any(one["sure"] for one in found)
+
+
+def test_workers_of_a_stage_are_compared(tmp_path):
+    model = toy(width=64, blocks=3, fault="wrong", rank=1, at=3)
+    job = write_job(tmp_path, model=model, steps=7, replay_every_steps=2)
+    train(job, plan=staged_plan_for(job, [(6, 2), (8,)], micro_batch=2))
+    found = metrics(tmp_path / "run", "replay")
+    assert [one["step"] for one in found] == [4, 6]
+    assert all(one["devices"] == ["big-0", "small-0"] and not one["sure"] for one in found)
+    assert all(one["where"] == "(root)" and 0.1 < one["deviation"] < 1.0 for one in found)
 
 
 def test_people_are_told(tmp_path):

@@ -45,6 +45,7 @@ from gpumix.engine.samples import (
     padded_from,
     parts_of,
     refuse_unlike,
+    repeated,
     samples_in,
 )
 from gpumix.engine.sharded_model import ShardedModel
@@ -441,22 +442,27 @@ class Engine(ShardedModel):
         """Numbers of this rank's micro-batches in stages that have no samples."""
         return [n for n, own in zip(self._places[0].batches, rows) if not own]
 
-    def replay(self, batch: Any, see: See) -> None:
+    def replay(self, batch: Any, see: See) -> int:
         """Forward and backward of a batch, as in a step but without dropout, after which all is as
         it was before. Collective, between two steps; there are no gradients.
 
         Args:
-            batch: one micro-batch, which may be another one on each rank; None for none.
+            batch: one micro-batch, which may be another one on each rank; None for none. In several
+                stages, and of a team, it is one sample, the same on all of them: stages compute it
+                in place of each of theirs.
             see: is told what this rank has of the gradients.
 
-        Raises:
-            InputError: the plan has several stages, or teams.
+        Returns:
+            How many times this rank has computed it.
         """
-        if self._places or self.plan.in_teams:
-            raise InputError("only plans of one stage without tensor parallelism replay a batch")
         names = ("_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged")
-        before = {name: getattr(self, name) for name in names}
-        self._rows = (range(samples_in(batch)),) if batch is not None else ()
+        before = {name: getattr(self, name) for name in (*names, "overflowed")}
+        times = 1
+        if self._places:
+            times = sum(map(len, self._rows))
+            batch = repeated(batch, times)
+        else:
+            self._rows = (range(samples_in(batch)),) if batch is not None else ()
         self._own_norm, self.scaler = OwnNorm(self.device), copy(self.scaler)
         self._see_by(see)
         try:
@@ -467,6 +473,7 @@ class Engine(ShardedModel):
             self._see_by(self._own_norm.see)
         for parameter in self.parameters():
             parameter.grad = None
+        return times
 
     def _see_by(self, see: See) -> None:
         for bucket in self._buckets:

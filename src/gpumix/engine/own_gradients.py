@@ -33,7 +33,8 @@ class OwnNorm:
 
 class Fingerprints:
     """A few numbers of each bucket's gradients, which are alike where these are: their norm, and
-    the sums of their parts."""
+    the sums of their parts. What is seen of a bucket several times is of the same sample, and adds
+    up."""
 
     def __init__(self) -> None:
         self._seen: dict[str, torch.Tensor] = {}
@@ -42,11 +43,12 @@ class Fingerprints:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         sums = [part.sum(dtype=torch.float64) for g in gradients for part in g.chunk(PARTS)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        self._seen[bucket] = torch.stack([norm, *sums])
+        seen = torch.stack([norm, *sums])
+        self._seen[bucket] = self._seen[bucket] + seen if bucket in self._seen else seen
 
-    def by_bucket(self) -> dict[str, list[float]]:
-        """The norm comes first."""
-        return {bucket: seen.tolist() for bucket, seen in self._seen.items()}
+    def by_bucket(self, samples: int = 1) -> dict[str, list[float]]:
+        """Of one sample, if so many were seen. The norm comes first."""
+        return {bucket: (seen / samples).tolist() for bucket, seen in self._seen.items()}
 
 
 def _part(gradient: torch.Tensor) -> torch.Tensor:

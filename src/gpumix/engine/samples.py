@@ -36,6 +36,15 @@ class Samples:
     looks: tuple[torch.Size, ...]
 
 
+def repeated(batch: Any, times: int) -> Any:
+    """So many samples that are all the one of `batch`."""
+
+    def several(value: Any) -> Any:
+        return value.expand(times, *value.shape[1:]) if torch.is_tensor(value) else value
+
+    return tree_map(several, batch)
+
+
 def samples_in(batch: Any) -> int:
     """How many samples a batch has: the first dimension of its tensors.
 

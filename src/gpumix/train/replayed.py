@@ -28,15 +28,26 @@ class Verdict:
     sure: bool
 
 
+def comparable(plan: Plan) -> list[list[int]]:
+    """Groups of ranks that compute the same units, and of a team the same part of them; each with
+    samples, and not alone."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, worker in enumerate(plan.workers):
+        if worker.samples:
+            own = plan.stages_of(rank)
+            place = plan.ranks_of(own[0]).index(rank) % plan.stages[own[0]].tensor
+            found.setdefault((own, place), []).append(rank)
+    return [ranks for ranks in found.values() if len(ranks) > 1]
+
+
 def not_replayed(plan: Plan) -> str:
-    """Why devices of a plan cannot be compared; empty if they can."""
-    if len(plan.stages) > 1:
-        return "stages of the plan compute different units"
-    if plan.in_teams:
-        return "ranks of a team compute parts of units"
+    """Why devices of a plan cannot be compared; empty if some can."""
+    if comparable(plan):
+        return ""
     if sum(worker.samples > 0 for worker in plan.workers) < 2:
         return "one device alone computes"
-    return ""
+    part = "the same parts of units" if plan.in_teams else "the same stage"
+    return f"no two devices compute {part}"
 
 
 def tolerance(workers: Sequence[Worker]) -> float:

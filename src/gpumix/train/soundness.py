@@ -15,7 +15,7 @@ from gpumix.engine.own_gradients import Fingerprints
 from gpumix.spec.plan import Plan
 from gpumix.train.context import Context
 from gpumix.train.metrics import Told
-from gpumix.train.replayed import Verdict, not_replayed, tolerance, verdict
+from gpumix.train.replayed import Verdict, comparable, not_replayed, tolerance, verdict
 from gpumix.train.spikes import Spike, Spikes
 
 
@@ -52,16 +52,21 @@ class Soundness:
         return told
 
     def _replay(self) -> list[Told]:
-        ranks = self._context.ranks
+        ranks, plan = self._context.ranks, self._engine.plan
         prints = Fingerprints()
-        computes = self._plan.workers[ranks.rank].samples > 0
+        computes = plan.workers[ranks.rank].samples > 0
         if computes and self._batch is None:
             self._batch = self._context.batch(1)
-        self._engine.replay(self._batch if computes else None, prints.see)
-        every = ranks.gather("replay", json.dumps(prints.by_bucket() if computes else {}))
-        found = {rank: told for rank, text in enumerate(every) if (told := json.loads(text))}
-        wrong = verdict(found, tolerance([self._plan.workers[rank] for rank in found]))
-        return [] if wrong is None else [self._of_verdict(wrong)]
+        times = self._engine.replay(self._batch if computes else None, prints.see)
+        every = ranks.gather("replay", json.dumps(prints.by_bucket(times) if computes else {}))
+        found = [json.loads(text) for text in every]
+        wrong = [
+            verdict(
+                {rank: found[rank] for rank in same}, tolerance([plan.workers[r] for r in same])
+            )
+            for same in comparable(plan)
+        ]
+        return [self._of_verdict(one) for one in wrong if one is not None]
 
     def _of_spike(self, spike: Spike, step: int) -> Told:
         name = self._context.ranks.names[spike.rank]
