@@ -388,18 +388,6 @@ def _without_split(plan_json: str) -> None:
     staged_engine("gpt2", Plan.model_validate_json(plan_json))
 
 
-@pytest.mark.parametrize("layout", ["1 + 1", "two teams"])
-def test_no_two_ranks_replay_a_batch(layout):
-    plan = staged_plan("gpt2", ALL[layout])
-    with pytest.raises(InputError, match="only plans of one stage"):
-        run_ranks(_replay, len(plan.workers), plan.model_dump_json())
-
-
-def _replay(plan_json: str) -> None:
-    engine = staged_engine("gpt2", Plan.model_validate_json(plan_json))
-    engine.replay(None, lambda bucket, gradients: None)
-
-
 def test_a_rank_holds_weights_of_its_own_stages_only():
     plan = staged_plan("gpt2", rows([6], [6], [6]), zero_stage=0)
     held = run_ranks(_held, 3, plan.model_dump_json())
