@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ from checkpoints import (
     whole,
 )
 from gpumix.engine.ranks import Ranks
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, RankLost
 from gpumix.train import memory_folder, memory_reader
+from gpumix.train.host_copy import HostCopy
 from gpumix.train.memory_buddies import Buddies, buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Home
@@ -53,7 +56,9 @@ def all_ranks() -> Ranks:
     )
 
 
-def copier(folder: Path, hosts: str, ranks: Ranks, generation: int = 1) -> MemoryCheckpointer:
+def copier(
+    folder: Path, hosts: str, ranks: Ranks, generation: int = 1, **settings: Any
+) -> MemoryCheckpointer:
     home, second = home_of(folder, hosts, ranks.rank), None
     if len(set(hosts)) > 1:
         second = Buddies(home.make(generation), hosts, dist.new_group(backend="gloo"))
@@ -66,6 +71,7 @@ def copier(folder: Path, hosts: str, ranks: Ranks, generation: int = 1) -> Memor
         tidies=hosts.index(hosts[ranks.rank]) == ranks.rank,
         extra={"note": [0.1, None]},
         buddies=second,
+        **settings,
     )
 
 
@@ -111,6 +117,22 @@ def test_any_plan_takes_up_any_other_from_any_host(tmp_path, seed):
             assert state.cursor == {"position": 12}
             assert state.extra == {"note": [0.1, None]}
         assert_same(whole([rank[2] for rank in taken]), optimizer)
+
+
+def _copy_that_hangs(folder: Path) -> None:
+    with all_ranks() as ranks:
+        engine, optimizer = trained(ALONE)
+        memory = copier(folder, "a", ranks, patience_s=0.2)
+        with mock.patch.object(HostCopy, "fill", lambda *given, **more: time.sleep(60)):
+            memory.begin(2, engine, optimizer, {})
+            with pytest.raises(RankLost, match="rank 0 could not copy its state") as caught:
+                memory.settle()
+        assert "has not come back" in caught.value.why and "--resume" in caught.value.fix
+
+
+def test_a_copy_that_hangs_is_a_lost_rank(tmp_path):
+    """All start again then: a disk, which nobody would mend by that, has no part in it."""
+    run_ranks(_copy_that_hangs, 1, tmp_path)
 
 
 @pytest.mark.parametrize("lost", "ab")

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.spec.errors import GpumixError, MachineError, first_line
+from gpumix.spec.errors import GpumixError, MachineError, RankLost, first_line
 from gpumix.spec.units import show_bytes
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
@@ -118,7 +118,7 @@ class MemoryCheckpointer:
         """Wait until the state may change. Not collective.
 
         Raises:
-            MachineError: the host does not come to it.
+            RankLost: a copy does not come to its end.
         """
         with self._turn:
             self._wait_for_turn()
@@ -126,7 +126,7 @@ class MemoryCheckpointer:
             try:
                 self._copying.wait(self._settled)
             except Overdue as error:
-                raise self._not_in_time(error) from error
+                raise self._stuck(error) from error
 
     def _wait_for_turn(self) -> None:
         """Until nobody holds the copies; with `_turn`."""
@@ -140,12 +140,26 @@ class MemoryCheckpointer:
     def _not_in_time(self, error: Overdue) -> GpumixError:
         return not_in_time(error, "copy its state into memory", self._rank, self._folder)
 
+    def _stuck(self, error: Overdue) -> GpumixError:
+        """A copy did not end. No disk has a part in it: where it waits for no other rank, this one
+        hangs, which a start of all ranks may mend."""
+        found = self._not_in_time(error)
+        if error.wait is not None:
+            return found
+        return RankLost(
+            found.what,
+            where=found.where,
+            why="a copy from its device, or into the memory of its host, has not come back",
+            fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "
+            "`timeout` in the job waits longer",
+        )
+
     def finish(self) -> None:
         """Wait until the copy that was begun last is whole, here and with the buddy. Not
         collective: a rank that could not copy goes on without.
 
         Raises:
-            MachineError: the host does not come to it.
+            RankLost: a copy does not come to its end.
         """
         with self._turn:
             self._wait_for_turn()
@@ -155,7 +169,7 @@ class MemoryCheckpointer:
         try:
             copying.result()
         except Overdue as error:
-            raise self._not_in_time(error) from error
+            raise self._stuck(error) from error
         except (OSError, MachineError, RuntimeError) as error:
             self.refused = first_line(error)
             return
