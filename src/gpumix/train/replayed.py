@@ -31,12 +31,14 @@ class Verdict:
 def comparable(plan: Plan) -> list[list[int]]:
     """Groups of ranks that compute the same units, and of a team the same part of them; each with
     samples, and not alone."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for rank, worker in enumerate(plan.workers):
-        if worker.samples:
-            own = plan.stages_of(rank)
-            place = plan.ranks_of(own[0]).index(rank) % plan.stages[own[0]].tensor
-            found.setdefault((own, place), []).append(rank)
+    places: dict[int, tuple[int, ...]] = {}
+    for number, stage in enumerate(plan.stages):
+        for seat, (rank, worker) in enumerate(zip(plan.ranks_of(number), stage.workers)):
+            if worker.samples:
+                places[rank] = (*places.get(rank, ()), number, seat % stage.tensor)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(places):
+        found.setdefault(places[rank], []).append(rank)
     return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
