@@ -46,7 +46,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         NotAFileError: reading it may have no end.
         OSError: it cannot be read.
     """
-    kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    kind = not_a_file(path)
     if kind is not None and not str(path).startswith(_HANDED):
         raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
