@@ -57,6 +57,11 @@ from gpumix.spec.shares import rows_of, share_of
 
 Function = Callable[[nn.Module, Any], Any]
 
+# What a step leaves in the engine, beside buffers and gradients.
+_OF_A_STEP = (
+    "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
+)  # fmt: skip
+
 
 class Engine(ShardedModel):
     """A model sharded over ranks by a plan. Made by `prepare`.
@@ -455,8 +460,7 @@ class Engine(ShardedModel):
         Returns:
             How many times this rank has computed it.
         """
-        names = ("_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged")
-        before = {name: getattr(self, name) for name in (*names, "overflowed")}
+        before = {name: getattr(self, name) for name in _OF_A_STEP}
         times = 1
         if self._places:
             times = sum(map(len, self._rows))
