@@ -62,7 +62,7 @@ def trained(folder, profile: Profile, plan: Plan, part: float, **changes) -> Non
 
 def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path):
     profile, plan, part = prepared(tmp_path / "sound")
-    slow = model(rank=1, at=8, sample_s=0.002)
+    slow = model(rank=1, at=8, sample_s=0.008)
     trained(tmp_path / "moved", profile, plan, part, model=slow, rebalance=True)
     trained(tmp_path / "still", profile, plan, part, model=model())
     run = tmp_path / "moved" / "run"
