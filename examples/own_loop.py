@@ -55,6 +55,10 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+def text() -> Text:
+    return Text(Path(torch.__file__))
+
+
 def build() -> torch.nn.Module:
     """Any function that returns a model; blocks of `transformers` models are found as such."""
     config = LlamaConfig(
@@ -84,7 +88,12 @@ def main() -> None:
     cluster = gpumix.Cluster(classes=[c for c in CLASSES if c.name in used], devices=devices)
 
     profile = gpumix.profile(
-        build, some_batch, sequence_length=LENGTH, global_batch=GLOBAL_BATCH, cluster=cluster
+        build,
+        some_batch,
+        sequence_length=LENGTH,
+        global_batch=GLOBAL_BATCH,
+        cluster=cluster,
+        dataset=text(),
     )
     plan = gpumix.plan(profile, global_batch=GLOBAL_BATCH)
     if rank == 0:
@@ -105,7 +114,7 @@ def train(plan: gpumix.Plan, rank: int) -> None:
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
     held_out = next(gpumix.Loader(Text(Path(__file__).parents[1] / "README.md"), engine.plan, rank))
 
-    with gpumix.Loader(Text(Path(torch.__file__)), engine.plan, rank) as loader:
+    with gpumix.Loader(text(), engine.plan, rank) as loader:
         for step, batch in zip(range(STEPS), loader):
             loss = engine.step(batch)
             engine.clip_grad_norm_(1.0)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "hardware": PURE,
     "engine": PURE | {"hardware"},
     "data": PURE | {"hardware"},
-    "profiler": PURE | {"hardware", "engine"},
+    "profiler": PURE | {"hardware", "engine", "data"},
     "train": BELOW_TRAIN,
     "launch": BELOW_TRAIN | {"train"},
     "check": BELOW_TRAIN | {"train"},

@@ -108,6 +108,28 @@ def test_a_fast_card_gets_no_more_than_its_disk_gives():
     assert plan_seconds(found, naive) > 1.5 * predicted(plan).step_s
 
 
+@pytest.mark.parametrize("cores", [(1, 8), (1, 2, 8), (1, 1.05, 2, 4, 8, 16)])
+def test_alike_cards_on_unlike_hosts_get_what_their_hosts_can_prepare(cores):
+    card = Card("card", len(cores), GIB, steady(0.5e-3), per_host=1)
+    kinds = [block(trainable=1000, kept=line(10.0), backward=line(10.0))]
+    found = profile([card], calls=("block",), kinds=kinds)
+    read_s = 40e-3
+    hosts_ = [device.host for device in found.cluster.in_rank_order()]
+    inputs = tuple(
+        HostInput(host=h, cores=n, cpu_s_per_sample=read_s) for h, n in zip(hosts_, cores)
+    )
+    found = found.model_copy(update={"inputs": inputs})
+    plan = make_plan(found, BATCH, space=ONE_STAGE)
+    assert {w.device_class for w in plan.workers} == {"card"}
+    given = {w.host: w.samples for w in plan.workers}
+    rest = found.model_copy(update={"inputs": ()})
+    together_s = read_s * BATCH / sum(cores)
+    assert together_s > predicted(make_plan(rest, BATCH, space=ONE_STAGE)).step_s
+    # As soon as all read at once, but for what is rounded and for hosts that count as alike.
+    assert predicted(plan).step_s <= 1.1 * together_s + read_s / min(cores)
+    assert given.get(hosts_[0], 0) * 2 < given[hosts_[-1]]
+
+
 def test_what_is_predicted_says_what_the_data_takes():
     found = hosts(16e-3)
     plan = make_plan(found, BATCH, space=ONE_STAGE)

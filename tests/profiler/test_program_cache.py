@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gpumix
@@ -15,6 +17,7 @@ from harness import run_ranks
 from models import ARCHITECTURES, LENGTH
 
 GPT2 = ARCHITECTURES["gpt2"]
+SLOW_S = 0.25  # for a sample
 
 
 def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -25,21 +28,47 @@ def cluster() -> gpumix.Cluster:
     device_class = gpumix.DeviceClass(
         name="d", accelerator="cpu", memory_bytes=2**28, emulate_flops_per_s=2e10
     )
-    devices = (gpumix.Device(id="d-0", device_class="d"), gpumix.Device(id="d-1", device_class="d"))
-    return gpumix.Cluster(classes=(device_class,), devices=devices)
+    devices = [gpumix.Device(id=f"d-{n}", device_class="d", host=f"host-{n}") for n in (0, 1)]
+    return gpumix.Cluster(classes=(device_class,), devices=tuple(devices))
+
+
+class Slow(torch.utils.data.Dataset):
+    """Reading a sample keeps a core busy."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        until_s = time.thread_time() + self.seconds
+        while time.thread_time() < until_s:
+            pass
+        return {"input_ids": torch.full((LENGTH,), index)}
 
 
 def test_it_is_measured_once(tmp_path):
-    for first, again, changed in run_ranks(_measured, 2, tmp_path):
+    for *profiles, with_data in run_ranks(_measured, 2, tmp_path):
+        first, again, changed = profiles
         assert first == again != changed
+        # How fast hosts read is measured anew: the data may lie elsewhere.
+        profile = gpumix.Profile.model_validate_json(with_data)
+        assert profile.model_copy(update={"inputs": ()}).model_dump_json() == first
+        fast, slow = profile.inputs
+        assert (fast.host, slow.host) == ("host-0", "host-1")
+        assert slow.cpu_s_per_sample > SLOW_S > fast.cpu_s_per_sample
+        plan = gpumix.plan(profile, global_batch=4)
+        assert {w.device: w.samples for w in plan.workers}.get("d-1", 0) <= 1
     kept = sorted(path.name.split("-")[0] for path in (tmp_path / "gpumix/profiles").iterdir())
     assert kept == ["class", "class", "links", "links"]
 
 
 def _measured(folder: Path) -> list[str]:
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    slow_here = Slow(SLOW_S * dist.get_rank())
     found = []
-    for told in ("one", "one", "another"):
+    for told, dataset in (("one", None), ("one", None), ("another", None), ("one", slow_here)):
         profile = gpumix.profile(
             GPT2.factory,
             batch,
@@ -47,6 +76,7 @@ def _measured(folder: Path) -> list[str]:
             global_batch=4,
             cluster=cluster(),
             space=gpumix.Space(tensor=(1,)),
+            dataset=dataset,
             budget_s=2.0,
             same_as=told,
         )

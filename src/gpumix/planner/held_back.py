@@ -8,32 +8,81 @@ plans the one counts that is faster with the data.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from math import inf
 
 from gpumix.cost.curves import seconds_at
 from gpumix.cost.input import rates_of
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, ClassProfile, Profile
 
 CORNERS = 24  # sizes of micro-batches, that lengthened curves have at most
+ALIKE = 1.1  # times what reading a sample takes, up to which hosts count as alike
+MOST_KINDS = 4  # of hosts, by what reading takes there, that a class's devices are told apart by
 
 
 def held_back(profile: Profile) -> Profile | None:
     """The profile with devices that are no faster than what their hosts can read; None if all hosts
-    can. Where hosts differ, the slowest counts for all devices of a class: the loader shares a
-    host's cores by samples, so the others lose less than it looks.
+    can. Devices of one class on hosts that read at unlike speeds are of classes of their own there,
+    of hosts that count as alike as slow as on the slowest of them.
     """
     least_s = _least_seconds(profile)
-    classes = tuple(
-        _lengthened(profile, one, least_s.get(one.device_class, 0.0)) for one in profile.classes
-    )
-    if classes == profile.classes:
+    found: dict[str, ClassProfile] = {}
+    renamed: dict[tuple[str, str], str] = {}  # by class and host
+    for one in profile.classes:
+        seconds = {host: s for (name, host), s in least_s.items() if name == one.device_class}
+        for number, hosts in enumerate(_alike(seconds)):
+            slower = _lengthened(profile, one, max(seconds[host] for host in hosts))
+            name = f"{one.device_class}-{number}"
+            found[name] = slower.model_copy(update={"device_class": name})
+            renamed |= {(one.device_class, host): name for host in hosts}
+    if all(found[new].units == profile.of_class(old).units for (old, _), new in renamed.items()):
         return None
-    return profile.model_copy(update={"classes": classes, "inputs": (), "teams": ()})
+    update = {"cluster": _with_classes(profile.cluster, renamed), "inputs": (), "teams": ()}
+    return profile.model_copy(update={"classes": tuple(found.values()), **update})
+
+
+def _alike(seconds: dict[str, float]) -> Iterator[tuple[str, ...]]:
+    """Hosts whose seconds are nearly the same, the quickest first; the last are the rest."""
+    left, kinds = sorted(seconds, key=lambda host: (seconds[host], host)), 1
+    while left:
+        most_s = inf if kinds == MOST_KINDS else ALIKE * seconds[left[0]]
+        yield tuple(host for host in left if seconds[host] <= most_s)
+        left, kinds = [host for host in left if seconds[host] > most_s], kinds + 1
+
+
+def _with_classes(cluster: Cluster, renamed: Mapping[tuple[str, str], str]) -> Cluster:
+    of_old = {(old, new): cluster.class_named(old) for (old, _), new in renamed.items()}
+    classes = [one.model_copy(update={"name": new}) for (_, new), one in of_old.items()]
+    devices = [
+        d.model_copy(update={"device_class": renamed[d.device_class, d.host]})
+        for d in cluster.devices
+    ]
+    return cluster.model_copy(update={"classes": tuple(classes), "devices": tuple(devices)})
+
+
+def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
+    """A plan for such a profile, with the classes of `profile` again."""
+    own = {device.id: device.device_class for device in profile.cluster.devices}
+    stages = [
+        stage.model_copy(
+            update={
+                "workers": tuple(
+                    w.model_copy(update={"device_class": own[w.device]}) for w in stage.workers
+                )
+            }
+        )
+        for stage in plan.stages
+    ]
+    used = {w.device_class for stage in stages for w in stage.workers}
+    estimated = tuple(name for name in profile.estimated if name in used)
+    return plan.model_copy(update={"stages": tuple(stages), "estimated": estimated})
 
 
 def least_step_s(profile: Profile, batch: int) -> float:
@@ -44,19 +93,19 @@ def least_step_s(profile: Profile, batch: int) -> float:
     return batch / sum(rates.values())
 
 
-def _least_seconds(profile: Profile) -> dict[str, float]:
-    """By class: for a sample, on the host that reads most slowly."""
+def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
+    """By class and host: for a sample; 0 where the host reads as fast as its devices compute."""
     rates = rates_of(profile)
     speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
     there: dict[str, Counter[str]] = defaultdict(Counter)
     for device in profile.cluster.devices:
         there[device.host][device.device_class] += 1
-    found: dict[str, float] = defaultdict(float)
+    found: dict[tuple[str, str], float] = {}
     for host, counts in there.items():
         together = sum(n * speeds[name] for name, n in counts.items())
-        if host in rates and rates[host] < together:
-            for name in counts:
-                found[name] = max(found[name], together / speeds[name] / rates[host])
+        slow = host in rates and rates[host] < together
+        for name in counts:
+            found[name, host] = together / speeds[name] / rates[host] if slow else 0.0
     return found
 
 
@@ -104,7 +153,8 @@ def minding_data(strategy: Strategy) -> Strategy:
         slower = held_back(profile)
         if slower is not None and predicted(plans[0]).input_s > predicted(plan).step_s:
             with suppress(NoFeasiblePlanError, InputError):
-                plans.append(_with_data(profile, strategy(slower, request), bound_s))
+                plan = _with_own_classes(profile, strategy(slower, request))
+                plans.append(_with_data(profile, plan, bound_s))
         return min(plans, key=lambda one: predicted(one).step_s)
 
     return planned

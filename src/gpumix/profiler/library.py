@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpumix.data.reading import AS_USUAL
+from gpumix.data.samples import Collate, as_source
+from gpumix.data.streams import is_stream
 from gpumix.engine.deferred import build as deferred
 from gpumix.engine.groups import group_timeout
 from gpumix.engine.launched import join_launched
@@ -25,6 +28,7 @@ from gpumix.hardware.environment import CLUSTER, cluster_file, has_cpp_compiler,
 from gpumix.hardware.runtime import DeviceRuntime, indexed
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
+from gpumix.profiler.input_cost import measure_input
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
 from gpumix.profiler.program_cache import program_cache
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -52,6 +56,8 @@ def profile(
     loss: Objective | None = None,
     units: Sequence[str] = (),
     tensor: Mapping[str, Any] | None = None,
+    dataset: Any = None,
+    collate: Collate | None = None,
     space: Space = EVERYTHING,
     compile: bool | Mapping[str, bool] = False,
     efficiency: EfficiencySpec | None = None,
@@ -75,6 +81,9 @@ def profile(
         precision: what is computed in: `auto` by what each device class does best, one for all, or
             by class.
         loss, units, tensor: as for `gpumix.prepare`.
+        dataset, collate: of the `gpumix.Loader` that is to feed the ranks: how fast each host can
+            read its samples is measured too, and plans give none more than that. Nothing is of a
+            stream.
         space: what plans may use; of it the tensor parallel degrees are measured.
         compile: whether units run in compiled code, on all classes that can, or by class.
         efficiency: how devices compute, beside dtype and compiled code; default: by the table.
@@ -127,7 +136,12 @@ def profile(
             profiler = ClusterProfiler(
                 subject, found, ranks=ranks, devices=devices, runtime=runtime, cache=cache
             )
-            return profiler.run(progress)
+            measured = profiler.run(progress)
+            if dataset is None or is_stream(dataset):
+                return measured
+            source = as_source(dataset, collate)
+            inputs = measure_input(source, found, devices, ranks, reading=AS_USUAL)
+            return measured.model_copy(update={"inputs": inputs})
 
 
 def open_device(cluster: Cluster | None = None) -> DeviceRuntime:

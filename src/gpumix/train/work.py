@@ -12,6 +12,7 @@ from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
+from gpumix.profiler.input_cost import measure_input
 from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
 from gpumix.spec.plan import Plan
@@ -19,7 +20,6 @@ from gpumix.spec.profile import InputMeasurement, Profile
 from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
 from gpumix.train.heads import check_techniques
-from gpumix.train.input_cost import measure_input
 from gpumix.train.launch import Seat
 from gpumix.train.little_data import warnings_of
 from gpumix.train.loop import Trainer

@@ -11,7 +11,7 @@ import torch
 from gpumix.data.fetch import Cost
 from gpumix.data.reading import Reading
 from gpumix.data.samples import SampleSource
-from gpumix.train.input_cost import most_of, most_samples_per_s, read_at_once
+from gpumix.profiler.input_cost import most_of, most_samples_per_s, read_at_once
 
 ANSWER_S = 0.004
 READERS, SIZE = 4, 2
