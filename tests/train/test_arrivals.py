@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gpumix.hardware.environment import TorchrunPlace
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.train import run_files
-from gpumix.train.torchrun import Arrival, _was_there, agent, arrive, seats
+from gpumix.train.torchrun import Arrival, TorchrunRunner, _was_there, agent, arrive, seats
 
 
 class Board:
@@ -84,6 +86,19 @@ def cluster(*hosts: str) -> Cluster:
     )
 
 
+def place(*, rank: int, world: int, local_rank: int = 0, one_host: bool = False) -> TorchrunPlace:
+    return TorchrunPlace(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        master_address="127.0.0.1",
+        master_port=1,
+        agent_has_store=True,
+        elastic=False,
+        one_host=one_host,
+    )
+
+
 def ids(devices: tuple[Device, ...]) -> list[str]:
     return [device.id for device in devices]
 
@@ -93,6 +108,38 @@ def test_fewer_ranks_have_the_devices_of_their_hosts():
     assert ids(seats(cluster("a", "a", "b", "b"), arrivals)) == ["d3", "d0", "d2"]
 
 
+def test_as_many_ranks_too_whatever_the_order_of_their_hosts():
+    """torch numbers hosts by addresses, of which 10.0.0.10 comes before 10.0.0.9."""
+    hosts = cluster("a", "a", "b")
+    arrivals = [Arrival("b", 0, "", "10.0.0.10"), Arrival("a", 0, ""), Arrival("a", 1, "")]
+    assert ids(seats(hosts, arrivals)) == ["d2", "d0", "d1"]
+    runner = TorchrunRunner(place(rank=0, world=3))
+    runner._arrived = ("word", arrivals)
+    assert ids(runner.devices(runner.cluster(hosts))) == ["d2", "d0", "d1"]
+
+
+def test_two_agents_of_one_host_have_all_of_its_devices():
+    arrivals = [Arrival("a", 0, "one"), Arrival("a", 0, "two"), Arrival("a", 1, "two")]
+    assert ids(seats(cluster("a", "a", "a"), arrivals)) == ["d0", "d1", "d2"]
+
+
+@pytest.mark.parametrize("named", ["a", "vm"])
+def test_hosts_that_the_cluster_only_invents_have_its_devices_in_turn(named):
+    """The host on which all of them are emulated may have the name of one."""
+    arrivals = [Arrival(named, 0, ""), Arrival(named, 1, ""), Arrival(named, 2, "")]
+    assert ids(seats(cluster("a", "a", "b"), arrivals)) == ["d0", "d1", "d2"]
+
+
+def test_who_asks_nobody_has_the_device_of_its_own_host():
+    here = socket.gethostname()
+    hosts = cluster("!", here, here)
+    runner = TorchrunRunner(place(rank=1, world=3, local_rank=1))
+    assert runner.own_device(hosts).id == "d2"
+    alone = TorchrunRunner(place(rank=1, world=3, local_rank=1, one_host=True))
+    assert alone.own_device(hosts).id == "d1"
+    assert runner.own_device(cluster("x", "y", "z")).id == "d1"
+
+
 def test_on_hosts_that_the_cluster_does_not_know_they_have_the_first_ones():
     arrivals = [Arrival("vm", 0, ""), Arrival("vm", 0, "")]
     assert ids(seats(cluster("localhost", "localhost", "localhost"), arrivals)) == ["d0", "d1"]
@@ -100,4 +147,7 @@ def test_on_hosts_that_the_cluster_does_not_know_they_have_the_first_ones():
 
 def test_a_host_with_more_ranks_than_devices_is_refused():
     with pytest.raises(InputError, match="host 'a' has 1 devices"):
-        seats(cluster("a", "b", "b"), [Arrival("a", 1, "")])
+        seats(cluster("a", "b", "b"), [Arrival("a", 0, ""), Arrival("a", 1, "")])
+    with pytest.raises(InputError, match="host 'a' has 1 devices"):
+        uneven = [Arrival("a", 0, ""), Arrival("a", 1, ""), Arrival("b", 0, "")]
+        seats(cluster("a", "b", "b"), uneven)

@@ -192,7 +192,7 @@ def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]
         return own_device(place)
     runner = TorchrunRunner(place)
     cluster = runner.cluster(job.cluster)
-    device = runner.devices(cluster)[place.rank]
+    device = runner.own_device(cluster)
     return device, cluster.class_named(device.device_class)
 
 

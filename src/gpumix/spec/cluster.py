@@ -122,7 +122,7 @@ class Cluster(Value):
         return {d.id: d for d in self.devices}[device_id]
 
     def in_rank_order(self) -> tuple[Device, ...]:
-        """The devices by host, ordinal and id: rank r of a run has the r-th."""
+        """The devices by host, ordinal and id: rank r of ranks that gpumix starts has the r-th."""
         return ranked(self.devices)
 
     def only(self, devices: Iterable[str]) -> Cluster:

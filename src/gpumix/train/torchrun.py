@@ -100,7 +100,20 @@ class TorchrunRunner:
         return wanted
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
-        return self._met or cluster.in_rank_order()
+        """Collective, once."""
+        if not self._met:
+            _, arrivals = self._arrive()
+            self._met = seats(cluster, arrivals)
+        return self._met
+
+    def own_device(self, cluster: Cluster) -> Device:
+        """That of this process, for who cannot count on the others."""
+        place = self._place
+        if not self._met and not place.one_host:
+            here = [d for d in cluster.in_rank_order() if d.host == socket.gethostname()]
+            if place.local_rank < len(here):
+                return here[place.local_rank]
+        return (self._met or cluster.in_rank_order())[place.rank]
 
     def warm_up(self) -> None:
         return
@@ -332,22 +345,26 @@ def _was_there(output: Path, agents: Sequence[str]) -> bool:
 
 
 def seats(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Device, ...]:
-    """The device of each rank, where there are more devices than ranks: on hosts that the cluster
-    knows the one with the rank's number there, else one after the other.
+    """The device of each rank: where the ranks' hosts are those of the cluster, or some of them if
+    there are more devices than ranks, the one with the rank's number on its host; else one after
+    the other.
 
     Raises:
         InputError: a host has more ranks than devices.
     """
-    names = {device.host for device in cluster.devices}
-    if not all(arrival.host in names for arrival in arrivals):
-        return cluster.in_rank_order()[: len(arrivals)]
-    found = []
-    for arrival in arrivals:
-        here = [d for d in cluster.in_rank_order() if d.host == arrival.host]
-        if arrival.local_rank >= len(here):
+    devices = cluster.in_rank_order()
+    named, here = {device.host for device in devices}, {arrival.host for arrival in arrivals}
+    if not here <= named or (len(arrivals) == len(devices) and here != named):
+        return devices[: len(arrivals)]
+    of_host = {host: [device for device in devices if device.host == host] for host in here}
+    found: dict[int, Device] = {}
+    for rank in sorted(range(len(arrivals)), key=lambda rank: (arrivals[rank].local_rank, rank)):
+        host = arrivals[rank].host
+        if not of_host[host]:
+            there = sum(device.host == host for device in devices)
             raise InputError(
-                f"host '{arrival.host}' has {len(here)} devices in the cluster, and more processes",
+                f"host '{host}' has {there} devices in the cluster, and more processes",
                 fix="give torchrun at most as many --nproc-per-node as the host has devices",
             )
-        found.append(here[arrival.local_rank])
-    return tuple(found)
+        found[rank] = of_host[host].pop(0)
+    return tuple(found[rank] for rank in range(len(arrivals)))
