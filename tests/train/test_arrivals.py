@@ -12,7 +12,15 @@ from gpumix.hardware.environment import TorchrunPlace
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, TrainingError
 from gpumix.train import run_files
-from gpumix.train.torchrun import Arrival, TorchrunRunner, _was_there, agent, arrive, seats
+from gpumix.train.torchrun import (
+    Arrival,
+    TorchrunRunner,
+    _was_there,
+    agent,
+    arrive,
+    meet_devices,
+    seats,
+)
 
 
 class Board:
@@ -143,6 +151,25 @@ def test_who_asks_nobody_has_the_device_of_its_own_host():
 def test_on_hosts_that_the_cluster_does_not_know_they_have_the_first_ones():
     arrivals = [Arrival("vm", 0, ""), Arrival("vm", 0, "")]
     assert ids(seats(cluster("localhost", "localhost", "localhost"), arrivals)) == ["d0", "d1"]
+
+
+def test_a_rank_that_has_lost_its_device_takes_no_part():
+    """The others of its host have those that are left, and the next rank speaks."""
+    store, wanted = Board(), cluster("a", "a")
+    owns = [None, *((device, wanted.classes[0]) for device in wanted.devices)]
+
+    def met(rank: int) -> tuple[Cluster, tuple[Device | None, ...]]:
+        return meet_devices(store, place(rank=rank, world=3), owns[rank])
+
+    with ThreadPoolExecutor(3) as ranks:
+        for rank, (found, devices) in enumerate(ranks.map(met, range(3))):
+            assert (found, devices) == (wanted, (None, *wanted.devices))
+            runner = TorchrunRunner(place(rank=rank, world=3))
+            runner._met, runner._apart = devices, Board  # type: ignore[method-assign]
+            assert runner.take_part(wanted, ()) is (rank > 0)
+            assert runner.speaks is (rank == 1)
+            assert runner.devices(wanted) == wanted.devices
+            assert runner.take_part(wanted, {"d0"}) is runner.speaks is (rank == 2)
 
 
 def test_a_host_with_more_ranks_than_devices_is_refused():

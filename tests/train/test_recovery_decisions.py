@@ -143,6 +143,22 @@ def test_lessons_are_taken_up_by_other_processes():
     assert taken_up.after(full(fragmented=True), 5, plan()).memory_by_class["class-a"] < 0.5
 
 
+def test_who_was_left_out_is_known_to_those_who_take_the_run_up():
+    recovery = Recovery(3)
+    recovery.after(lost("a"), 5, plan())
+
+    def told() -> Lessons:
+        return Lessons.from_text(recovery.lessons(Restart("lost", 1.0)).to_text())
+
+    recovery = Recovery(3, told())
+    assert recovery.after(lost("a"), 5, plan()).without == {"a"}
+    assert told().at(5).without == ("a",)
+    assert Recovery(3, told().at(5)).again.without == {"a"}
+    recovery = Recovery(3, told().at(9))  # tried once more
+    assert not recovery.again.without
+    assert recovery.after(lost("a"), 9, plan()).without == {"a"}
+
+
 def outdated(**slower: float) -> PlanOutdated:
     return PlanOutdated("device 'a' takes longer", slower=slower)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +34,11 @@ def torchrun(folder, *arguments: str, **settings: str) -> Done:
     return run([*TORCHRUN, *arguments], folder, {"OMP_NUM_THREADS": "1"} | settings, timeout_s=120)
 
 
-def standalone(folder, processes: int, *arguments: str, **settings: str) -> Done:
-    mine = ["--standalone", "--nproc-per-node", str(processes), *GPUMIX_TRAIN]
+def standalone(folder, processes: int, *arguments: str, restarts: int = 0, **settings: str) -> Done:
+    mine = [
+        "--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts),
+        *GPUMIX_TRAIN,
+    ]  # fmt: skip
     return torchrun(folder, *mine, *arguments, **settings)
 
 
@@ -141,3 +145,24 @@ def test_ranks_that_are_out_of_memory_begin_anew(tmp_path, store):
     assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
     assert [one["why"] for one in metrics(run, "restart")] == ["out of memory"]
     assert Plan.load(run / "plan.json").stages != Plan.load(tmp_path / "tight.json").stages
+
+
+def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path):
+    """Its process, which has spoken for all and has their store, waits for the others."""
+    changes = {"strategy": "even", "steps": 6, "optimizer": {"lr": 1e-4}, "restarts": 3}
+    sound = write_job(tmp_path / "sound", **changes)
+    plan = plan_for(sound)
+    expected = train(sound, plan=plan).losses
+    write_job(tmp_path, model=toy(fault="kill", place=0, at=1), **changes)
+    plan.save(tmp_path / "plan.json")
+    done = standalone(tmp_path, 3, "--plan", "plan.json", "--json", restarts=2, **FIRST_RANKS_STORE)
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["steps"] == 6
+    assert done.err.count("left out: big-0; their ranks wait for the end") == 1
+    run = tmp_path / "run"
+    assert [one["step"] for one in metrics(run)] == list(range(1, 7))
+    assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-4)
+    workers = Plan.load(run / "plan.json").workers
+    assert [worker.device for worker in workers] == ["small-0", "small-1"]
+    told = "device 'big-0' is left out: its rank was lost 2 times in a row"
+    assert metrics(run, "restart")[-1]["decided"] == told

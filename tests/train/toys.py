@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
 VOCABULARY = 32
+NOBODY = -2  # among ranks
 FOREVER_S = 60
 LOCKED_S = 6
 SLOW_READ_S = 0.02
@@ -176,7 +177,14 @@ def model(
     sample_s: float = 0.0,
     block: int | None = None,
     watchdog_s: float = 0.0,
+    place: int | None = None,
 ) -> nn.Module:
+    """
+    Args:
+        place: the rank that torchrun gave the process that comes to harm, instead of `rank`.
+    """
+    if place is not None:
+        rank = _rank() if os.environ.get("RANK") == str(place) else NOBODY
     return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s)
 
 

@@ -38,6 +38,7 @@ from gpumix.spec.errors import (
     OutOfMemory,
     PlanOutdated,
     RankLost,
+    StoreGone,
     TrainingError,
     error_from,
     first_line,
@@ -101,11 +102,11 @@ class Ranks:
         self._told: dict[str, int] = {}
         self._begun: dict[str, Wait] = {}  # what was told last, by topic
         self._claims: dict[str, str] = {}  # of a single process
-        self._heart: _Heart | None = None
+        self._heart: Heart | None = None
         self._owns_groups = False
         if store is not None and world > 1:
             on_gpu = device.type != "cpu"
-            self._heart = _Heart(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
+            self._heart = Heart(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
             if not dist.is_initialized():
                 self._connect(store)
                 self._owns_groups = True
@@ -326,7 +327,7 @@ class Ranks:
         return beat_of(self._store, rank)
 
 
-class _Heart:
+class Heart:
     """Moves this rank's heartbeat in the store, from a thread of its own, with how far the main
     thread has come; and tells, once others ask, where it stands."""
 
@@ -360,9 +361,9 @@ class _Heart:
             self._store.set(self._key, ENDED)
 
 
-def store_gone(where: str, why: str) -> TrainingError:
+def store_gone(where: str, why: str) -> StoreGone:
     """Said by a rank that does not reach the store any more."""
-    return TrainingError(
+    return StoreGone(
         "the process that holds the ranks together is gone",
         where=where,
         why=why,

@@ -121,7 +121,8 @@ def shared_memory_folder() -> Path | None:
 @dataclass(frozen=True)
 class TorchrunPlace:
     """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
-    `starts`: how often the process has begun anew since. `agents_open`: its agents meet by torch's
+    `starts`: how often the process has begun anew since. `restarted`: it is not the first in that
+    place, one that its agent started before has failed. `agents_open`: its agents meet by torch's
     own ways, and listen on all addresses."""
 
     rank: int
@@ -132,6 +133,7 @@ class TorchrunPlace:
     agent_has_store: bool
     elastic: bool
     starts: int = 0
+    restarted: bool = False
     one_host: bool = False
     agents_open: bool = False
 
@@ -151,6 +153,7 @@ def torchrun_place() -> TorchrunPlace | None:
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
+        restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == world,
         agents_open="TORCHELASTIC_RUN_ID" in os.environ and APART not in os.environ,
     )

@@ -149,6 +149,10 @@ class OutOfMemory(DeviceFailure):
         return super()._more() | {"fragmented": self.fragmented}
 
 
+class StoreGone(TrainingError):
+    """The process is gone that keeps what ranks tell each other."""
+
+
 class PlanOutdated(TrainingError):
     """Devices take other times than the plan says, and another plan is worth a start.
 

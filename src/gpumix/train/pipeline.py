@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
     DeviceFailure,
+    GpumixError,
     InputError,
     MachineError,
     PlanOutdated,
@@ -62,7 +63,6 @@ class Pipeline:
     def __init__(self, job: Job, folder: Path, runs: Runner, *, debug: bool = False) -> None:
         self.job = job
         self.folder = folder
-        self.speaks = runs.speaks
         self._runs = runs
         self._debug = debug
         self._console = stderr()
@@ -89,6 +89,11 @@ class Pipeline:
         imports = TRANSFORMERS if job.model.config is not None else ()
         runs = runner(debug=debug, imports=imports, silence_s=job.timeout)
         return cls(job, path.absolute().parent, runs, debug=debug)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process shows things."""
+        return self._runs.speaks
 
     def show(self, thing: Any) -> None:
         """Print for people, where this process is the one that speaks."""
@@ -129,7 +134,12 @@ class Pipeline:
         """
         if self.speaks:
             check_installed(self.job.trackers)
-        lessons = self._runs.started_again(self.job.output)
+        lessons = self._runs.started_again(self.job.output, self._newest)
+        if not self._takes_part(lessons):
+            summary = self._runs.outcome()
+            for home in self._homes():  # copies of the start in which this process took part
+                home.remove()
+            return summary
         if lessons is None:
             self._check_output(resume)
         elif plan is not None and not self._has_all(plan):
@@ -152,11 +162,24 @@ class Pipeline:
                 self._runs.begins(self.job.output, lessons)
                 stack.enter_context(tracked(self.job, fresh=not resume and lessons is None))
             try:
-                return self._train(plan, profile, resume, lessons)
+                summary = self._train(plan, profile, resume, lessons)
+                self._runs.tell_outcome(summary)
+                return summary
             except BaseException as error:
                 if self.speaks:  # a rank that was ended could not say so
                     mark_failed(self.job.output, first_line(error))
                 raise
+
+    def _takes_part(self, lessons: Lessons | None) -> bool:
+        """Whether this process does; the devices of others may be left out too."""
+        there = {device.id for device in self._devices.devices}
+        without = there & set(lessons.without if lessons is not None else ())
+        if without == there:
+            without = set()
+        if without:
+            self.show(f"left out: {', '.join(sorted(without))}; their ranks wait for the end")
+            self.cluster = self._devices.only(there - without)
+        return self._runs.take_part(self._devices, without)
 
     def _has_all(self, plan: Plan) -> bool:
         return {w.device for w in plan.workers} == {d.id for d in self.cluster.devices}
@@ -179,6 +202,7 @@ class Pipeline:
                 return self._run(plan, known, resume, restart)
             except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
                 if not self._runs.restarts_after(error):
+                    self._learn(error, recovery, plan)
                     raise
                 failed_at = time.time()
                 again = recovery.after(error, self._newest(), plan)
@@ -189,6 +213,16 @@ class Pipeline:
                     mark_restarting(self.job.output, error.what)
                 self._runs.starts_again(self.job.output, recovery.lessons(restart))
                 plan, profile = self._plan_again(again, plan, profile)
+
+    def _learn(self, error: GpumixError, recovery: Recovery, plan: Plan) -> None:
+        """Whose fault it was, for whoever starts the run again."""
+        if not isinstance(error, DeviceFailure) or not error.device:
+            return
+        failed_at = time.time()
+        with suppress(GpumixError):  # it happened too often in a row
+            again = recovery.after(error, self._newest(), plan)
+            lessons = recovery.lessons(Restart(error.what, failed_at, again.told))
+            self._runs.learns(self.job.output, lessons)
 
     def _run(
         self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None
@@ -219,11 +253,15 @@ class Pipeline:
 
     def _newest(self) -> int:
         """The step after which there is a state to go on from; 0 without any."""
-        root, output = shared_memory_folder(), self.job.output
-        hosts = sorted({device.host for device in self.cluster.devices})
-        held = [] if root is None else [Home(root, output, host).held() for host in hosts]
-        found, saved = newest(held), latest(output / run_files.CHECKPOINTS)
+        found = newest([home.held() for home in self._homes()])
+        saved = latest(self.job.output / run_files.CHECKPOINTS)
         return max(found.step if found else 0, step_of(saved) if saved else 0)
+
+    def _homes(self) -> list[Home]:
+        """Where the run's hosts, as many as this one is, keep copies in memory."""
+        root = shared_memory_folder()
+        hosts = sorted({device.host for device in self._devices.devices})
+        return [] if root is None else [Home(root, self.job.output, host) for host in hosts]
 
     def _plan_again(
         self, again: Again, plan: Plan, profile: Profile | None

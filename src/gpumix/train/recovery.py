@@ -44,13 +44,23 @@ class Restart:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a run has learnt of its failures, for processes that take it up."""
+    """What a run has learnt of its failures, for processes that take it up; `without` and `ever`:
+    the devices that are left out now, and those that were at some time."""
 
     restart: Restart
     tried: int = 0
     newest: int = -1
     memory: tuple[tuple[str, float], ...] = ()
     slower: tuple[tuple[str, float], ...] = ()
+    blamed: tuple[tuple[str, int], ...] = ()
+    without: tuple[str, ...] = ()
+    ever: tuple[str, ...] = ()
+
+    def at(self, newest: int) -> Lessons:
+        """As the run takes them up that has a state after this step."""
+        if newest <= self.newest:
+            return self
+        return replace(self, newest=newest, tried=0, blamed=(), without=())
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -61,8 +71,16 @@ class Lessons:
         told = json.loads(text)
         memory = tuple((str(name), float(part)) for name, part in told["memory"])
         slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
-        restart = _restart_of(told["restart"])
-        return cls(restart, int(told["tried"]), int(told["newest"]), memory, slower)
+        return cls(
+            _restart_of(told["restart"]),
+            int(told["tried"]),
+            int(told["newest"]),
+            memory,
+            slower,
+            blamed=tuple((str(name), int(times)) for name, times in told["blamed"]),
+            without=tuple(map(str, told["without"])),
+            ever=tuple(map(str, told["ever"])),
+        )
 
 
 @dataclass(frozen=True)
@@ -97,17 +115,28 @@ class Recovery:
         self._most = most
         self._tried = lessons.tried if lessons else 0
         self._newest = lessons.newest if lessons else -1
-        self._blamed: Counter[str] = Counter()
-        self._left_out: set[str] = set()  # at some time
+        self._blamed: Counter[str] = Counter(dict(lessons.blamed) if lessons else {})
+        self._left_out = set(lessons.ever if lessons else ())  # at some time
         self.again = Again(
-            memory=lessons.memory if lessons else (), slower=lessons.slower if lessons else ()
+            without=frozenset(lessons.without if lessons else ()),
+            memory=lessons.memory if lessons else (),
+            slower=lessons.slower if lessons else (),
         )
         """How the run started last."""
 
     def lessons(self, restart: Restart) -> Lessons:
         """For processes that take the run up, after `restart`."""
         again = self.again
-        return Lessons(restart, self._tried, self._newest, again.memory, again.slower)
+        return Lessons(
+            restart,
+            self._tried,
+            self._newest,
+            again.memory,
+            again.slower,
+            blamed=tuple(self._blamed.items()),
+            without=tuple(sorted(again.without)),
+            ever=tuple(sorted(self._left_out)),
+        )
 
     def after(
         self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from gpumix.hardware.environment import torchrun_place
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train.launch import launch, warm_up
+from gpumix.train.outcome import Summary
 from gpumix.train.recovery import Lessons
 from gpumix.train.torchrun import TorchrunRunner
 
@@ -40,8 +41,22 @@ class Runner(Protocol):
         """Something will run soon."""
         ...
 
-    def started_again(self, output: Path) -> Lessons | None:
-        """Of a run that was under way before, with this output, and goes on here; else None."""
+    def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
+        """Of a run that was under way before, with this output, and goes on here; else None.
+        `newest` tells after which step there is a state to go on from."""
+        ...
+
+    def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
+        """Of all devices of the cluster these, by id, take no part in the run; whether this process
+        does. One that does not waits for its `outcome`."""
+        ...
+
+    def outcome(self) -> Summary:
+        """What those that take part come to."""
+        ...
+
+    def tell_outcome(self, summary: Summary) -> None:
+        """To processes that take no part."""
         ...
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
@@ -50,6 +65,10 @@ class Runner(Protocol):
 
     def restarts_after(self, error: GpumixError) -> bool:
         """Whether ranks that failed so can be run again from here."""
+        ...
+
+    def learns(self, output: Path, lessons: Lessons) -> None:
+        """Before this process ends by an error, for those who start the run again."""
         ...
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
@@ -78,7 +97,11 @@ def runner(
         silence_s: a rank of which nothing is heard for so long is lost.
     """
     place = torchrun_place()
-    return LocalRunner(debug, imports, silence_s) if place is None else TorchrunRunner(place)
+    return (
+        LocalRunner(debug, imports, silence_s)
+        if place is None
+        else TorchrunRunner(place, silence_s)
+    )
 
 
 @dataclass
@@ -109,14 +132,26 @@ class LocalRunner:
     def warm_up(self) -> None:
         warm_up(self.imports)
 
-    def started_again(self, output: Path) -> Lessons | None:
+    def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
         return None
+
+    def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
+        return True
+
+    def outcome(self) -> Summary:
+        raise NotImplementedError("this process takes part")
+
+    def tell_outcome(self, summary: Summary) -> None:
+        return
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
         return
 
     def restarts_after(self, error: GpumixError) -> bool:
         return True
+
+    def learns(self, output: Path, lessons: Lessons) -> None:
+        return
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
         return

@@ -11,11 +11,15 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from gpumix.spec.errors import Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Takes the signals while its `with` block runs, and remembers that one came."""
+    """Takes the signals while its `with` block runs, and remembers that one came. After an error it
+    takes SIGTERM until the process ends: torchrun's agent sends it as soon as one rank has ended,
+    and the others have yet to say which."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -42,8 +46,10 @@ class StopRequest:
     ) -> None:
         self._open = False
         signal.set_wakeup_fd(self._fd_before)
+        failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if not (failed and number == signal.SIGTERM):
+                signal.signal(number, handler)
         self._written.close()  # who listens in `wait` wakes up
 
     def wait(self, seconds: float) -> None:

@@ -7,19 +7,22 @@ agent of the run that used its output is still there.
 
 from __future__ import annotations
 
+import atexit
 import json
+import math
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from pydantic import ValidationError
 
+from gpumix.engine.heartbeat import BEAT_S, ENDED, Pulse
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, begin_anew, begun
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -28,15 +31,21 @@ from gpumix.spec.errors import (
     InputError,
     OutOfMemory,
     PlanOutdated,
+    RankLost,
+    StoreGone,
     TrainingError,
     first_line,
 )
 from gpumix.train import run_files
 from gpumix.train.connections import own_address
 from gpumix.train.launch import Seat
+from gpumix.train.outcome import Summary
 from gpumix.train.progress import last_heard, mark_failed, write_at_once
 from gpumix.train.recovery import Lessons, Restart
 from gpumix.train.tables import stderr
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
@@ -44,6 +53,7 @@ AGENTS_OPEN = (
     "torchrun's agents listen on all addresses of their hosts, and with c10d read pickles: who "
     "reaches them can run code. --rdzv-backend gpumix --rdzv-endpoint HOST:PORT does neither"
 )
+OUTCOME, ANEW = "outcome", "begin anew"  # for ranks that take no part
 NO_DEVICE = Device(id="none", device_class="none")  # of who only asks the store
 
 
@@ -75,12 +85,15 @@ class TorchrunRunner:
 
     decides_alone = False
 
-    def __init__(self, place: TorchrunPlace) -> None:
+    def __init__(self, place: TorchrunPlace, silence_s: float = math.inf) -> None:
         self.speaks = place.rank == 0
         self._place = place
+        self._silence_s = silence_s
         self._runs = 0
         self._output: Path | None = None
-        self._met: tuple[Device, ...] = ()
+        self._met: tuple[Device | None, ...] = ()
+        self._taking: list[int] = []  # part, of all ranks
+        self._no_device: InputError | None = None
         self._arrived: tuple[str, list[Arrival]] | None = None
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
@@ -89,8 +102,8 @@ class TorchrunRunner:
         world = self._place.world
         if len(wanted.devices) > world and self._place.elastic:
             _, arrivals = self._arrive()
-            self._met = seats(wanted, arrivals)
-            return wanted.only(device.id for device in self._met)
+            self._met = found = seats(wanted, arrivals)
+            return wanted.only(device.id for device in found)
         if len(wanted.devices) != world:
             raise InputError(
                 f"the cluster has {len(wanted.devices)} devices, torchrun started {world} "
@@ -100,41 +113,88 @@ class TorchrunRunner:
         return wanted
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
-        """Collective, once."""
-        if not self._met:
-            _, arrivals = self._arrive()
-            self._met = seats(cluster, arrivals)
-        return self._met
+        """Of those that take part. Collective, once."""
+        if not self._taking:
+            self.take_part(cluster, ())
+        found = [self._met[rank] for rank in self._taking]
+        return tuple(device for device in found if device is not None)
 
     def own_device(self, cluster: Cluster) -> Device:
         """That of this process, for who cannot count on the others."""
-        place = self._place
-        if not self._met and not place.one_host:
+        place, found = self._place, self._met[self._place.rank] if self._met else None
+        if found is None and not place.one_host:
             here = [d for d in cluster.in_rank_order() if d.host == socket.gethostname()]
             if place.local_rank < len(here):
                 return here[place.local_rank]
-        return (self._met or cluster.in_rank_order())[place.rank]
+        return found or cluster.in_rank_order()[place.rank]
 
     def warm_up(self) -> None:
         return
 
-    def started_again(self, output: Path) -> Lessons | None:
+    def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
         """Collective."""
         word, _ = self._arrive()
         store = self._store(f"{word}/again")
         if self.speaks:
             there = _was_there(output, self._agents())
-            store.set("again", self._lessons(output).to_text() if there else "")
+            store.set("again", _lessons(output).at(newest()).to_text() if there else "")
         told = _heard(store, "again", "rank 0")
         return Lessons.from_text(told) if told else None
 
-    def _lessons(self, output: Path) -> Lessons:
-        by_torchrun = Restart("torchrun started it again", last_heard(output) or time.time())
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            text = (output / run_files.LESSONS).read_text(encoding="utf-8")
-            found = Lessons.from_text(text)
-            return found if self._place.starts else replace(found, restart=by_torchrun)
-        return Lessons(by_torchrun)
+    def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
+        """The first that does speaks for the run from here on."""
+        if not self._met:
+            _, arrivals = self._arrive()
+            self._met = seats(cluster, arrivals)
+        own = self._place.rank
+        self._taking = [
+            rank
+            for rank, device in enumerate(self._met)
+            if device is not None and device.id not in without
+        ]
+        self.speaks = self._taking[0] == own
+        if self.speaks and len(self._taking) < self._place.world:
+            from gpumix.engine.ranks import Heart
+
+            # Those who take no part listen to it.
+            heart = Heart(self._apart(), 0, runs_ahead=False)
+            atexit.register(heart.stop)
+        return own in self._taking
+
+    def outcome(self) -> Summary:
+        from gpumix.engine.ranks import STORE_ERRORS, beat_of, store_gone
+
+        name = f"rank {self._place.rank}, which takes no part"
+        try:
+            store = self._apart()
+            pulse = Pulse(lambda _: beat_of(store, 0), 1, self._silence_s)
+            while not store.check([OUTCOME]):
+                silent, ended = bool(pulse.silent()), beat_of(store, 0) == ENDED
+                if silent or (ended and not store.check([OUTCOME])):
+                    raise TrainingError(
+                        "the run " + ("has failed" if ended else "is not heard any more"),
+                        where=name,
+                        fix="look at what the other ranks say",
+                    )
+                time.sleep(BEAT_S)
+            told = _now(store, OUTCOME)
+        except STORE_ERRORS as error:
+            raise store_gone(name, first_line(error)) from error
+        if told == ANEW:
+            self._begin_anew()
+        return Summary(**json.loads(told))
+
+    def tell_outcome(self, summary: Summary) -> None:
+        self._tell_apart(json.dumps(asdict(summary)))
+
+    def _tell_apart(self, outcome: str) -> None:
+        if self.speaks and len(self._taking) < self._place.world:
+            self._apart().set(OUTCOME, outcome)
+
+    def _apart(self) -> dist.Store:
+        """For those who take no part."""
+        word, _ = self._arrive()
+        return self._store(f"{word}/apart")
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
         self._output = output
@@ -146,12 +206,21 @@ class TorchrunRunner:
         """What ends no rank. After the rest torchrun starts others, if it was told so."""
         return isinstance(error, OutOfMemory | PlanOutdated)
 
+    def learns(self, output: Path, lessons: Lessons) -> None:
+        """Every rank that knows, for the one that speaks may be the one that was lost."""
+        with suppress(OSError):  # of a host that does not share the run's folder
+            write_at_once(output / run_files.LESSONS, lessons.to_text())
+
     def starts_again(self, output: Path, lessons: Lessons) -> None:
         """All ranks begin anew, as torchrun started them; it takes no notice."""
-        from gpumix.train.rendezvous import leave
-
         if self.speaks:
             write_at_once(output / run_files.LESSONS, lessons.to_text())
+        self._tell_apart(ANEW)
+        self._begin_anew()
+
+    def _begin_anew(self) -> NoReturn:
+        from gpumix.train.rendezvous import leave
+
         starts = self._place.starts + 1
         leave(seat_in(self._place, NO_DEVICE), starts)
         begin_anew(starts)
@@ -159,15 +228,40 @@ class TorchrunRunner:
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
-        self._runs += 1
-        word, arrivals = self._arrive()
         from gpumix.train.lookout import Lookout
 
+        self._runs += 1
+        word, arrivals = self._arrive()
         devices = self.devices(cluster)
-        seat = seat_in(self._place, devices[self._place.rank])
-        seat = replace(seat, run=f"{word}/run{self._runs}")
-        with Lookout(seat, arrivals, devices, self._tell_of_end):
-            return work(seat, *args)
+        if self._no_device is not None:
+            raise self._no_device
+        rank = self._taking.index(self._place.rank)
+        seat = replace(
+            seat_in(self._place, devices[rank]),
+            rank=rank,
+            world=len(devices),
+            run=f"{word}/run{self._runs}",
+        )
+        there = [arrivals[rank] for rank in self._taking]
+        try:
+            with Lookout(seat, there, devices, self._tell_of_end):
+                return work(seat, *args)
+        except StoreGone as error:
+            raise self._who_had_it(error) from error
+
+    def _who_had_it(self, error: StoreGone) -> TrainingError:
+        """The rank that is lost with the store, where one has it."""
+        first = self._met[0]
+        if self._place.agent_has_store or first is None:
+            return error
+        return RankLost(
+            f"{error.what}: rank 0 (device '{first.id}')",
+            where=error.where,
+            why=error.why,
+            fix=error.fix,
+            device=first.id,
+            device_class=first.device_class,
+        )
 
     def _tell_of_end(self, error: GpumixError) -> None:
         if self.speaks and self._output is not None:
@@ -175,10 +269,16 @@ class TorchrunRunner:
 
     def _meet(self) -> Cluster:
         """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
-        device, device_class = own_device(self._place)
+        own: tuple[Device, DeviceClass] | None = None
+        try:
+            own = own_device(self._place)
+        except InputError as error:
+            if not self._place.restarted:
+                raise
+            self._no_device = error  # which it had, before it was started again
         word, _ = self._arrive()
         store = self._store(f"{word}/devices")
-        cluster, self._met = meet_devices(store, self._place, device, device_class)
+        cluster, self._met = meet_devices(store, self._place, own)
         return cluster
 
     def _arrive(self) -> tuple[str, list[Arrival]]:
@@ -211,7 +311,7 @@ class TorchrunRunner:
         _, arrivals = self._arrive()
         return sorted({arrival.agent for arrival in arrivals})
 
-    def _store(self, prefix: str) -> Store:
+    def _store(self, prefix: str) -> dist.Store:
         from gpumix.train.rendezvous import store_of
 
         return store_of(replace(seat_in(self._place, NO_DEVICE), run=prefix), MEETING_S)
@@ -249,21 +349,23 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
 
 
 def meet_devices(
-    store: Store, place: TorchrunPlace, device: Device, device_class: DeviceClass
-) -> tuple[Cluster, tuple[Device, ...]]:
-    """Every rank tells its device: the cluster of all, and the device of each rank. Collective.
+    store: Store, place: TorchrunPlace, own: tuple[Device, DeviceClass] | None
+) -> tuple[Cluster, tuple[Device | None, ...]]:
+    """Every rank tells its device: the cluster of all, and the device of each rank that has one.
+    Collective.
 
     Raises:
         InputError: two ranks have the same device, or a class is not the same everywhere.
         TrainingError: a rank said nothing.
     """
-    store.set(str(place.rank), json.dumps([device_class.model_dump(), device.model_dump()]))
+    store.set(str(place.rank), json.dumps([value.model_dump() for value in own or ()]))
     told = [json.loads(_heard(store, str(rank), f"rank {rank}")) for rank in range(place.world)]
-    devices = tuple(Device(**device) for _, device in told)
+    devices = tuple(Device(**one[0]) if one else None for one in told)
     # A class that is not the same everywhere (another driver, say) is there twice, and refused.
-    classes = dict.fromkeys(DeviceClass(**found) for found, _ in told)
+    classes = dict.fromkeys(DeviceClass(**one[1]) for one in told if one)
+    found = tuple(device for device in devices if device is not None)
     try:
-        return Cluster(classes=tuple(classes), devices=devices), devices
+        return Cluster(classes=tuple(classes), devices=found), devices
     except ValidationError as error:
         raise InputError(
             f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
@@ -335,6 +437,17 @@ def agent() -> str:
     of the same number is another."""
     parent = os.getppid()
     return f"{socket.gethostname()}/{parent}/{begun(parent)}"
+
+
+def _lessons(output: Path) -> Lessons:
+    """Those that ranks of the last start have left there; of earlier ones not why it starts."""
+    by_torchrun = Restart("torchrun started it again", last_heard(output) or time.time())
+    path, begun_at = output / run_files.LESSONS, output / run_files.AGENTS
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = Lessons.from_text(path.read_text(encoding="utf-8"))
+        of_last = path.stat().st_mtime_ns > begun_at.stat().st_mtime_ns
+        return found if of_last else replace(found, restart=by_torchrun)
+    return Lessons(by_torchrun)
 
 
 def _was_there(output: Path, agents: Sequence[str]) -> bool:
