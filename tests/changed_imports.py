@@ -1,7 +1,7 @@
 """The examples whose import alone is changed, run as they were and as they are.
 
 As they were in a process of the harness, which has imported what they need; as they are by
-`gpumix launch`, as their first lines say, on unlike emulated devices.
+`gpumix launch`, as their first lines say, or torchrun, on unlike emulated devices.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SCRIPTS = {
     "sft_lora": ([*TRAINER, "--bf16", "False"], "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
+BY_TORCHRUN = ("run_clm", "sft_lora", "clm_no_trainer")  # are started so too, as pages say
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 LOSSES = "losses.json"
@@ -108,26 +109,27 @@ class Launched:
 
 
 def launched(name: str, folder: Path, *, torchrun: bool = False) -> Launched:
-    """An example on two unlike emulated devices, started as a user does."""
-    cluster, output = folder / "cluster.yaml", Path(f"{name}-after")
+    """An example on two unlike emulated devices, started as a user does; what was measured in
+    `folder` before is not measured again."""
+    cluster, output = folder / "cluster.yaml", Path(f"{name}-{'torchrun' if torchrun else 'after'}")
     cluster.write_text(DEVICES)
     (folder / output).mkdir()
     start = [*TORCHRUN, "--nproc-per-node", "2"] if torchrun else [*LAUNCH, cluster.name]
     script = [str(EXAMPLES / f"{name}.py"), *arguments_of(name, output, 2)]
     more = {"GPUMIX_CLUSTER": str(cluster)} if torchrun else {}
-    return trained([*start, *script], name, folder, **more)
+    return trained([*start, *script], name, folder / output, **more)
 
 
-def trained(words: list[str], name: str, folder: Path, **more: str) -> Launched:
+def trained(words: list[str], name: str, output: Path, **more: str) -> Launched:
     """What `python -m WORDS` does with an example, by `launched` or as that did before.
 
     Args:
-        folder: where it is started.
+        output: its folder; it is started in the one around it.
         more: of the environment.
     """
+    folder = output.parent
     env = environment(folder / "cache") | ENVIRONMENT | more
     done = run([sys.executable, "-m", *words], folder=folder, env=env, timeout_s=240)
     assert done.code == 0, done.err[-4000:]
     samples = [int(found) for found in re.findall(r"(\d+) samples a step", done.out)]
-    output = folder / f"{name}-after"
     return Launched(_written(name, output), samples, output)
