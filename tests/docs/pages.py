@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]{10,}) -->\n\n(?P<block>(?: {4}.*\n|\n)+)")
-PROGRAMS = ("gpumix", "make", "python", "torchrun")
+PROGRAMS = ("gpumix", "make", "pytest", "python", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 def inline_commands(page: Path) -> Iterator[list[str]]:
     """The same in the running text: `gpumix plan job.yaml`, often without its arguments."""
     prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
-    for code in re.findall(r"`(gpumix [^`]+)`", " ".join(prose.split())):
+    for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", " ".join(prose.split())):
         for command in code.split("&&"):
             yield shlex.split(command)
 

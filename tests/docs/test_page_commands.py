@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import runpy
+import sys
 import tomllib
+from argparse import ArgumentParser
+from contextlib import redirect_stderr
 from functools import cache
+from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import typer
@@ -12,6 +19,8 @@ from pages import PAGES, ROOT, blocks, commands, inline_commands, marked
 from typer.testing import CliRunner
 
 from gpumix.cli import app
+from gpumix.spec.errors import MachineError
+from harness import run_ranks
 
 GROUP = typer.main.get_command(app)
 SHOWN = [(block, words) for page in PAGES for block in blocks(page) for words in commands(block)]
@@ -19,7 +28,12 @@ INLINE = [(page, words) for page in PAGES for words in inline_commands(page)]
 PLACEHOLDER = re.compile(r"\[.*\]|\.\.\.")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-OF_THE_READER = {"train.py", "loop.py"}
+OF_THE_READER = {"train.py", "loop.py", "build"}
+OF_SCRIPTS = {
+    tuple(words[1:])
+    for _, words in [*SHOWN, *INLINE]
+    if words[0] == "python" and (ROOT / words[1]).is_file()
+}
 # Other programs. What a page does not run it says, with the reason.
 BY_OTHERS = re.compile(r"(?m)^(?:sbatch|srun|kubectl|ssh|wandb|mlflow|docker|curl|git) ")
 
@@ -54,9 +68,11 @@ def of_launch(words):
 
 
 def check_python(words):
-    """A script that exists, or this package."""
+    """A script that exists, this package, or a module."""
     if words[:2] == ["-m", "gpumix"]:
         check_gpumix(words[2:])
+    elif words[:1] == ["-m"]:
+        assert words[1] in OF_THE_READER or find_spec(words[1]), f"there is no {words[1]}"
     else:
         check_scripts(words[:1])
 
@@ -68,8 +84,22 @@ def check_scripts(words):
 
 def check_torchrun(words):
     """The options are torchrun's own affair."""
-    start = next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
-    check_python(words[start:])
+    starts = (i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    check_python(words[next(starts, len(words)) :])
+
+
+def check_pytest(words):
+    """Tests that exist; of those that need a GPU some."""
+    for word in words:
+        if word.startswith("tests/"):
+            path = ROOT / word
+            texts = [
+                file.read_text(encoding="utf-8")
+                for file in [path, *path.rglob("test_*.py")]
+                if file.is_file()
+            ]
+            assert texts, f"there is no {word}"
+            assert "gpu" not in words or any("mark.gpu" in text for text in texts)
 
 
 def check_make(words):
@@ -80,6 +110,7 @@ def check_make(words):
 CHECKS = {
     "gpumix": check_gpumix,
     "make": check_make,
+    "pytest": check_pytest,
     "python": check_python,
     "torchrun": check_torchrun,
 }
@@ -96,6 +127,9 @@ def test_a_command_in_a_block_has_a_verb_and_options_that_exist(block, words):
     ("page", "words"), INLINE, ids=[f"{page.name}-{' '.join(words)}" for page, words in INLINE]
 )
 def test_a_command_in_the_text_has_a_verb_and_options_that_exist(page, words):
+    if words[0] != "gpumix":
+        CHECKS[words[0]](words[1:])
+        return
     verbs = [word for word in words[1:2] if not word.startswith("-")]
     if verbs == ["launch"]:
         words = [*words[:2], *of_launch(words[2:])]
@@ -118,6 +152,48 @@ def test_extras_that_are_to_be_installed_are_there(page):
 def test_the_readme_shows_each_verb_that_one_needs():
     shown = {words[1] for block, words in SHOWN if block.page.name == "README.md"}
     assert {"devices", "plan", "train", "simulate", "export"} <= shown
+
+
+def test_scripts_take_what_pages_give_them():
+    wrong = ("benchmarks/integrations.py", "--only", "overhead")
+    (refused,) = run_ranks(refused_by_scripts, 1, sorted({*OF_SCRIPTS, wrong}))
+    assert "invalid choice: 'overhead'" in refused.pop(wrong)
+    assert refused == {}
+
+
+class Taken(Exception):
+    """A script has read its arguments, and goes no further."""
+
+
+def refused_by_scripts(lines):
+    """What scripts say of arguments that they do not take."""
+    parse, refused = ArgumentParser.parse_args, {}
+
+    def parsed(parser):
+        parse(parser)
+        raise Taken
+
+    for words in lines:
+        path = ROOT / words[0]
+        if "parse_args()" not in path.read_text(encoding="utf-8"):  # it would run
+            refused |= {words: "it has no parse_args()"} if words[1:] else {}
+            continue
+        told = io.StringIO()
+        with (
+            mock.patch.object(ArgumentParser, "parse_args", parsed),
+            mock.patch.object(sys, "argv", [*words]),
+            mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+            redirect_stderr(told),
+        ):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except Taken:
+                continue
+            except MachineError as error:  # it needs what is not installed here
+                assert "is not installed" in error.what
+            except SystemExit:
+                refused[words] = told.getvalue()
+    return refused
 
 
 def test_a_wrong_option_is_noticed():
