@@ -1,9 +1,9 @@
-"""Helpers that lie with the tests of the command line, of `train` and of the planner."""
+"""Helpers that lie with tests of other packages."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-for folder in ("cli", "train", "planner"):
+for folder in ("cli", "train", "planner", "integrations"):
     sys.path.append(str(Path(__file__).parents[1] / folder))

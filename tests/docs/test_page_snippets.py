@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from pages import PAGES, ROOT, blocks
+from torch.utils.data import DataLoader
 
 import gpumix
 from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
@@ -21,6 +22,7 @@ from gpumix.spec.errors import MachineError
 from gpumix.spec.read import read_cluster, read_job
 from harness import run_ranks
 from models import WIDTH, Block, Regression
+from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
 
 ALL = [block for page in PAGES for block in blocks(page)]
 JOBS = [block for block in ALL if block.text.startswith("model:")]
@@ -82,9 +84,7 @@ def test_a_cluster_is_read(block, tmp_path):
 
 @pytest.mark.parametrize("block", LOOPS, ids=str)
 def test_calls_bind_to_the_real_signatures(block):
-    checked = Calls()
-    checked.visit(ast.parse(block.text))
-    assert {"gpumix.prepare", "gpumix.Loader", "Engine.step"} <= checked.bound
+    assert {"gpumix.prepare", "gpumix.Loader", "Engine.step"} <= bound_in(block.text)
 
 
 @pytest.mark.slow
@@ -134,37 +134,44 @@ def test_what_is_whole_runs(block):
 
 @pytest.mark.parametrize("block", PIECES, ids=str)
 def test_what_a_piece_imports_takes_its_calls(block):
-    assert calls_of_imported(block.text)
+    assert bound_in(block.text)
 
 
 @pytest.mark.parametrize("block", CHANGES, ids=str)
 def test_what_a_change_makes_takes_its_calls(block):
     after = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
-    assert calls_of_imported("\n".join(after))
+    assert bound_in("\n".join(after))
 
 
-def calls_of_imported(text: str) -> list[str]:
-    """Names that are imported from gpumix and called: the calls bind to the real signatures."""
-    tree = ast.parse(text)
-    known: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gpumix"):
-            known |= {alias.name: imported(node.module, alias.name) for alias in node.names}
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    own = [call for call in calls if call.func.id in known]
-    for call in own:
-        keywords = {keyword.arg: None for keyword in call.keywords}
-        inspect.signature(known[call.func.id]).bind(*[None] * len(call.args), **keywords)
-    return [call.func.id for call in own]
+def bound_in(text: str) -> set[str]:
+    checked = Calls()
+    checked.visit(ast.parse(text))
+    return checked.bound
 
 
-def imported(module: str, name: str) -> Any:
-    try:
-        return getattr(import_module(module), name)
-    except MachineError as error:
-        if "is not installed" not in error.what:
-            raise
-        pytest.skip(error.what)
+@pytest.mark.slow
+def test_the_loop_of_a_page_trains_as_with_the_stock_class(tmp_path):
+    (loop,) = [block.text for block in PIECES if block.page.name == "accelerate.md"]
+    (stock,) = run_ranks(last_of_loop, 1, loop.replace("gpumix", "accelerate"), tmp_path, 1)
+    assert "from gpumix import" in loop and "steps=2)" in loop
+    for rank in run_ranks(last_of_loop, 2, loop, tmp_path, 2):
+        assert rank == pytest.approx(stock, rel=1e-4)
+
+
+def last_of_loop(loop: str, folder: Path, world: int) -> float:
+    """The last loss of a loop, which has what it does not say itself."""
+    as_launched(folder)
+    if world > 1:
+        loop = loop.replace("steps=2)", "steps=2, plan=plan)")
+    network = model()
+    names: dict[str, Any] = {
+        "model": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
+        "loader": DataLoader(Texts(), batch_size=GLOBAL_BATCH // world),
+        "plan": other_ranks(),
+    }
+    exec(compile(loop, "loop", "exec"), names)
+    return names["loss"].item()
 
 
 @pytest.mark.parametrize("block", IMPORTS, ids=str)
@@ -200,12 +207,27 @@ def test_every_example_whose_import_changes_is_shown():
     assert len(readme) == len({OURS.search(text)[0] for text in texts})
 
 
+def imported(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except MachineError as error:
+        if "is not installed" not in error.what:
+            raise
+        pytest.skip(error.what)
+
+
 class Calls(ast.NodeVisitor):
-    """Binds each call of `gpumix.NAME`, and each method call on what such a call returned."""
+    """Binds each call of `gpumix.NAME` and of what is imported, and each method call on what such a
+    call returned."""
 
     def __init__(self) -> None:
         self.bound: set[str] = set()
+        self._imported: dict[str, Any] = {}
         self._types: dict[str, type] = {}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self._imported[alias.name] = imported(str(node.module), alias.name)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self._name(node.targets[0], node.value)
@@ -216,37 +238,65 @@ class Calls(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-            owner, name = node.func.value.id, node.func.attr
-            if owner == "gpumix":
-                self._bind(f"gpumix.{name}", getattr(gpumix, name), node, [])
-            elif owner in self._types:
-                kind = self._types[owner]
+        if (called := self._called(node)) is not None:
+            self._bind(ast.unparse(node.func), called, node, [])
+        elif isinstance(node.func, ast.Attribute):
+            kind, name = self._types.get(ast.unparse(node.func.value)), node.func.attr
+            if kind is not None:
                 self._bind(f"{kind.__name__}.{name}", getattr(kind, name), node, [None])
         self.generic_visit(node)
 
+    def _called(self, node: ast.expr) -> Any:
+        """What `gpumix.NAME(...)`, or the call of something imported, calls."""
+        if not isinstance(node, ast.Call):
+            return None
+        name = ast.unparse(node.func)
+        of_gpumix = name.partition("gpumix.")[2]
+        return getattr(gpumix, of_gpumix) if of_gpumix else self._imported.get(name)
+
     def _name(self, target: ast.expr | None, value: ast.expr) -> None:
-        """Remember the type of a variable that gets the result of `gpumix.NAME(...)`."""
-        made = isinstance(value, ast.Call) and ast.unparse(value.func).partition("gpumix.")[2]
-        if not made or not isinstance(target, ast.Name):
+        """Remember the type of a variable that gets the result of a call."""
+        thing = self._called(value)
+        if thing is None or not isinstance(target, ast.Name):
             return
-        thing = getattr(gpumix, made)
         kind = thing if inspect.isclass(thing) else get_type_hints(thing)["return"]
         if inspect.isclass(kind) and kind.__module__.startswith("gpumix"):
             self._types[target.id] = kind
 
     def _bind(self, name: str, function: Any, node: ast.Call, given: list[None]) -> None:
         positional = given + [None] * len(node.args)
-        inspect.signature(function).bind(*positional, **{k.arg: None for k in node.keywords})
+        parameters_of(function).bind(*positional, **{k.arg: None for k in node.keywords})
         self.bound.add(name)
+
+
+def parameters_of(function: Any) -> inspect.Signature:
+    """Of a class that passes on what it does not know: with what those behind it take."""
+    if not inspect.isclass(function):
+        return inspect.signature(function)
+    own: list[inspect.Parameter] = []
+    for kind in (kind for kind in function.__mro__ if "__init__" in vars(kind)):
+        _, *taken = inspect.signature(kind.__init__).parameters.values()
+        if not any(one.kind is one.VAR_KEYWORD for one in taken):
+            return inspect.Signature([*taken, *own])
+        own += [one for one in taken if one.kind is one.KEYWORD_ONLY]
+    raise AssertionError(f"all classes of {function} take anything")
 
 
 def test_a_wrong_keyword_is_noticed():
     with pytest.raises(TypeError, match="batch_size"):
-        Calls().visit(ast.parse("gpumix.plan(profile, 64, batch_size=3)"))
+        bound_in("gpumix.plan(profile, 64, batch_size=3)")
+
+
+@pytest.mark.parametrize(
+    "call", ["gpumix import Accelerator", "gpumix.integrations.transformers import Trainer"]
+)
+def test_a_wrong_keyword_that_is_passed_on_is_noticed(call):
+    name = call.split()[-1]
+    assert bound_in(f"from {call}\n{name}(plan=plan)") == {name}
+    with pytest.raises(TypeError, match="gradient_accumulation'"):
+        bound_in(f"from {call}\n{name}(gradient_accumulation=2)")
 
 
 def test_a_wrong_method_is_noticed():
-    text = "engine = gpumix.prepare(model, plan)\nengine.backward(loss)"
     with pytest.raises(AttributeError, match="backward"):
-        Calls().visit(ast.parse(text))
+        bound_in("engine = gpumix.prepare(model, plan)\nengine.backward(loss)")
