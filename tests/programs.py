@@ -96,6 +96,7 @@ def arguments(output: Path, batch: int, **settings: Any) -> Any:
         "save_steps": 4,
         "eval_strategy": "steps",
         "eval_steps": 5,
+        "per_device_eval_batch_size": 2,
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
@@ -104,7 +105,6 @@ def arguments(output: Path, batch: int, **settings: Any) -> Any:
     return TrainingArguments(
         output_dir=str(output),
         per_device_train_batch_size=batch,
-        per_device_eval_batch_size=2,
         **(defaults | settings),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from evaluations import evaluations
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.integrations.missing import need_names
@@ -129,6 +130,7 @@ def variations() -> dict[str, dict[str, Any]]:
         "a mapped stream": {"train_dataset": mapped_stream, **STREAMED},
         "a stream that goes on": {"train_dataset": mapped_stream, "goes_on": True, **STREAMED},
         "noise in embeddings": {"neftune_noise_alpha": 5.0},
+        **evaluations(),
         **{f"weights {name}": {"model": name} for name in MODELS},
     }
 
@@ -200,6 +202,11 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
             given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
         if "compute_loss_func" in changes:
             given["compute_loss_func"] = changes.pop("compute_loss_func")
+        given["eval_dataset"] = Texts(10, seed=2)
+        given["compute_metrics"] = changes.pop("compute_metrics", lambda: None)()
+        given["callbacks"] = [make() for make in (changes.pop("callbacks", None),) if make]
+        then = changes.pop("then", lambda trainer: [])
+        changes["per_device_eval_batch_size"] = 2 if ours else 4
         batch = 12 // accumulates // (2 if ours else 1)
         goes_on = changes.pop("goes_on", False)
         saves = {"save_strategy": "steps", "save_steps": 2} if goes_on else {}
@@ -220,6 +227,7 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
         if twice:  # it begins anew
             trainer.train()
             found[name] += log_of(trainer, "loss")
+        found[name] += then(trainer)
     return found
 
 

@@ -140,9 +140,16 @@ def _made(
         told[LABELS] = _one_or_all(labels)
     told[LOGITS] = _logits(trainer, outputs, told.get(LABELS), ignored)
     if INPUTS in trainer.args.include_for_metrics:
-        told[INPUTS] = batch[getattr(trainer.model, "main_input_name", "input_ids")]
+        told[INPUTS] = _inputs(trainer, batch)
     with host_memory():
         return {name: tree_map(_on_host, value) for name, value in told.items()}
+
+
+def _inputs(trainer: Any, batch: Any) -> Any:
+    """What transformers gives of them: metrics that are told of each batch get all of it."""
+    if trainer.args.batch_eval_metrics:
+        return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    return batch[getattr(trainer.model, "main_input_name", "input_ids")]
 
 
 def _logits(trainer: Any, outputs: Any, labels: Any, ignored: Sequence[str]) -> Any:
@@ -181,14 +188,11 @@ def _losses(rows: Mapping[str, Any]) -> Any:
 
 
 def _prediction(args: Any, logits: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
-    """For `compute_metrics`: arrays, those that it asked for."""
+    """For `compute_metrics`, what it asked for: arrays, or of a batch tensors."""
     wanted = args.include_for_metrics
-    told = {
-        "predictions": logits,
-        "label_ids": labels,
-        "inputs": inputs if "inputs" in wanted else None,
-        "losses": losses if "loss" in wanted else None,
-    }
     return EvalPrediction(
-        **tree_map(lambda value: value.numpy() if torch.is_tensor(value) else value, told)
+        predictions=logits,
+        label_ids=labels,
+        inputs=inputs if "inputs" in wanted else None,
+        losses=losses if "loss" in wanted else None,
     )
