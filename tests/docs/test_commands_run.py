@@ -81,6 +81,7 @@ ELSEWHERE = {
     "gpumix demo --steps 10": "tests/cli/test_demo.py",
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
+    "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
 }
 # What makes the folder, before any other command.
 FIRST = (

@@ -78,6 +78,26 @@ def test_who_cannot_join_is_refused(calls, monkeypatch):
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, 1),
+        ({"RANK": "1"}, 0),
+        ({"GPUMIX_APART": "1"}, 0),
+        ({"GPUMIX_STARTS": "1"}, 0),
+        ({"TORCHELASTIC_RUN_ID": ""}, 0),
+    ],
+)
+def test_agents_that_anybody_reaches_are_told_of_once(calls, monkeypatch, capsys, changes, said):
+    launched.tell_of_open_agents.cache_clear()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    start(monkeypatch, **({"RANK": "0", "TORCHELASTIC_RUN_ID": "one"} | changes))
+    for there in (False, True):
+        monkeypatch.setattr(dist, "is_initialized", lambda there=there: there)
+        join_launched(on_gpus=False)
+    assert capsys.readouterr().err.count(launched.AGENTS_OPEN) == said
+
+
 LOOP = """
 import atexit
 import os
@@ -124,6 +144,7 @@ def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
     assert done.code == 0, done.err
     assert "destroy_process_group" not in done.err
+    assert done.err.count(launched.AGENTS_OPEN) == 1
     told = dict(line.split(": ") for line in done.out.splitlines())
     assert [told.pop(f"threads of rank {rank}") for rank in (0, 1)] == ["0", "0"]
     assert told.keys() == {"rank 0", "rank 1"}

@@ -19,6 +19,11 @@ from gpumix.engine.comm import leave_groups
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place, world_size
 from gpumix.spec.errors import InputError
 
+AGENTS_OPEN = (
+    "torchrun's agents listen on all addresses of their hosts, and with c10d, their default on one "
+    "host, read pickles: who reaches them can run code. `gpumix launch` has none, and with "
+    "--rdzv-backend gpumix --rdzv-endpoint HOST:PORT they do neither"
+)
 LEAVE_S = 5.0  # that a rank waits for the others at its end: one that failed never comes
 
 
@@ -34,6 +39,7 @@ def join_launched(*, on_gpus: bool) -> None:
         InputError: there are several processes, and nothing says how they meet; or this one has no
             GPU of its own.
     """
+    tell_of_open_agents()
     if world_size() == 1 or dist.is_initialized():
         return
     place = torchrun_place()
@@ -48,6 +54,15 @@ def join_launched(*, on_gpus: bool) -> None:
         _take_gpu(place)
     dist.init_process_group("nccl" if on_gpus else "gloo")
     leave_at_end()
+
+
+@cache
+def tell_of_open_agents() -> None:
+    """Say on the first rank, once, that torchrun's agents can be reached from anywhere, if so."""
+    place = torchrun_place()
+    if place is not None and place.rank == 0 and place.agents_open and not place.starts:
+        with suppress(OSError):  # nobody listens
+            sys.stderr.write(f"{AGENTS_OPEN}\n")
 
 
 @cache

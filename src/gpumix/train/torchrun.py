@@ -42,17 +42,12 @@ from gpumix.train.launch import Seat
 from gpumix.train.outcome import Summary
 from gpumix.train.progress import last_heard, mark_failed, write_at_once
 from gpumix.train.recovery import Lessons, Restart
-from gpumix.train.tables import stderr
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
-AGENTS_OPEN = (
-    "torchrun's agents listen on all addresses of their hosts, and with c10d read pickles: who "
-    "reaches them can run code. --rdzv-backend gpumix --rdzv-endpoint HOST:PORT does neither"
-)
 OUTCOME, ANEW = "outcome", "begin anew"  # for ranks that take no part
 NO_DEVICE = Device(id="none", device_class="none")  # of who only asks the store
 
@@ -298,8 +293,9 @@ class TorchrunRunner:
                 begun=begun(process),
             )
             self._arrived = arrive(store, place.rank, place.world, own)
-            if self.speaks and place.agents_open and not place.starts:
-                stderr().print(AGENTS_OPEN, style="yellow")
+            from gpumix.engine.launched import tell_of_open_agents
+
+            tell_of_open_agents()
         return self._arrived
 
     def _meet_anew(self) -> None:
