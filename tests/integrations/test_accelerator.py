@@ -304,6 +304,56 @@ def _settings(folder: Path) -> list[tuple[float, Any]]:
     return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
 
 
+class Count:
+    """What a script registers: a state of its own."""
+
+    def __init__(self) -> None:
+        self.seen: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_what_is_registered_comes_back_and_runs_no_code(tmp_path):
+    assert run_ranks(_registered, 1, tmp_path) == [3]
+    assert not (tmp_path / "ran").exists()
+
+
+def _registered(folder: Path) -> Any:
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters())
+    accelerator.prepare(network, optimizer, DataLoader(Texts(), batch_size=GLOBAL_BATCH))
+    count = Count()
+    accelerator.register_for_checkpointing(count)
+    count.seen = Runs(folder / "ran")
+    accelerator.save_state(str(folder / "hostile"))
+    count.seen = 3
+    accelerator.save_state(str(folder / "state"))
+    count.seen = 0
+    refused = r"hostile/custom_checkpoint_0\.pkl: .* is not read.*\n  why: Unsupported global"
+    with pytest.raises(InputError, match=refused):
+        accelerator.load_state(str(folder / "hostile"))
+    accelerator.load_state(str(folder / "state"))
+    return count.seen
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         texts = Texts()

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import accelerate
 import torch
+from accelerate import accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
-from accelerate.utils import send_to_device
+from accelerate.utils import load, send_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -322,7 +325,8 @@ class Accelerator(accelerate.Accelerator):
         folder = self._last_state() if input_dir is None else Path(input_dir).expanduser()
         optimizers, self._optimizers = self._optimizers, []
         try:
-            super().load_state(str(folder), *args, **kwargs)
+            with _registered_as_weights():
+                super().load_state(str(folder), *args, **kwargs)
         finally:
             self._optimizers = optimizers
         self._record.done = self._saver.load(folder, optimizers[0].optimizer)
@@ -344,6 +348,33 @@ class Accelerator(accelerate.Accelerator):
                 fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
             )
         return numbers[max(numbers)]
+
+
+@contextmanager
+def _registered_as_weights() -> Iterator[None]:
+    """Inside, states of registered objects are read as all others are; Accelerate would unpickle
+    whatever lies there."""
+    unpickled = accelerator.load_custom_state
+    accelerator.load_custom_state = _load_registered
+    try:
+        yield
+    finally:
+        accelerator.load_custom_state = unpickled
+
+
+def _load_registered(obj: Any, path: str, index: int = 0) -> None:
+    file = Path(path, f"custom_checkpoint_{index}.pkl")
+    try:
+        state = load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise InputError(
+            f"the state of a registered {type(obj).__name__} is not read: that could run code",
+            where=str(file),
+            why=str(error).partition("error: ")[2].partition("\n")[0],
+            fix="let its state_dict() return tensors, numbers, texts, lists and dicts; for a class "
+            "that you trust call torch.serialization.add_safe_globals before",
+        ) from error
+    obj.load_state_dict(state)
 
 
 def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
