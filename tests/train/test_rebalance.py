@@ -145,6 +145,18 @@ def test_a_device_that_slows_down_gets_fewer_samples_within_five_steps():
     assert change.samples == (12, 12, 12, 12)
 
 
+def test_what_has_lost_is_undone_and_says_what_was_lost():
+    run = Run(12, 12, 12, 12)
+    run.sample_s[3] = 3.0
+    ((_, change),) = run.steps(WINDOW_STEPS + 1)
+    run.sample_s[3] = 1.0
+    ((_, undone),) = run.steps(40)
+    assert undone.samples == (12, 12, 12, 12)
+    took = max(change.samples)
+    told = f"the last split is undone: by it steps took {took}.00 s instead of 12.00 s"
+    assert undone.why == told
+
+
 def test_what_a_host_cannot_read_is_not_given_to_its_device():
     """The first device computes three times as fast, and its host reads half as many samples a
     second as the second one computes: a plan that knows is left alone, and one that does not is
@@ -374,6 +386,7 @@ def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     assert "'small-0'" in change["why"]
     effect = metrics(tmp_path / "run", "rebalanced")[changes.index(change)]
     assert effect["step_s"] < effect["step_before_s"]
+    assert effect["steps"] > 0
 
     still = write_job(tmp_path / "still", **usual | {"rebalance": False})
     train(still, plan=plan_for(still, samples))

@@ -63,7 +63,8 @@ class Balancing:
         self._rebalancer: Rebalancer | None = None
         self.changes = 0
         self._steps = 0
-        self._changed: tuple[int, float] | None = None  # when, and what a step took before
+        # After how many steps, and what one took before, until it is told what came of it.
+        self._changed: tuple[int, float] | None = None
         if step_before_s is not None:
             self._changed = (FIRST_STEPS, step_before_s)
         self.outdated: PlanOutdated | None = None
@@ -77,7 +78,7 @@ class Balancing:
                 steps=job.steps,
             )
 
-    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
+    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
         """Decide. Collective once.
 
         Args:
@@ -86,14 +87,14 @@ class Balancing:
         """
         self._steps += 1
         if self._alone or self._steps < FIRST_STEPS:
-            return None
+            return []
         if len(self.plan.stages) > 1:
             return self._after_stages(times, compute_s)
         if self._rebalancer is None:
             self._rebalancer = self._watching()
         change = self._rebalancer.observe(compute_s)
         if change is None:
-            return self._effect(times)
+            return self._settled(times)
         told = self._goes_on_by(
             self._with(change),
             change,
@@ -106,14 +107,14 @@ class Balancing:
             self._rebalancer.go_on(self.plan, self._room())
         return told
 
-    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> Told | None:
+    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
         found = self._restaging.observe(compute_s) if self._restaging is not None else None
         if isinstance(found, PlanOutdated):
             found.step_s = _of_late(times)
             self.outdated = found
-            return None
+            return self.effect(times)
         if found is None:
-            return self._effect(times)
+            return self._settled(times)
         return self._goes_on_by(found.plan, found, times, what="a step")
 
     def _goes_on_by(
@@ -124,12 +125,13 @@ class Balancing:
         *,
         what: str,
         moving_s: float | None = None,
-    ) -> Told:
+    ) -> list[Told]:
         """The samples are split anew from the next step on; see `dealt_anew`."""
         before, self.plan = self.plan, plan
         self.changes += 1
-        self._changed = (self._steps, _of_late(times))
-        return dealt_anew(
+        effect = self.effect(times)
+        self._changed = (len(times), _of_late(times))
+        told = dealt_anew(
             before,
             plan,
             found.why,
@@ -138,6 +140,7 @@ class Balancing:
             after_s=found.after_s,
             moving_s=moving_s,
         )
+        return [*effect, told]
 
     def _watching(self) -> Rebalancer:
         """Collective without a profile."""
@@ -181,14 +184,24 @@ class Balancing:
             return plan
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
-    def _effect(self, times: Sequence[float]) -> Told | None:
-        """What the last change came to, once."""
-        if self._changed is None or self._steps < self._changed[0] + MEASURED_STEPS:
-            return None
-        (_, before_s), self._changed = self._changed, None
-        after_s = median(times[-MEASURED_STEPS + 1 :])
+    def _settled(self, times: Sequence[float]) -> list[Told]:
+        """What the last change came to, if enough steps tell."""
+        if self._changed is None or len(times) < self._changed[0] + MEASURED_STEPS:
+            return []
+        return self.effect(times)
+
+    def effect(self, times: Sequence[float]) -> list[Told]:
+        """What the last change came to, once, by however few steps: another one follows, or none
+        does."""
+        if self._changed is None or len(times) <= self._changed[0]:
+            return []
+        (since, before_s), self._changed = self._changed, None
+        # The first one may take longer.
+        measured = times[since + 1 :] or times[since:]
+        after_s = median(measured)
+        fields = {"step_s": after_s, "step_before_s": before_s, "steps": len(measured)}
         text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
-        return Told("rebalanced", {"step_s": after_s, "step_before_s": before_s}, text)
+        return [Told("rebalanced", fields, text)]
 
 
 def _of_late(times: Sequence[float]) -> float:

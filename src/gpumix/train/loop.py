@@ -177,6 +177,7 @@ class Trainer:
                 self._remember()
                 self._rebalance()
                 self._look_for_wrong_results()
+            self._tell_of_last_split()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)
@@ -400,11 +401,15 @@ class Trainer:
             self.keeping.settle(self.step)  # what is copied may move
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
-        self._telling.tell(self.step, [told] if told is not None else [])
+        self._telling.tell(self.step, told)
         if self._balancing.outdated is not None:
             if not self.keeping.keep(self.step):
                 self.save()
             raise self._balancing.outdated
+
+    def _tell_of_last_split(self) -> None:
+        if self._balancing is not None:
+            self._telling.tell(self.step, self._balancing.effect(self.taken.times_s))
 
     def _look_for_wrong_results(self) -> None:
         self._telling.tell(self.step, self._soundness.after_step(self.step))
@@ -432,6 +437,7 @@ class Trainer:
             )
 
     def _stop(self) -> None:
+        self._tell_of_last_split()
         path = self.save()
         self.keeping.forget()
         raise Interrupted(

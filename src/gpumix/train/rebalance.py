@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpumix.spec.plan import Plan
+from gpumix.spec.units import show_seconds
 from gpumix.train.paces import Pace, bound_s, planned_pace, slowest_s, split, with_data
 
 # A split is changed if steps come to take so much less time by the shortest times of so many steps
@@ -93,13 +94,23 @@ class _Last:
     Attributes:
         samples: those before it; None: state moved too, and nothing goes back.
         to_beat_s: by what steps take then; None: it did, or `failed`.
-        gained_s: on the samples before, so far.
+        took_s, instead_s: of steps so far, and what they would have taken by the samples before.
     """
 
     samples: tuple[int, ...] | None
     to_beat_s: float | None
-    gained_s: float = 0.0
     failed: bool = False
+    steps: int = 0
+    took_s: float = 0.0
+    instead_s: float = 0.0
+
+    @property
+    def gained_s(self) -> float:
+        return self.instead_s - self.took_s
+
+    def why_undone(self) -> str:
+        took, instead = (show_seconds(s / self.steps) for s in (self.took_s, self.instead_s))
+        return f"the last split is undone: by it steps took {took} instead of {instead}"
 
 
 class Rebalancer:
@@ -172,8 +183,10 @@ class Rebalancer:
             return None
         self._times.append(times)
         if self._last is not None and self._last.samples is not None:
-            now_s, before_s = self._take_s(times, self.samples, self._last.samples)
-            self._last.gained_s += before_s - now_s
+            took_s, instead_s = self._take_s(times, self.samples, self._last.samples)
+            self._last.steps += 1
+            self._last.took_s += took_s
+            self._last.instead_s += instead_s
         window = self._window()
         undone = self._if_each_gains(self._undone, WINDOW_STEPS) if self._last else None
         change = undone or self._if_each_gains(self._better, window)
@@ -219,7 +232,7 @@ class Rebalancer:
         before_s, after_s = self._take_s(seconds, self.samples, last.samples)
         if after_s > before_s * (1.0 - LEAST_GAIN):
             return None
-        return Change(last.samples, before_s, after_s, self._why(seconds))
+        return Change(last.samples, before_s, after_s, last.why_undone())
 
     def _judge(self, seconds: float) -> None:
         """What came of the last change, once it is known."""
