@@ -6,13 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, train, write_job
 
-from gpumix.spec.errors import Interrupted
-from gpumix.train.last_minute import Moment
+from gpumix.spec.errors import Interrupted, MachineError
+from gpumix.train.last_minute import AT_ONCE, LastMinute, Moment
 
 EACH_STEP = {"memory_every_steps": 1}
 
@@ -45,6 +48,29 @@ def losses(tmp_path_factory) -> list[float]:
 def test_a_step_is_waited_for_while_there_is_time_for_a_save(now, step_s, tells, save_s, late):
     """Asked at 100 s, in a step that began at 95 s, by somebody who waits for 30 s."""
     assert Moment(100.0, 30.0, 95.0, step_s, tells, save_s).too_late(now) is late
+
+
+def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path):
+    """The disk hangs, under the thread beside the main one."""
+    goes_on = threading.Event()
+    ranks = SimpleNamespace(rank=3, claim=lambda *_: AT_ONCE, claimed=lambda _: AT_ONCE)
+    job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
+    keeping = SimpleNamespace(
+        copies_in_memory=True,
+        patience_s=0.1,
+        save_copies=lambda limit_s: goes_on.wait() and None,
+        go_on_copying=lambda: None,
+    )
+    stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
+    late = r"rank 3 could not save the end of the run within 0 s"
+    last: Any = LastMinute(SimpleNamespace(ranks=ranks, job=job), keeping)
+    with last.beside(stop):
+        try:
+            with pytest.raises(MachineError, match=late) as caught:
+                last.leave_to_me()
+        finally:
+            goes_on.set()
+    assert str(tmp_path) in caught.value.where
 
 
 # -- in a run --------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ class Keeping:
         here = [rank for rank, host in enumerate(self._hosts) if host == context.device.host]
         self._ranks_here = len(here)
         self._first_here = here[0] == ranks.rank
-        self._patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
+        self.patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
+        """How long a checkpoint, or a copy in memory, may take."""
         self._group = self._group_of_ranks()
         self.checkpointer = self._checkpointer_of(self._group)
         self._beside: Checkpointer | None = None
@@ -93,12 +94,12 @@ class Keeping:
             keep=job.checkpoint.keep,
             group=group,
             ranks_here=self._ranks_here,
-            patience_s=self._patience_s,
+            patience_s=self.patience_s,
         )
 
     def _group_of_ranks(self) -> dist.ProcessGroup | None:
         """Whoever writes for too long says so before the others give up waiting for it."""
-        return self._context.ranks.checkpoint_group(patience_s=self._patience_s)
+        return self._context.ranks.checkpoint_group(patience_s=self.patience_s)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Keeping:
             tidies=self._first_here,
             extra=self._extra,
             buddies=self._buddies_in(home.generation(generation)),
-            patience_s=self._patience_s,
+            patience_s=self.patience_s,
         )
         # Beside the main thread, whatever that does with the other one.
         self._beside = self._checkpointer_of(self._group_of_ranks())

@@ -16,9 +16,13 @@ from functools import partial
 
 from gpumix.engine.leaving import leave_together
 from gpumix.engine.ranks import STORE_ERRORS
+from gpumix.engine.stands import wait_of
 from gpumix.hardware.environment import grace_of_launcher
 from gpumix.spec.errors import GpumixError, Interrupted
 from gpumix.spec.units import show_seconds
+from gpumix.train import run_files
+from gpumix.train.background import Overdue
+from gpumix.train.checkpoint_together import not_in_time
 from gpumix.train.context import Context
 from gpumix.train.keeping import Keeping
 from gpumix.train.metrics import WINDOW, typical_s
@@ -69,11 +73,13 @@ class LastMinute:
 
     def __init__(self, context: Context, keeping: Keeping) -> None:
         self._ranks, self._keeping = context.ranks, keeping
+        self._folder = context.job.output / run_files.CHECKPOINTS
         self._steps = context.job.steps
         self._grace_s = context.job.grace or grace_of_launcher() or GRACE_S
         self._began_at, self._step_s, self._tells = time.monotonic(), 0.0, False
         self._closed, self._over = threading.Event(), threading.Event()
         self._over.set()
+        self._watching: int | None = None  # the thread
 
     @contextmanager
     def beside(self, stop: StopRequest) -> Iterator[None]:
@@ -84,6 +90,7 @@ class LastMinute:
             watch = partial(self._watch, stop)
             threads = [threading.Thread(target=watch, name="gpumix-last-minute", daemon=True)]
             threads[0].start()
+            self._watching = threads[0].ident
         try:
             yield
         finally:
@@ -98,9 +105,18 @@ class LastMinute:
 
     def leave_to_me(self) -> None:
         """Said by the main thread before it saves for the last time; where the others have begun to
-        it waits for them, and is raised out of here if they could."""
-        if self._ranks.claim(END, BY_STEP) == AT_ONCE:
-            self._over.wait()
+        it waits for them, and is raised out of here if they could.
+
+        Raises:
+            MachineError: the disk hangs.
+            CommunicationError: another rank does.
+        """
+        if self._ranks.claim(END, BY_STEP) != AT_ONCE:
+            return
+        limit_s = min(self._grace_s + self._keeping.patience_s, threading.TIMEOUT_MAX)
+        if not self._over.wait(limit_s):
+            late = Overdue(limit_s, wait_of(self._watching))
+            raise not_in_time(late, "save the end of the run", self._ranks.rank, self._folder)
 
     def _watch(self, stop: StopRequest) -> None:
         word, error = "", None  # to be raised in the main thread
