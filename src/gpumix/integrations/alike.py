@@ -8,7 +8,7 @@ sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.groups import all_ranks, device_of_group
+from gpumix.integrations.gathering import all_numbers
 from gpumix.spec.errors import InputError
+
+COMPARISON = "comparison of models"
 
 
 def make_alike(model: nn.Module) -> list[str]:
@@ -31,7 +34,7 @@ def make_alike(model: nn.Module) -> list[str]:
     comm = all_ranks(device_of_group())
     named = list(_tensors(model))
     look = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in named]).encode()).hexdigest()
-    looks = _compared(comm, [int(look[:12], 16)])
+    looks = all_numbers([int(look[:12], 16)], COMPARISON)
     other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
     if other is not None:
         raise InputError(
@@ -39,21 +42,12 @@ def make_alike(model: nn.Module) -> list[str]:
             why="names, shapes or dtypes of their parameters and buffers differ",
             fix="make the same model on all ranks, whatever their number",
         )
-    table = _compared(comm, [_digest(tensor) for _, tensor in named])
+    table = all_numbers([_digest(tensor) for _, tensor in named], COMPARISON)
     differing = [len(set(column)) > 1 for column in zip(*table)]
     found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
     for name, tensor in found:
         _take(tensor, name, comm)
     return [name for name, _ in found]
-
-
-def _compared(comm: Communicator, numbers: Sequence[int]) -> list[list[int]]:
-    """Those of all ranks."""
-    told = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
-    table, exchanged = comm.exchange(told, "comparison of models")
-    exchanged.wait()
-    rows: list[list[int]] = table.tolist()
-    return rows
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

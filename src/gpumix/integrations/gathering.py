@@ -16,9 +16,17 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpumix.engine.comm import Communicator
+from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.spec.errors import InputError
 
 PADDING = -100  # as transformers pads predictions and labels of unlike lengths
+
+
+def all_numbers(own: Sequence[int], label: str) -> list[list[int]]:
+    """Every rank's whole numbers, of which all have as many, in rank order. Collective."""
+    told = torch.tensor(own, dtype=torch.int64)
+    rows: list[list[int]] = _exchanged(told, all_ranks(device_of_group()), label).tolist()
+    return rows
 
 
 def all_texts(text: str, comm: Communicator, label: str) -> list[str]:

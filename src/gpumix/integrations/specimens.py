@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.hardware.memory import host_memory
+from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.own_batches import collated, collated_tree
 from gpumix.spec.errors import InputError
 
@@ -48,7 +49,8 @@ def specimen_of(
     collate: Callable[[list[Any]], Any],
     check: Callable[[Callable[[list[Any]], Any], list[Any]], Any] = collated,
 ) -> Specimen:
-    """The longest sample of a dataset, or of as much of it as can be looked at.
+    """The longest sample of a dataset, or of as much of it as can be looked at; the same on all
+    ranks. Collective.
 
     Args:
         check: collates two samples, if batches are as they should be.
@@ -56,43 +58,60 @@ def specimen_of(
     Raises:
         InputError: there is none.
     """
-    longest: Any = None
     with host_memory():
-        begun, most = time.monotonic(), -1
-        for sample in _samples(dataset):
-            if (length := _length(sample)) > most:
-                longest, most = sample, length
-            if time.monotonic() - begun > LOOKS_S:
-                break
+        longest = _longest(dataset)
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
         batch = check(collate, [_fresh(longest), _fresh(longest)])
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
-    return Specimen(longest, collate, tokens.shape[1] if known else 1)  # type: ignore[union-attr]
+    own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
+    # A collator may draw how long it makes a batch, and the plan must be the same on all ranks.
+    every = all_numbers([own], "comparison of lengths of samples")
+    return Specimen(longest, collate, max(length for (length,) in every))
 
 
-def _samples(dataset: Any) -> Iterator[Any]:
+def _longest(dataset: Any) -> Any:
+    """The longest of what any rank found while it looked: the others' time may not have sufficed
+    for it. Collective. None of an empty dataset."""
+    longest, most, found = None, -1, 0
+    begun, samples = time.monotonic(), _samples(dataset)
+    for place, sample in samples:
+        if (length := _length(sample)) > most:
+            longest, most, found = sample, length, place
+        if time.monotonic() - begun > LOOKS_S:
+            break
+    every = all_numbers([most, -found], "comparison of samples")
+    place = -max(every)[1]
+    if place == found:
+        return longest
+    if not isinstance(dataset, IterableDataset):
+        return dataset[place] if place < len(dataset) else longest
+    return next((sample for at, sample in samples if at == place), longest)
+
+
+def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
+    """With their places."""
     if isinstance(dataset, IterableDataset):
-        yield from islice(dataset, OF_STREAM)
+        yield from enumerate(islice(dataset, OF_STREAM))
         return
-    if (place := _longest_of(dataset)) is not None:
-        yield dataset[place]
-        return
-    yield from (dataset[place] for place in range(min(len(dataset), LOOKED_AT)))
+    place = _longest_of(dataset)
+    places = range(min(len(dataset), LOOKED_AT)) if place is None else [place]
+    yield from ((place, dataset[place]) for place in places)
 
 
 def _longest_of(dataset: Any) -> int | None:
     """Where the longest sample is, of a `datasets.Dataset` that keeps lists of tokens."""
     table = getattr(dataset, "data", None)
-    if TOKENS not in (getattr(dataset, "column_names", None) or ()) or table is None:
+    columns = getattr(dataset, "column_names", None) or ()
+    if TOKENS not in columns or table is None or not len(dataset):
         return None
     if getattr(dataset, "_indices", None) is not None:  # it shows others than its table holds
         return None
     import pyarrow.compute as pc
 
     lengths = pc.list_value_length(table.column(TOKENS))
-    return int(lengths.to_numpy().argmax()) if len(lengths) else None
+    return int(lengths.to_numpy().argmax())
 
 
 def _length(sample: Any) -> int:
