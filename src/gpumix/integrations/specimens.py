@@ -106,11 +106,11 @@ def _longest_of(dataset: Any) -> int | None:
     columns = getattr(dataset, "column_names", None) or ()
     if TOKENS not in columns or table is None or not len(dataset):
         return None
-    if getattr(dataset, "_indices", None) is not None:  # it shows others than its table holds
-        return None
     import pyarrow.compute as pc
 
     lengths = pc.list_value_length(table.column(TOKENS))
+    if (shown := getattr(dataset, "_indices", None)) is not None:  # of its table, in another order
+        lengths = lengths.take(shown.column(0))
     return int(lengths.to_numpy().argmax())
 
 

@@ -1,0 +1,115 @@
+"""What devices are measured with: the longest sample, the same on ranks that read unlike fast."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+from gpumix.integrations import specimens
+from gpumix.integrations.specimens import OF_STREAM, specimen_of
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+
+LENGTHS = [3, 4, 2, 9, 5]
+SECONDS = [0.1, 0.7]  # for a sample, by rank: the second one has no time to come to the longest
+
+
+class Slow(Dataset[Any]):
+    """Takes time to read, by a clock of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        self.now += self.seconds
+        return {"input_ids": torch.full((LENGTHS[place],), place)}
+
+
+class SlowStream(IterableDataset[Any]):
+    def __init__(self, seconds: float) -> None:
+        self.samples = Slow(seconds)
+
+    def __iter__(self):
+        return (self.samples[place] for place in range(len(LENGTHS)))
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    rows = [torch.as_tensor(sample["input_ids"]) for sample in samples]
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+
+def at_its_speed(streamed: bool) -> tuple[int, list[int]]:
+    samples = Slow(SECONDS[dist.get_rank()])
+    dataset: Any = samples
+    if streamed:
+        dataset = SlowStream(0.0)
+        dataset.samples = samples
+    specimens.time = SimpleNamespace(monotonic=lambda: samples.now)
+    found = specimen_of(dataset, padded)
+    return found.sequence_length, found.batch(1)["input_ids"][0].tolist()
+
+
+def drawn() -> int:
+    """Of a collator that makes batches as long as it likes."""
+    longer = dist.get_rank()
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(len(samples), 5 + longer, dtype=torch.long)}
+
+    return specimen_of(Slow(0.0), collate).sequence_length
+
+
+def everything() -> list[Any]:
+    return [at_its_speed(False), at_its_speed(True), drawn()]
+
+
+def test_ranks_of_unlike_reading_speed_take_the_same_sample():
+    longest = (max(LENGTHS), [LENGTHS.index(max(LENGTHS))] * max(LENGTHS))
+    assert run_ranks(everything, 2) == [[longest, longest, 6]] * 2
+
+
+def made(lengths: list[int]) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = [[number] * length for number, length in enumerate(lengths)]
+    return datasets.Dataset.from_dict({"input_ids": rows, "more": lengths})
+
+
+# The longest lies behind what is looked at one by one.
+MANY = [1 + n % 7 for n in range(specimens.LOOKED_AT)] + [30, 40, 2]
+SHOWN = {
+    "as it is": (lambda all_: all_, 40),
+    "shuffled": (lambda all_: all_.shuffle(seed=1), 40),
+    "split": (lambda all_: all_.train_test_split(test_size=0.5, seed=4)["train"], None),
+    "selected": (lambda all_: all_.select([*range(len(MANY) - 2), len(MANY) - 1]), 30),
+    "in turn": (lambda all_: all_.select(range(1, len(MANY))), 40),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_of_a_table_the_longest_of_all_is_taken(name, monkeypatch):
+    show, longest = SHOWN[name]
+    dataset = show(made(MANY))
+    monkeypatch.setattr(specimens, "LOOKS_S", -1.0)
+    assert specimen_of(dataset, padded).sequence_length == (longest or max(dataset["more"]))
+
+
+def test_a_dataset_without_samples_is_told():
+    for none in (made([]), []):
+        with pytest.raises(InputError, match="the dataset has no samples"):
+            specimen_of(none, padded)
+
+
+def test_of_a_stream_so_many_are_looked_at():
+    class Longer(IterableDataset[Any]):
+        def __iter__(self):
+            return ({"input_ids": [0] * length} for length in range(1, 2 * OF_STREAM))
+
+    assert specimen_of(Longer(), padded).sequence_length == OF_STREAM
