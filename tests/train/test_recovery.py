@@ -9,7 +9,7 @@ import pytest
 from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.spec.errors import GpumixError, RankLost, TrainingError
+from gpumix.spec.errors import DeviceMissing, GpumixError, RankLost, TrainingError
 from gpumix.spec.read import read_job
 from gpumix.train.memory_folder import Home
 from gpumix.train.pipeline import Pipeline
@@ -199,6 +199,23 @@ def test_a_device_that_was_left_out_is_tried_once_more_later(tmp_path, monkeypat
     every = ["big-0", "small-0", "small-1"]
     without = ["big-0", "small-1"]
     assert runs.starts == [every, every, without, every, without, every]
+
+
+@pytest.mark.parametrize("lost_before", [True, False])
+def test_a_gpu_that_is_not_there_any_more_is_left_out(tmp_path, monkeypatch, lost_before):
+    """One that never was there is told of."""
+    lost = RankLost("fell off the bus", device="small-0", device_class="small")
+    missing = DeviceMissing("this process does not see GPU small-0", device="small-0")
+    monkeypatch.setattr(Pipeline, "_newest", lambda self: 5)
+    runs = Scripted([lost, missing] if lost_before else [missing])
+    job = read_job(write_job(tmp_path, strategy="even", restarts=3))
+    pipeline = Pipeline(job, tmp_path, runs)
+    if lost_before:
+        assert pipeline.train(None, resume=True) == "trained"
+        assert runs.starts[-1] == ["big-0", "small-1"]
+    else:
+        with pytest.raises(DeviceMissing):
+            pipeline.train(None, resume=True)
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):

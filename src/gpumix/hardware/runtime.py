@@ -17,7 +17,7 @@ from gpumix.hardware.discover import product_slug
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory import limit_memory
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import DeviceMissing, InputError, MachineError
 
 
 class DeviceRuntime(ABC):
@@ -106,7 +106,8 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
         device_id: a UUID ("GPU-...") finds the GPU whatever its number; other ids are ignored.
 
     Raises:
-        MachineError: there is no such GPU, or it is not what its class says.
+        DeviceMissing: there is no such GPU.
+        MachineError: it is not what its class says.
         InputError: this process uses a device already; limits of two would mix.
     """
     if _in_use:
@@ -147,10 +148,11 @@ def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRu
     if device_class.accelerator == "cpu":
         return _CpuRuntime(device_class)
     if not torch.cuda.is_available():
-        raise MachineError(
+        raise DeviceMissing(
             f"torch sees no GPU, but device class '{device_class.name}' wants one",
             why=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
             fix="run `nvidia-smi`, and install a torch built for its CUDA version",
+            device=device_id,
         )
     return _CudaRuntime(device_class, _cuda_ordinal(ordinal, device_id))
 
@@ -274,10 +276,11 @@ def _cuda_ordinal(ordinal: int, device_id: str) -> int:
         return ordinal
     else:
         seen = f"{count} GPUs"
-    raise MachineError(
+    raise DeviceMissing(
         f"this process does not see GPU {device_id or ordinal}",
         why=f"it sees {seen}",
         fix="compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES, or discover the cluster again",
+        device=device_id,
     )
 
 

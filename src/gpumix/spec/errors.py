@@ -93,6 +93,21 @@ class MachineError(GpumixError):
     exit_code = 3
 
 
+class DeviceMissing(MachineError):
+    """A process does not see the GPU that it is to compute on.
+
+    Args:
+        device: its id.
+    """
+
+    def __init__(self, what: str, *, device: str = "", **others: str) -> None:
+        super().__init__(what, **others)
+        self.device = device
+
+    def _more(self) -> dict[str, Any]:
+        return {"device": self.device}
+
+
 class NoFeasiblePlanError(GpumixError):
     """No plan fits the devices."""
 

@@ -22,7 +22,7 @@ from gpumix.engine.ranks import STORE_ERRORS, Ranks
 from gpumix.hardware.environment import cache_folder, hide_gpus, record_collectives
 from gpumix.hardware.memory import host_memory, is_fragmented, is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
-from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.spec.job import Job
 from gpumix.spec.units import show_bytes
@@ -87,7 +87,7 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
         hide_gpus()
     else:
         _record_collectives(task.job.output / run_files.COLLECTIVES)
-    with open_device(device_class, seat.device.ordinal, device_id=seat.device.id) as runtime:
+    with _opened(seat.device, device_class) as runtime:
         ranks = Ranks(
             store,
             rank=seat.rank,
@@ -113,7 +113,8 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
                 if is_out_of_memory(error):
                     raise _out_of_memory(error, seat.device, runtime, ranks) from error
                 if is_device_error(error):
-                    raise _device_lost(error, seat.device, ranks) from error
+                    name = ranks.names[ranks.rank]
+                    raise _device_lost(error, seat.device, name) from error
                 raise in_words(error, ranks.names[ranks.rank]) from error
 
 
@@ -187,10 +188,19 @@ def _out_of_memory(
     )
 
 
-def _device_lost(error: Exception, device: Device, ranks: Ranks) -> RankLost:
+def _opened(device: Device, device_class: DeviceClass) -> DeviceRuntime:
+    try:
+        return open_device(device_class, device.ordinal, device_id=device.id)
+    except Exception as error:
+        if is_device_error(error):
+            raise _device_lost(error, device, f"device '{device.id}'") from error
+        raise
+
+
+def _device_lost(error: Exception, device: Device, name: str) -> RankLost:
     return RankLost(
         f"device '{device.id}' failed",
-        where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}",
+        where=f"{name}, host {socket.gethostname()}",
         why=first_line(error),
         fix="look at `dmesg | grep -i xid` and `nvidia-smi -q -d ECC` there, then run the same "
         "command with --resume",

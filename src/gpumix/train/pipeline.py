@@ -19,11 +19,15 @@ from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
     DeviceFailure,
+    DeviceMissing,
     GpumixError,
     InputError,
     MachineError,
+    OutOfMemory,
     PlanOutdated,
     RankInterrupted,
+    RankLost,
+    TrainingError,
     first_line,
 )
 from gpumix.spec.job import Job
@@ -191,7 +195,11 @@ class Pipeline:
         restart = lessons.restart if lessons is not None else None
         self.show(devices_table(self.cluster))
         if plan is None:
-            profile = self.profile()
+            try:
+                profile = self.profile()
+            except (DeviceFailure, DeviceMissing) as found:
+                self._learn(self._as_lost(found, restart), recovery, None)
+                raise
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
             plan = self.plan(recovery.again.known(profile))
@@ -200,7 +208,8 @@ class Pipeline:
             known = recovery.again.known(profile) if profile is not None else None
             try:
                 return self._run(plan, known, resume, restart)
-            except (DeviceFailure, RankInterrupted, PlanOutdated) as error:
+            except (DeviceFailure, DeviceMissing, RankInterrupted, PlanOutdated) as found:
+                error = self._as_lost(found, restart)
                 if not self._runs.restarts_after(error):
                     self._learn(error, recovery, plan)
                     raise
@@ -214,9 +223,27 @@ class Pipeline:
                 self._runs.starts_again(self.job.output, recovery.lessons(restart))
                 plan, profile = self._plan_again(again, plan, profile)
 
-    def _learn(self, error: GpumixError, recovery: Recovery, plan: Plan) -> None:
+    def _as_lost(
+        self,
+        error: DeviceFailure | DeviceMissing | RankInterrupted | PlanOutdated,
+        restart: Restart | None,
+    ) -> DeviceFailure | RankInterrupted | PlanOutdated:
+        """A GPU that is not there any more when a run starts again that has trained on it."""
+        if not isinstance(error, DeviceMissing):
+            return error
+        if restart is None or not self._newest():
+            raise error
+        return RankLost(
+            error.what, where=error.where, why=error.why, fix=error.fix, device=error.device
+        )
+
+    def _learn(
+        self, error: TrainingError | RankInterrupted, recovery: Recovery, plan: Plan | None
+    ) -> None:
         """Whose fault it was, for whoever starts the run again."""
-        if not isinstance(error, DeviceFailure) or not error.device:
+        if not isinstance(error, DeviceFailure) or isinstance(error, OutOfMemory):
+            return
+        if not error.device:
             return
         failed_at = time.time()
         with suppress(GpumixError):  # it happened too often in a row

@@ -139,13 +139,13 @@ class Recovery:
         )
 
     def after(
-        self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan
+        self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan | None
     ) -> Again:
         """What to do.
 
         Args:
             newest: the step after which a state is kept that the run can go on from.
-            plan: the one that it ran by.
+            plan: the one that it ran by, if it had one already.
 
         Raises:
             GpumixError: it cannot go on: `error`, or one that says that it comes again and again.
@@ -159,15 +159,15 @@ class Recovery:
         if isinstance(error, PlanOutdated):
             return self._with_slower(error)
         self._tried += 1
-        if isinstance(error, OutOfMemory):
+        if isinstance(error, OutOfMemory) and plan is not None:
             return self._with_less(error, plan)
         if self._tried > self._most:
             raise _in_a_row(error, self._tried)
         if isinstance(error, DeviceFailure):
             self._blamed[error.device] += 1
-            there = {worker.device for worker in plan.workers} - {error.device}
+            alone = plan is not None and {w.device for w in plan.workers} <= {error.device}
             times = 1 if error.device in self._left_out else BLAMED
-            if error.device and there and self._blamed[error.device] >= times:
+            if error.device and not alone and self._blamed[error.device] >= times:
                 return self._without(error.device)
         self.again = replace(self.again, told="starting again")
         return self.again
