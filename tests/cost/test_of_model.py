@@ -103,3 +103,14 @@ def test_what_would_have_no_effect_is_refused(made, changes, told):
     wanted = {"samples": 4, "micro_batch": 1, "mode": {"recompute": True}} | changes
     with pytest.raises(InputError, match=told):
         check_use(edited(made, 0, workers=[worker | wanted]))
+
+
+def test_a_schedule_that_would_split_nothing_is_refused(made):
+    tree = made.model_dump(mode="json") | {"schedule": "zero-bubble"}
+    workers = [worker for stage in tree["stages"] for worker in stage["workers"]]
+    for worker in workers:
+        worker["mode"] = {"recompute": True}
+    with pytest.raises(InputError, match="splits the backward of kept graphs, and all devices"):
+        check_use(Plan.model_validate(tree))
+    workers[0]["mode"] = {"recompute": False}
+    check_use(Plan.model_validate(tree))

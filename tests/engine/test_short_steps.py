@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Mode, Plan
 from gpumix.spec.shares import rows_of
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
@@ -20,7 +20,10 @@ LAYOUTS = {
     "one stage, one stores only": ([rows([4, 2, 0])[0]], {"zero_stage": 3}),
     "one stage, not divided": ([rows([4, 2])[0]], {"zero_stage": 0}),
     "two stages": (rows([6], [2, 4]), {"zero_stage": 1}),
-    "two stages, zero-bubble": (rows([6], [4, 2]), {"zero_stage": 1, "schedule": "zero-bubble"}),
+    "two stages, zero-bubble": (
+        rows([6], [4, 2], mode=Mode(recompute=False)),
+        {"zero_stage": 1, "schedule": "zero-bubble"},
+    ),
     "two stages, in waves": (rows([4, 2], [4, 2]), {"zero_stage": 3, "waves": 1}),
     "a team": (rows([6], tensor=[2]), {"zero_stage": 1}),
     "a team, then two": (rows([6], [4, 2], tensor=[2, 1]), {"zero_stage": 0}),

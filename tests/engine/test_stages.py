@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import PLAIN, Mode, Plan
 from gpumix.spec.shares import share_of
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
@@ -39,14 +39,18 @@ TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 SIZES = [6, 5, 4, 2]
 
-LAYOUTS = {
-    "1 + 1": rows([6], [6]),
-    "1 + 2": rows([6], [2, 4]),
-    "1 + 2 + 1": rows([6], [4, 2], [6]),
-    "2 + 2, crossing": rows([4, 2], [2, 4]),
-    "2 of which one stores only": rows([6, 0], [2, 4]),
-}
 
+def layouts(mode: Mode = PLAIN) -> dict[str, list[Row]]:
+    return {
+        "1 + 1": rows([6], [6], mode=mode),
+        "1 + 2": rows([6], [2, 4], mode=mode),
+        "1 + 2 + 1": rows([6], [4, 2], [6], mode=mode),
+        "2 + 2, crossing": rows([4, 2], [2, 4], mode=mode),
+        "2 of which one stores only": rows([6, 0], [2, 4], mode=mode),
+    }
+
+
+LAYOUTS = layouts()
 RAGGED = {
     "3 + 1, crossing": rows([4, 2], [2, 4], micro_batch=1, state=[[3, 1], [1, 4]]),
     "one that stores nothing": rows([4, 2], [6], micro_batch=1, state=[[1, 0], [1]]),
@@ -82,9 +86,14 @@ def assert_case(case: str, found) -> None:
 
 
 BY_SCHEDULE = {
-    f"{layout}, {schedule}": (LAYOUTS[layout], {"schedule": schedule, "zero_stage": stage})
-    for schedule, stage in [("gpipe", 0), ("1f1b", 1), ("eager-1f1b", 0), ("zero-bubble", 1)]
-    for layout in LAYOUTS
+    f"{name}, {schedule}": (layout, {"schedule": schedule, "zero_stage": stage})
+    for schedule, stage, mode in [
+        ("gpipe", 0, PLAIN),
+        ("1f1b", 1, PLAIN),
+        ("eager-1f1b", 0, PLAIN),
+        ("zero-bubble", 1, KEPT),
+    ]
+    for name, layout in layouts(mode).items()
 }
 by_schedule = in_turn("gpt2", BY_SCHEDULE)
 
@@ -117,9 +126,9 @@ def test_waves(case, in_waves):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_weights_come_later(stage):
-    layout = rows([6], [2, 4], mode=KEPT)
-    assert_parity("gpt2", layout, schedule="zero-bubble", zero_stage=stage)
+def test_weights_come_later_where_graphs_are_kept(stage):
+    kept, plain = (layouts(mode)["1 + 2"] for mode in (KEPT, PLAIN))
+    assert_parity("gpt2", [plain[0], kept[1]], schedule="zero-bubble", zero_stage=stage)
 
 
 def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before():

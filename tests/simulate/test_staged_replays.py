@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -16,12 +17,13 @@ from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import PLAIN, Mode, Plan
 from gpumix.spec.profile import Profile
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call
 MESSAGE = 1e3
+KEPT = Mode(recompute=False)
 
 
 def cluster(
@@ -35,7 +37,14 @@ def cluster(
     found = profile(
         [Card("a", devices, GIB, steady(S), per_host=per_host, optimizer_s_per_element=1e-7)],
         calls=("block",) * calls,
-        kinds=[block(kept=line(MESSAGE), gradient=line(MESSAGE), backward=line(MESSAGE))],
+        kinds=[
+            block(
+                kept=line(MESSAGE),
+                gradient=line(MESSAGE),
+                backward=line(MESSAGE),
+                saved=line(3 * MESSAGE),
+            )
+        ],
         links=StatedNetwork(between=Link.stated(link, 1e-6), inside=Link.stated(link, 1e-6)),
         overhead=overhead,
     )
@@ -51,8 +60,15 @@ def that_splits(found: Profile) -> Profile:
 
 
 def staged(
-    found: Profile, groups: list[int], batches: int, *, team: Team = ALONE, **settings
+    found: Profile,
+    groups: list[int],
+    batches: int,
+    *,
+    team: Team = ALONE,
+    modes: Sequence[Mode] = (),
+    **settings,
 ) -> Plan:
+    """Each stage recomputes, or has a mode of its own."""
     devices, row, at = found.cluster.in_rank_order(), [], 0
     for size in groups:
         row.append(tuple(devices[at : at + size]))
@@ -60,7 +76,8 @@ def staged(
     calls, schedule = len(found.model.calls), settings.pop("schedule", "1f1b")
     stages = len(groups) * rounds_of(schedule)
     cut = tuple(calls * (n + 1) // stages for n in range(stages))
-    way = Way(tuple(row), (Manner(team, Mode()),) * stages, schedule, 1)
+    manners = tuple(Manner(team, mode) for mode in modes or (PLAIN,) * stages)
+    way = Way(tuple(row), manners, schedule, 1)
     workers = [size // team.degree for size in groups]
     counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
     return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
@@ -74,8 +91,11 @@ PLANS = {
     "waves": ([2, 2], {"zero_stage": 3, "waves": 2}),
     "eager-1f1b": ([1, 1, 1], {"schedule": "eager-1f1b"}),
     "eager waves": ([2, 2], {"schedule": "eager-1f1b", "zero_stage": 3, "waves": 4}),
-    "zero-bubble": ([1, 1, 1], {"schedule": "zero-bubble"}),
-    "zero-bubble, unequal": ([1, 2], {"schedule": "zero-bubble", "zero_stage": 1}),
+    "zero-bubble": ([1, 1, 1], {"schedule": "zero-bubble", "modes": [KEPT] * 3}),
+    "zero-bubble, unequal": (
+        [1, 2],
+        {"schedule": "zero-bubble", "zero_stage": 1, "modes": [KEPT, PLAIN]},
+    ),
     "interleaved": ([1, 1], {"schedule": "interleaved"}),
     "interleaved waves": ([2, 2], {"schedule": "interleaved", "zero_stage": 3, "waves": 2}),
 }
@@ -117,13 +137,25 @@ def test_the_bubble_is_the_textbooks():
 def test_gradients_that_are_put_off_are_reduced_when_all_is_computed():
     link = 1e5
     found = that_splits(cluster(3, link=link))
-    replay = simulate(found, staged(found, [1, 2], 8, schedule="zero-bubble"))
+    plan = staged(found, [1, 2], 8, schedule="zero-bubble", modes=[PLAIN, KEPT])
+    replay = simulate(found, plan)
     own = [event for event in replay.events if event.lane == 1]
     computed = max(event.end for event in own if event.kind == "weights")
     (reduced,) = (event for event in own if event.kind == "reduce")
     # Two units of 1000 gradients: half to the other, whose half comes back summed.
     assert reduced.end - reduced.start == pytest.approx(2 * 4000 / link, rel=0.01)
     assert reduced.start >= computed
+
+
+def test_no_backward_is_split_where_nothing_is_kept():
+    found = that_splits(cluster(2))
+    plan = staged(found, [1, 1], 8, schedule="zero-bubble", modes=[PLAIN, KEPT])
+    other = staged(found, [1, 1], 8, modes=[PLAIN, KEPT])
+    events = simulate(found, plan).events
+    assert {event.lane for event in events if event.kind == "weights"} == {1}
+    alike, split = (predict(found, one).workers for one in (other, plan))
+    assert alike[0].busy_s == pytest.approx(split[0].busy_s)
+    assert predict(cluster(2), staged(cluster(2), [1, 1], 8, schedule="zero-bubble")).step_s > 0
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ def check_use(plan: Plan) -> None:
                 where=where,
                 fix="set `mode.order` to layered",
             )
+    workers = [worker for _, _, worker in of_stages if worker.samples]
+    splits = any(not w.mode.recompute or w.kept_graphs for w in workers)
+    if len(plan.stages) > 1 and plan.schedule == "zero-bubble" and not splits:
+        raise InputError(
+            "schedule 'zero-bubble' splits the backward of kept graphs, and all devices recompute",
+            fix="set `schedule` to 1f1b, or `mode.recompute` of devices to false",
+        )
 
 
 def check_names(plan: Plan, units: Collection[str]) -> None:

@@ -6,6 +6,7 @@ does with its passes in a step, `cost.staged` puts together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -108,10 +109,11 @@ class StageCost:
         key = (worker, samples, size)
         if key not in self._passes:
             one = self.workers[worker]
-            self._passes[key] = self._timed(one.device_class, in_layers(one.mode), samples, size)
+            self._passes[key] = self._timed(one, samples, size)
         return self._passes[key]
 
-    def _timed(self, name: str, mode: Mode, samples: int, size: int) -> Passes:
+    def _timed(self, worker: Worker, samples: int, size: int) -> Passes:
+        name, mode = worker.device_class, in_layers(worker.mode)
         micro = MicroBatches.of([samples], [size])
         both = [pass_seconds(self.profile, name, x, micro, mode) for x in (self._free, self.links)]
         (forward, backward), (first, last) = ([float(s[0]) for s in one] for one in both)
@@ -122,11 +124,11 @@ class StageCost:
             backward_s=backward,
             last_s=last + links.reduce_s[kind],
         )
-        return self._split(name, micro, found) if self.splits else found
+        return self._split(name, micro, found) if self._splits(worker) else found
 
-    @property
-    def splits(self) -> bool:
-        return self.plan.schedule == "zero-bubble"
+    def _splits(self, worker: Worker) -> bool:
+        """Whether its backward is in two parts: that of kept graphs alone is."""
+        return self.plan.schedule == "zero-bubble" and not worker.mode.recompute
 
     def _split(self, name: str, micro: MicroBatches, whole: Passes) -> Passes:
         """With the gradients of parameters put off."""
@@ -159,23 +161,13 @@ class StageCost:
         model = self.profile.model_in(worker.compute_dtype)
         micro = MicroBatches.of([samples], [size])
         held = _held(Activations(model, micro, in_layers(worker.mode)))
-        held = self._held_in_parts(model, size, held) if self.splits else held
+        if self.plan.schedule == "zero-bubble":
+            calls = model.kind_of_call if self._splits(worker) else ()
+            held = _held_in_parts(model, calls, size, held)
         least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
         backward = dict(held.backward)
         backward["working set"] = max(backward["working set"], least)
         return replace(held, backward=backward)
-
-    def _held_in_parts(self, model: ModelProfile, size: int, held: Held) -> Held:
-        """The same of a backward in two parts."""
-        kinds = [model.kind(kind) for kind in model.kind_of_call]
-        left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
-        working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
-        split = int(sum(left) + bytes_at(model.root.kept, size))
-        most = max(map(int, working), default=0)
-        backward = dict(held.backward)
-        backward["working set"] = max(most, backward["working set"])
-        backward["activations"] = max(split, backward["activations"])
-        return replace(held, split=split, backward=backward)
 
     def before_s(self) -> float:
         """Seconds to gather what is gathered once, before anything is computed."""
@@ -228,6 +220,19 @@ def _held(held: Activations) -> Held:
         left = max(left, causes["activations"])
         most[phase.working[1]] = larger(most[phase.working[1]], causes)
     return Held(left, 0, most["forward"], most["head"], most["backward"])
+
+
+def _held_in_parts(model: ModelProfile, calls: Sequence[str], size: int, held: Held) -> Held:
+    """The same where the backward of calls of these kinds is in two parts."""
+    kinds = [model.kind(kind) for kind in calls]
+    left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
+    working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
+    split = int(sum(left) + bytes_at(model.root.kept, size))
+    most = max(map(int, working), default=0)
+    backward = dict(held.backward)
+    backward["working set"] = max(most, backward["working set"])
+    backward["activations"] = max(split, backward["activations"])
+    return replace(held, split=split, backward=backward)
 
 
 def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
