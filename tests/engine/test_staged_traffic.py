@@ -18,6 +18,7 @@ from gpumix.spec.space import Space
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
+CHUNKED = Mode(recompute=False, head="chunked")
 MOST = 4  # devices of a plan
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
 # many ranks each worker is a team, and whether it divides the sequence too.
@@ -33,6 +34,22 @@ PLANS = {
                 {"zero_stage": 3, "waves": 2}),
     "zero-bubble": ([(3, [Share(6, 1, 1, KEEP)]), (3, [Share(6, 1, 1, KEEP)])],
                     {"zero_stage": 0, "schedule": "zero-bubble"}),
+    "zero-bubble, one keeps": ([(3, [Share(6, 1, 1)]), (3, [Share(6, 1, 1, KEEP)])],
+                               {"zero_stage": 0, "schedule": "zero-bubble"}),
+    "zero-bubble, one micro-batch": ([(3, [Share(6, 6, 1, KEEP)])] * 2,
+                                     {"zero_stage": 0, "schedule": "zero-bubble"}),
+    "one micro-batch": ([(2, [Share(6, 6, 1)])] * 3, {"zero_stage": 3}),
+    "eager-1f1b": ([(2, [Share(6, 1, 1, KEEP)])] * 3, {"zero_stage": 0, "schedule": "eager-1f1b"}),
+    "interleaved": ([(2, [Share(6, 1, 1)]), (1, [Share(6, 1, 1)])] * 2,
+                    {"zero_stage": 0, "schedule": "interleaved"}),
+    "interleaved, kept": ([(2, [Share(6, 1, 1, KEEP)]), (1, [Share(6, 1, 1, KEEP)])] * 2,
+                          {"zero_stage": 0, "schedule": "interleaved"}),
+    "interleaved, in two modes": ([(1, [Share(6, 1, 1, KEEP)]), (2, [Share(6, 1, 1)]),
+                                   (2, [Share(6, 1, 1)]), (1, [Share(6, 1, 1, CHUNKED)])],
+                                  {"zero_stage": 0, "schedule": "interleaved"}),
+    "interleaved, in waves": ([(2, [Share(4, 1, 1), Share(2, 1, 2)]),
+                               (1, [Share(4, 1, 2), Share(2, 1, 1)])] * 2,
+                              {"zero_stage": 3, "schedule": "interleaved", "waves": 2}),
     "a team": ([(6, [Share(6, 2, 1)], 2)], {"zero_stage": 0}),
     "a team, kept": ([(6, [Share(6, 2, 1, KEEP)], 2)], {"zero_stage": 1}),
     "teams, stage 1": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2)], {"zero_stage": 1}),
@@ -50,14 +67,18 @@ PLANS = {
     "a sequence each": ([(2, [Share(6, 1, 1, KEEP)], 2, True),
                          (4, [Share(6, 1, 1, KEEP)], 2, True)], {"zero_stage": 0}),
 }  # fmt: skip
+PLANNED = ["planned", "planned in stages"]
 
 
 def _plan(profile: Profile, name: str) -> Plan:
     stages, settings = PLANS[name]
     model = gpumix.build(llama, SEED)
     ends = [0, *accumulate(layers for layers, *_ in stages)]
+    goes_round = settings.get("schedule") == "interleaved"
+    row = len(stages) // 2 if goes_round else len(stages)
     found, device = [], 0
-    for (begin, end), (_, shares, *team) in zip(pairwise(ends), stages):
+    for number, ((begin, end), (_, shares, *team)) in enumerate(zip(pairwise(ends), stages)):
+        device = device if number % row else 0
         one, (tensor, sequence) = plan_for(model, shares), [*team, *(1, False)[len(team) :]]
         needs = profile.model.needs_of(begin, end)
         members = [worker for worker in one.workers for _ in range(tensor)]
@@ -97,8 +118,12 @@ def profile(measured) -> Profile:
 @pytest.fixture(scope="module")
 def plans(profile, measured) -> dict[str, Plan]:
     made = {name: _plan(profile, name) for name in PLANS}
-    one = {"most_stages": 1, "tensor": 2, "leave_out": False}
-    return made | {"planned": make_plan(measured, 6, space=Space(**one))}
+    one = Space(most_stages=1, tensor=2, leave_out=False)
+    several = Space(least_stages=2, tensor=1, zero_stages=0, leave_out=False)
+    return made | {
+        "planned": make_plan(measured, 6, space=one),
+        "planned in stages": make_plan(profile, 6, strategy="staged", space=several),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +131,7 @@ def done(plans):
     return counted(plans)
 
 
-@pytest.mark.parametrize("name", [*PLANS, "planned"])
+@pytest.mark.parametrize("name", [*PLANS, *PLANNED])
 def test_collectives_and_messages_are_those_that_were_counted(profile, plans, done, name):
     expected = traffic(profile, plans[name])
     for rank, (counts, sizes, _) in zip(expected, done[name], strict=True):
@@ -114,7 +139,7 @@ def test_collectives_and_messages_are_those_that_were_counted(profile, plans, do
         assert dict(rank.bytes) == sizes
 
 
-@pytest.mark.parametrize("name", [*PLANS, "planned"])
+@pytest.mark.parametrize("name", [*PLANS, *PLANNED])
 def test_the_peak_is_that_which_was_predicted(profile, plans, done, name):
     predicted = predict(profile, plans[name]).workers
     for worker, (_, _, peak) in zip(predicted, done[name], strict=True):

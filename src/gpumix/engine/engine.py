@@ -29,7 +29,7 @@ from gpumix.engine.efficient import channels_last
 from gpumix.engine.exchanged import Exchanged
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
-from gpumix.engine.micro_batch import Loss, MicroBatch, closing
+from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
 from gpumix.engine.objective import Objective, mean_over_labels
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
@@ -52,7 +52,7 @@ from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, Worker
 from gpumix.spec.shares import rows_of, share_of
 
 Function = Callable[[nn.Module, Any], Any]
@@ -119,8 +119,7 @@ class Engine(ShardedModel):
         self._failed = ""
         self._updates: Updates | None = None
         self.copies = WaitClock(self.device)
-        kept_on_host = self._worker.mode.boundary == "host"
-        self._host = HostStore(self.device, self.copies) if kept_on_host else None
+        self._host = HostStore(self.device, self.copies)
         check.Watch(self)
         if self.state_on_host:
             StepsOnHost(self, self.parameters())
@@ -280,6 +279,7 @@ class Engine(ShardedModel):
                 cut,
                 own,
                 keep=keep,
+                worker=place.worker,
                 earlier=place.earlier,
                 entry=entrance,
                 sends=place.sends,
@@ -289,16 +289,26 @@ class Engine(ShardedModel):
         return make
 
     def _micro_batch(
-        self, parts: Parts, cut: list[Samples], place: int, *, keep: bool, **in_stage: Any
+        self,
+        parts: Parts,
+        cut: list[Samples],
+        place: int,
+        *,
+        keep: bool,
+        worker: Worker | None = None,
+        **in_stage: Any,
     ) -> MicroBatch:
-        """That of the samples at `place`; `keep` is for its backward."""
+        """That of the samples at `place`; `keep` is for its backward, as the stage's worker does
+        it."""
+        worker = worker or self._worker
+        keeps = kept_by(worker, len(parts.calls), place, len(cut))
         return MicroBatch(
             cut[place].compute_loss,
             calls=parts.calls,
             randomness=cut[place].randomness,
             compute_dtype=self._dtype,
-            keeps=self._keeps(parts, place, len(cut)) if keep else lambda call: False,
-            host=self._host if keep else None,
+            keeps=keeps if keep else lambda call: False,
+            host=self._host if keep and worker.mode.boundary == "host" else None,
             **in_stage,
         )
 
@@ -310,7 +320,7 @@ class Engine(ShardedModel):
                 one.compute_loss,
                 one.randomness,
                 self._dtype,
-                self._keeps(self._parts, place, len(cut)),
+                kept_by(self._worker, len(self._parts.calls), place, len(cut)),
             )
             for place, one in enumerate(cut)
         ]
@@ -323,14 +333,6 @@ class Engine(ShardedModel):
 
         sequential.run(self._parts, self._calls, batches, scale.float(), exchange)
         return tables[0]
-
-    def _keeps(self, parts: Parts, place: int, batches: int) -> Callable[[int], bool]:
-        """Whether the micro-batch at `place` of `batches` keeps the graph of a call: the pairs of
-        call and micro-batch that come last in the forward pass do, as many as the plan says."""
-        if not self._worker.mode.recompute:
-            return lambda number: True
-        first = len(parts.calls) * batches - self._worker.kept_graphs
-        return lambda number: number * batches + place >= first
 
     def _leave(self) -> None:
         """The step is over: the optimizer may change all parameters."""

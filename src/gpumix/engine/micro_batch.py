@@ -17,6 +17,7 @@ from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.randomness import Randomness
 from gpumix.engine.split_backward import SplitBackward
+from gpumix.spec.plan import Worker
 
 Loss = tuple[torch.Tensor, torch.Tensor]
 
@@ -175,6 +176,15 @@ class MicroBatch:
                 why=str(error),
                 fix="profile and plan again for this model, or make a plan of one stage",
             ) from error
+
+
+def kept_by(worker: Worker, calls: int, place: int, batches: int) -> Callable[[int], bool]:
+    """Whether the micro-batch at `place` of `batches` keeps the graph of a call: the pairs of
+    call and micro-batch that come last in the forward pass do, as many as the plan says."""
+    if not worker.mode.recompute:
+        return lambda number: True
+    first = calls * batches - worker.kept_graphs
+    return lambda number: number * batches + place >= first
 
 
 def refuse_detached(loss: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from gpumix.engine.layered import Begun, Turns
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.parts import Parts
 from gpumix.engine.wires import Message, Wires
-from gpumix.spec.plan import Plan, Taken
+from gpumix.spec.plan import Plan, Taken, Worker
 
 Looks = object
 """What tells micro-batches apart whose tensors differ in shape."""
@@ -47,6 +47,11 @@ class Place:
     wires: Wires
     elsewhere: Elsewhere
     _known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
+
+    @cached_property
+    def worker(self) -> Worker:
+        """This rank's part of it."""
+        return self.plan.worker_of(self.rank, self.stage)
 
     @property
     def last(self) -> bool:

@@ -93,7 +93,10 @@ def prepare(
     make_efficient(model, worker.efficiency, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
-    in_chunks = worker.mode.head == "chunked" and len(plan.stages) - 1 in plan.stages_of(comm.rank)
+    last = plan.stages_of(comm.rank)[-1]
+    in_chunks = (
+        last == len(plan.stages) - 1 and plan.worker_of(comm.rank, last).mode.head == "chunked"
+    )
     fused = worker.efficiency.loss == "triton"
     units_of_model = (unit.module for unit in anatomy.units)
     head = HeadInChunks(model, units_of_model, fused=fused) if in_chunks else None

@@ -523,6 +523,10 @@ class Plan(Document):
         numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
         return tuple(numbers[worker.device] for worker in self.stages[stage].workers)
 
+    def worker_of(self, rank: int, stage: int) -> Worker:
+        """A rank's part of a stage that it computes."""
+        return self.stages[stage].workers[self.ranks_of(stage).index(rank)]
+
     def rows_of(self, rank: int) -> tuple[range, ...]:
         """Which samples of the global batch a rank computes: those of each of its micro-batches,
         in order. Where it has several stages, they are the same for all."""
