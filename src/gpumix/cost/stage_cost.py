@@ -223,16 +223,18 @@ def _held(held: Activations) -> Held:
 
 
 def _held_in_parts(model: ModelProfile, calls: Sequence[str], size: int, held: Held) -> Held:
-    """The same where the backward of calls of these kinds is in two parts."""
-    kinds = [model.kind(kind) for kind in calls]
-    left = [bytes_at(kind.split, size) for kind in kinds if kind.split]
-    working = [bytes_at(k.split_backward, size) for k in kinds if k.split_backward]
-    split = int(sum(left) + bytes_at(model.root.kept, size))
-    most = max(map(int, working), default=0)
-    backward = dict(held.backward)
-    backward["working set"] = max(most, backward["working set"])
-    backward["activations"] = max(split, backward["activations"])
-    return replace(held, split=split, backward=backward)
+    """The same where the backward of calls of these kinds is in two parts, or whole where no input
+    comes before."""
+    split, working = int(bytes_at(model.root.kept, size)), 0
+    for kind in map(model.kind, calls):
+        left, in_parts, saved, whole = (
+            int(bytes_at(curve, size)) if curve else 0
+            for curve in (kind.split, kind.split_backward, kind.saved, kind.saved_backward)
+        )
+        split += left
+        working = max(working, in_parts, saved + whole - left)
+    last = held.backward | {"activations": split, "working set": working}
+    return replace(held, split=split, backward=larger(held.backward, last))
 
 
 def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -449,20 +449,20 @@ class StagedStep:
         return most
 
     def _message_bytes(self, rank: int) -> int:
-        """What is on its way, to this rank and from it: a slower one may leave as many messages
-        unread as micro-batches wait here for their backward."""
+        """What is on its way, to this rank and from it: a slower one may leave messages unread of
+        as many micro-batches as wait here for their backward."""
         most, ahead = 0, max(MESSAGES_AHEAD, self._most_waiting(rank))
         for stage in self._stages_of[rank]:
             worker = self.place_of[stage, rank]
-            samples = max(
-                (self.stages[stage].micro_batches(worker, b)[0] for b in self._batches(stage)),
-                default=0,
-            )
+            samples = (self.stages[stage].micro_batches(worker, b)[0] for b in self._batches(stage))
             calls = self.cut.calls(stage)
             takes = self.takes[stage]
             gives = {t for later in self.takes[stage + 1 :] for t in later if t.call in calls}
-            size = sum(self.taken_bytes(taken, samples) for taken in (*takes, *gives))
-            most = max(most, ahead * size)
+            of_batches = (
+                sum(self.taken_bytes(taken, n) for taken in (*takes, *gives))
+                for n in filter(None, samples)
+            )
+            most = max(most, sum(sorted(of_batches, reverse=True)[:ahead]))
         return most
 
     def _most_waiting(self, rank: int) -> int:
