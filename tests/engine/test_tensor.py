@@ -11,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
+from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Mode, Plan, Stage
@@ -326,6 +329,39 @@ BAD = {
     "1 key head cannot be divided over 2": (
         causal_model("LlamaConfig", num_hidden_layers=2, num_key_value_heads=1), None),
 }  # fmt: skip
+
+
+FOLLOWED = [
+    (ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)), "colwise"),
+    (ColwiseParallel(output_layouts=Replicate()), "colwise_gather_output"),
+    (RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()), "rowwise"),
+]
+
+
+@pytest.mark.parametrize(("style", "name"), FOLLOWED)
+def test_what_styles_of_torch_ask_for(style, name):
+    assert tensor_plan(Own(), {"blocks.*.up": style}) == {"blocks.*.up": name}
+
+
+NOT_FOLLOWED = [
+    (ColwiseParallel(input_layouts=Shard(1)), "input_layouts=Shard(dim=1)", "sequence: true"),
+    (ColwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
+    (ColwiseParallel(use_local_output=False), "use_local_output=False", "plain tensors"),
+    (RowwiseParallel(input_layouts=Replicate()), "input_layouts=Replicate()", "'embedding_rowwise'"),
+    (RowwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
+    (RowwiseParallel(output_layouts=Shard(-1)), "output_layouts=Shard(dim=-1)", "leave it out"),
+    (SequenceParallel(), "a SequenceParallel", "sequence: true"),
+    (PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+     "a PrepareModuleInput", "sequence: true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "told", "fix"), NOT_FOLLOWED)
+def test_what_styles_of_torch_ask_for_in_vain(style, told, fix):
+    with pytest.raises(InputError, match=r"'blocks\.\*\.up'") as caught:
+        tensor_plan(Own(), {"blocks.*.up": style})
+    assert told in caught.value.what
+    assert fix in caught.value.fix
 
 
 @pytest.fixture(scope="module")
