@@ -347,7 +347,7 @@ NOT_FOLLOWED = [
     (ColwiseParallel(input_layouts=Shard(1)), "input_layouts=Shard(dim=1)", "sequence: true"),
     (ColwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
     (ColwiseParallel(use_local_output=False), "use_local_output=False", "plain tensors"),
-    (RowwiseParallel(input_layouts=Replicate()), "input_layouts=Replicate()", "'embedding_rowwise'"),
+    (RowwiseParallel(input_layouts=Replicate()), "input_layouts=Replicate()", "embedding_rowwise"),
     (RowwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
     (RowwiseParallel(output_layouts=Shard(-1)), "output_layouts=Shard(dim=-1)", "leave it out"),
     (SequenceParallel(), "a SequenceParallel", "sequence: true"),
