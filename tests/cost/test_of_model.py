@@ -94,7 +94,7 @@ def test_ends_name_what_only_they_use():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kept_graphs": 9}, "'kept_graphs' is 9, device '.*' has 8 pairs of unit call and"),
+        ({"kept_graphs": 2}, "'kept_graphs' is 2 for device '.*', what single graphs take in sev"),
         ({"mode": {"recompute": True, "order": "sequential"}}, "is sequential, in several stages"),
     ],
 )
@@ -103,6 +103,14 @@ def test_what_would_have_no_effect_is_refused(made, changes, told):
     wanted = {"samples": 4, "micro_batch": 1, "mode": {"recompute": True}} | changes
     with pytest.raises(InputError, match=told):
         check_use(edited(made, 0, workers=[worker | wanted]))
+
+
+def test_more_graphs_than_there_are_cannot_be_kept():
+    one = make_plan(PROFILE, 4, space=Space(most_stages=1, recompute=(True,)))
+    workers = one.model_dump(mode="json")["stages"][0]["workers"]
+    workers[0]["kept_graphs"] = 1 + 4 * len(one.workers[0].micro_batches)
+    with pytest.raises(InputError, match=r"'kept_graphs' is \d+, device '.*' has \d+ pairs"):
+        check_use(edited(one, 0, workers=workers))
 
 
 def test_a_schedule_that_would_split_nothing_is_refused(made):

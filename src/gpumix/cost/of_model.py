@@ -61,7 +61,7 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
 
 
 def check_use(plan: Plan) -> None:
-    """Refuse values that a person wrote and that would have no effect.
+    """Refuse values that a person wrote and that would have no effect, or one that is not foretold.
 
     Raises:
         InputError: there is such a value.
@@ -69,6 +69,13 @@ def check_use(plan: Plan) -> None:
     of_stages = [(n, stage, w) for n, stage in enumerate(plan.stages, 1) for w in stage.workers]
     for number, stage, worker in of_stages:
         where = f"stage {number}"
+        if len(plan.stages) > 1 and worker.kept_graphs:
+            raise InputError(
+                f"'kept_graphs' is {worker.kept_graphs} for device '{worker.device}', what single "
+                "graphs take in several stages is not known",
+                where=where,
+                fix="set it to 0, or `mode.recompute` to false, which keeps all of them",
+            )
         pairs = len(stage.units) * len(worker.micro_batches)
         if worker.kept_graphs > pairs:
             raise InputError(
@@ -84,8 +91,7 @@ def check_use(plan: Plan) -> None:
                 where=where,
                 fix="set `mode.order` to layered",
             )
-    workers = [worker for _, _, worker in of_stages if worker.samples]
-    splits = any(not w.mode.recompute or w.kept_graphs for w in workers)
+    splits = any(not w.mode.recompute for _, _, w in of_stages if w.samples)
     if len(plan.stages) > 1 and plan.schedule == "zero-bubble" and not splits:
         raise InputError(
             "schedule 'zero-bubble' splits the backward of kept graphs, and all devices recompute",
