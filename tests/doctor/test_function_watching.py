@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import io
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from gpumix.data.loader import Loader
+from gpumix.data.tuning import FIRST, Limit
 from gpumix.doctor.function.lines import Lines
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots
@@ -44,6 +49,10 @@ def line_of(text: str) -> str:
     return f"test_function_watching.py:{number}"
 
 
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
 def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False) -> Seen:
     """As a window's process sees it."""
     found: list[Seen] = []
@@ -61,6 +70,7 @@ def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gp
         )
         for hook in (watch.stepped, steps.step):
             patches.callback(register_optimizer_step_post_hook(hook).remove)
+        patches.callback(roots.end)
         roots.find()
         with pytest.raises(Enough):
             train()
@@ -139,6 +149,99 @@ def test_what_the_loop_waits_for():
     assert 0.5 < seen.input_share <= 1.0
 
 
+def slow_stream(rows: int = 8):
+    """Batches of a generator that waits for what it reads."""
+    while True:
+        time.sleep(FETCHING_S)
+        yield (torch.zeros(rows, 4),)
+
+
+def test_a_loader_of_gpumix_is_waited_for_as_others_are():
+    """Its warm-up goes on until it has found its setting."""
+
+    class Rows(Slow):
+        def __getitem__(self, index):
+            return {"x": super().__getitem__(index)[0]}
+
+    def train() -> None:
+        with Loader(data(Rows), [8], 0, workers=1) as loader:  # own loader
+            fit(((batch["x"],) for batch in loader), nn.Linear(4, 1))
+
+    seen = seen_of(train)
+    (loader,) = seen.loaders
+    assert loader.place.endswith(line_of("# own" + " loader"))
+    assert loader.tunes and not loader.streams and loader.workers == 1
+    assert loader.samples == 8 * STEPS and loader.limit == Limit.UNKNOWN
+    assert seen.input_share > 0.3  # the sleeps, but for what a busy machine computes
+    assert len(seen.losses) > FIRST + STEPS
+    assert seen.between_s < loader.waited_s
+
+
+def test_what_passes_before_a_forward_pass_and_no_loader_has():
+    """Neither what a loader is waited for nor what prints is told twice."""
+    seen = seen_of(lambda: fit(slow_stream(), nn.Linear(4, 1)))
+    assert seen.loaders == () and seen.input_share == 0.0
+    assert STEPS * FETCHING_S < seen.between_s <= seen.seconds  # sleep never ends early
+    seen = seen_of(lambda: fit(DataLoader(data(Slow), batch_size=8), nn.Linear(4, 1)))
+    assert seen.loaders[0].waited_s > STEPS * FETCHING_S
+    assert seen.between_s < seen.loaders[0].waited_s / 2
+
+
+def test_batches_of_several_backward_passes_are_waited_for_before_each():
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        for n, (x,) in enumerate(slow_stream()):
+            model(x).square().mean().backward()
+            if n % 3 == 2:
+                sgd.step()
+
+    assert seen_of(train).between_s > 3 * STEPS * FETCHING_S
+
+
+def test_what_is_computed_beside_forward_passes_is_part_of_the_step():
+    """From a backward pass to the update, and in it: clipping, say."""
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        while True:
+            loss = model(torch.zeros(8, 4)).square().mean()
+            time.sleep(FETCHING_S)
+            loss.backward()
+            time.sleep(FETCHING_S)
+            sgd.step()
+
+    seen = seen_of(train)
+    assert seen.seconds > 2 * STEPS * FETCHING_S > 4 * seen.between_s
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_model_is_copied_as_it_was(copied):
+    """What is noted of its calls does not go with it."""
+    model = nn.Linear(4, 1)
+
+    def beside(_: torch.Tensor) -> None:
+        copied(model.eval())(torch.zeros(1, 4))
+        model.train()
+
+    fit_one = functools.partial(fit, DataLoader(data(), batch_size=8), model, beside)
+    (one,) = seen_of(fit_one).models
+    assert not one.compiled and "_compiled_call_impl" not in vars(model)
+
+
+def test_compiled_modules_keep_their_code():
+    """Of both kinds; what is noted is noted outside of it."""
+    whole, own = torch.compile(Sine(), backend="eager", fullgraph=True), Sine()
+    own.compile(backend="eager", fullgraph=True)
+    code = vars(own)["_compiled_call_impl"]
+    for model in (whole, own):
+        seen = seen_of(functools.partial(fit, slow_stream(), model))
+        assert seen.models[0].compiled and seen.between_s > STEPS * FETCHING_S
+    assert vars(own)["_compiled_call_impl"] is code
+    assert "_compiled_call_impl" not in vars(whole) | vars(whole._orig_mod)
+
+
 def test_what_the_function_lets_go_of():
     """A loader for each epoch, of one line, and an optimizer for each phase."""
 
@@ -173,6 +276,15 @@ def test_epochs_and_streams():
 
     (seen,) = seen_of(made).loaders
     assert seen.streams and seen.begun == STEPS / 2 == 2  # two batches an epoch
+
+
+class Sine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (x * self.scale).sin()
 
 
 class Twice(nn.Module):
@@ -286,10 +398,11 @@ def test_all_is_as_before_in_the_end():
         checkpoint,
         sys.stdout,
         nn.Module.__call__,
+        Loader.__next__,
     ]
     seen_of(lambda: fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1)))
     after = [torch.Tensor.backward, DataLoader.__init__, checkpoint, sys.stdout, nn.Module.__call__]
-    assert before == after
+    assert before == [*after, Loader.__next__]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,11 @@ class Feed:
     def setting(self) -> Setting:
         return self._setting
 
+    @property
+    def ready(self) -> int:
+        """Batches that are there."""
+        return sum(batch.done is not None for batch in list(self._by_position.values()))
+
     def set(self, setting: Setting) -> None:
         """Fetch in another way from here on; what is under way goes on."""
         before, self._setting = self._setting, setting

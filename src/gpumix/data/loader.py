@@ -175,6 +175,11 @@ class Loader(Iterator[Batch]):
         return self._feed.setting
 
     @property
+    def ready(self) -> int:
+        """Batches that were fetched ahead and lie ready now."""
+        return self._feed.ready
+
+    @property
     def lost_workers(self) -> int:
         """Processes that died or were stuck so far; others have taken their places."""
         return self._feed.lost_workers

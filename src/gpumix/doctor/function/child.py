@@ -103,7 +103,7 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
     )
     for hook in (watch.stepped, steps.step):
         patches.callback(register_optimizer_step_post_hook(hook).remove)
-    patches.callback(roots.found)
+    patches.callback(roots.end)
     roots.find()
     if order.profiled:
         patches.callback(attention.end)

@@ -1,5 +1,6 @@
 """The modules that a function trains: those that no other module calls. Found when they are called
-in the first steps, before which they are changed as wanted; later calls cost nothing."""
+in the first steps, before which they are changed as wanted; of later calls theirs alone are noted.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ Treatment = Callable[[nn.Module], None]
 
 
 class Roots:
-    """Finds them, and changes them by `treatments`."""
+    """Finds them, and changes them by `treatments`.
+
+    Attributes:
+        called: is called when a forward pass of one of them begins.
+    """
 
     def __init__(self, treatments: list[Treatment]) -> None:
         self._treatments = treatments
-        self._known: dict[int, tuple[nn.Module, str, bool]] = {}
+        self.called: Callable[[], None] = lambda: None
+        self._known: dict[int, tuple[nn.Module, str, bool, bool]] = {}
         self._parts: set[int] = set()
         self._inside = False
-        self._patches = Patches()
+        self._patches, self._noted = Patches(), Patches()
 
     def find(self) -> None:
         """From now on."""
@@ -32,6 +38,11 @@ class Roots:
     def found(self) -> None:
         """There are no more."""
         self._patches.close()
+
+    def end(self) -> None:
+        """Nothing is found or noted any more."""
+        self.found()
+        self._noted.close()
 
     def seen(self) -> tuple[ModelSeen, ...]:
         return tuple(_seen(*one) for one in self._known.values())
@@ -43,9 +54,11 @@ class Roots:
             if id(module) not in self._known:
                 # What is computed again in a backward pass is called by nobody.
                 self._parts |= {id(part) for part in module.modules()} - {id(module)}
-                self._known[id(module)] = module, calling_line(), _casts(module)
+                place, casts = calling_line(), _casts(module)
                 for treatment in self._treatments:
                     treatment(module)
+                self._known[id(module)] = module, place, casts, _compiled(module)
+                self._note(module)
             self._inside = True
             try:
                 return before(module, *args, **kwargs)
@@ -53,6 +66,20 @@ class Roots:
                 self._inside = False
 
         return call
+
+    def _note(self, module: nn.Module) -> None:
+        """Its calls, from outside of what is compiled: a hook would be part of that. What is set
+        of a module that torch.compile made is set of the one in it."""
+        own, name = vars(module), "_compiled_call_impl"
+        code = own.get(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():  # else it is part of some code that is
+                self.called()
+            return (module._call_impl if code is None else code)(*args, **kwargs)
+
+        own[name] = call
+        self._noted.callback(own.pop if code is None else own.__setitem__, name, code)
 
 
 def _trained(module: nn.Module) -> bool:
@@ -70,9 +97,13 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _seen(module: nn.Module, place: str, casts: bool) -> ModelSeen:
+def _compiled(module: nn.Module) -> bool:
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or type(module).__name__ == "OptimizedModule"
+
+
+def _seen(module: nn.Module, place: str, casts: bool, compiled: bool) -> ModelSeen:
     dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
     config = getattr(module, "config", None)
     eager = getattr(config, "_attn_implementation", None) == "eager"
     return ModelSeen(
@@ -80,5 +111,5 @@ def _seen(module: nn.Module, place: str, casts: bool) -> ModelSeen:
         name=type(module).__name__,
         fp32=dtypes == {torch.float32} and not casts,
         eager_attention=eager and bool(getattr(module, "_supports_sdpa", False)),
-        compiled=compiled or type(module).__name__ == "OptimizedModule",
+        compiled=compiled,
     )

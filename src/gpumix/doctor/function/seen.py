@@ -50,7 +50,7 @@ class Site:
 
 @dataclass(frozen=True)
 class LoaderSeen:
-    """A DataLoader of the user's.
+    """A DataLoader of the user's, or a loader of gpumix.
 
     Attributes:
         waited_s: that the loop waited for its batches in counted steps; `cpu_s` of it in which this
@@ -58,6 +58,7 @@ class LoaderSeen:
         begun: how often an iteration over it began then.
         samples: that it gave then.
         streams: its dataset is iterable, not one with numbers.
+        tunes: it is of gpumix, and finds its workers itself; `limit`: what holds it back then.
     """
 
     place: str
@@ -70,6 +71,8 @@ class LoaderSeen:
     cpu_s: float
     begun: int
     samples: int
+    tunes: bool = False
+    limit: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class Seen:
         seconds: of these steps.
         losses: all, from the first step on; what `backward` was called of.
         cuda: whether there is a GPU, of this `capability` (0: none).
+        between_s: of the host, in these steps, from a backward pass or an update to the next
+            forward pass, without what is told of elsewhere here.
         copies: from memory that is not pinned to a GPU, which block.
         syncs: values that the host waits for, of a GPU.
         writes: to stdout and stderr.
@@ -129,6 +134,7 @@ class Seen:
     loaders: tuple[LoaderSeen, ...] = ()
     optimizers: tuple[OptimizerSeen, ...] = ()
     models: tuple[ModelSeen, ...] = ()
+    between_s: float = 0.0
     copies: tuple[Site, ...] = ()
     syncs: tuple[Site, ...] = ()
     writes: tuple[Site, ...] = ()
@@ -159,6 +165,11 @@ class Seen:
     def input_share(self) -> float:
         """Of a step, in which it waits for its data."""
         return sum(one.waited_s for one in self.loaders) / self.seconds
+
+    @property
+    def limit(self) -> str:
+        """What holds the loader back that is waited for longest; empty: not known."""
+        return max(self.loaders, key=lambda one: one.waited_s).limit if self.loaders else ""
 
     def share_of(self, seconds: float) -> float:
         """Of all counted steps."""

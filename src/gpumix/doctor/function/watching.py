@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpumix.data.host import cores_here
+from gpumix.data.loader import Loader
+from gpumix.data.tuning import FIRST
+from gpumix.doctor.function.between import Between
 from gpumix.doctor.function.lines import Lines, Sites
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Roots
@@ -41,27 +44,55 @@ SETTERS = {
 
 
 class _Ahead:
-    """Batches that workers have ready, step after step."""
+    """Batches that workers have ready, step after step.
 
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = ref(iterator)
-        most = iterator._num_workers * (iterator._prefetch_factor or 0)
+    Args:
+        ready: how many; None: nobody tells.
+        most: that there can be.
+        settling: steps that the workers' own setting is found in.
+    """
+
+    def __init__(self, ready: Callable[[], int | None], most: int, settling: int = 0) -> None:
+        self._ready, self.most, self._settling = ready, most, settling
         self._counts: deque[int] = deque(maxlen=most + 1)
 
     def settled(self) -> bool:
         """Whether the next steps do not live on what was read before: none is ready, or no fewer
         than when the oldest of these were asked for."""
-        if (iterator := self._iterator()) is None:
+        if (count := self._ready()) is None:
             return True
+        self._counts.append(count)
+        self._settling -= 1
+        full = len(self._counts) == self._counts.maxlen
+        return self._settling < 0 and (count == 0 or (full and count >= self._counts[0]))
+
+
+def _ahead_of(iterator: Any) -> _Ahead:
+    """Of a DataLoader's iterator, which is not kept alive."""
+    kept = ref(iterator)
+
+    def ready() -> int | None:
+        if (iterator := kept()) is None:
+            return None
         queues = {iterator._data_queue, iterator._worker_result_queue}
         # What comes out of order waits beside the queues.
         beside = sum(len(told) > 1 for told in list(iterator._task_info.values()))
         try:
-            self._counts.append(beside + sum(queue.qsize() for queue in queues))
+            return beside + sum(queue.qsize() for queue in queues)
         except NotImplementedError:  # on macOS
-            return True
-        full = len(self._counts) == self._counts.maxlen
-        return self._counts[-1] == 0 or (full and self._counts[-1] >= self._counts[0])
+            return None
+
+    return _Ahead(ready, iterator._num_workers * (iterator._prefetch_factor or 0))
+
+
+def _ahead_in(loader: Loader) -> _Ahead:
+    """Of a loader of gpumix, by its setting as it is now."""
+    kept = ref(loader)
+
+    def ready() -> int | None:
+        return None if (loader := kept()) is None else loader.ready
+
+    return _Ahead(ready, loader.setting.ahead, settling=FIRST)
 
 
 @dataclass
@@ -89,6 +120,27 @@ class _Loader:
             "pinned": loader.pin_memory,
             "streams": isinstance(loader.dataset, IterableDataset),
         }
+
+    def goes_on(self, loader: Loader) -> None:
+        """One of gpumix, whose setting may have changed."""
+        if self.ahead is None or self.ahead.most != loader.setting.ahead:
+            self.ahead = _ahead_in(loader)
+        self.made = {
+            "workers": loader.setting.workers,
+            "batch_size": None,
+            "persistent": True,
+            "pinned": True,
+            "streams": False,
+            "tunes": True,
+            "limit": loader.limit,
+        }
+
+    def fetched(self, batch: Any, begun_s: float, begun_cpu_s: float) -> None:
+        """A batch; waited for since then, where the function's own thread asks."""
+        self.samples += rows_of(batch)
+        if _in_main_thread():
+            self.waited_s += time.perf_counter() - begun_s
+            self.cpu_s += time.thread_time() - begun_cpu_s
 
     def seen(self) -> LoaderSeen:
         return LoaderSeen(
@@ -133,13 +185,25 @@ class Watch:
     _set: dict[str, str] = field(default_factory=dict)
     _retries: int = 0
 
+    def __post_init__(self) -> None:
+        self._between = Between(self._told_s)
+
+    def _told_s(self) -> float:
+        """That loaders and lines of the user's are told to take, so far."""
+        sites = (self.copies, self.lines.syncs, self.lines.writes)
+        waited_s = sum(one.waited_s for one in self._loaders.values())
+        return waited_s + sum(seconds for found in sites for _, seconds in found.values())
+
     def install(self, patches: Patches, *, gpu: bool) -> None:
         """Args:
         gpu: whether there is one: then what is copied to it and from it is watched too.
         """
-        patches.replace(DataLoader, "__init__", self._making_loader)
+        for kind in (DataLoader, Loader):
+            patches.replace(kind, "__init__", self._making_loader)
         patches.replace(DataLoader, "_get_iterator", self._beginning)
         patches.replace(_BaseDataLoaderIter, "__next__", self._fetching)
+        patches.replace(Loader, "__next__", self._fetching_own)
+        self.roots.called = self._between.end
         patches.replace(Tensor, "backward", self._backward)
         patches.replace(Optimizer, "__init__", self._making_optimizer)
         patches.replace_everywhere(checkpoint, "checkpoint", self._recomputing)
@@ -161,6 +225,7 @@ class Watch:
         self.lines.begin()
         for sites in (self.copies, self.recomputed):
             sites.clear()
+        self._between.forget()
         self._retries = _retries()
 
     def settled(self) -> bool:
@@ -182,6 +247,7 @@ class Watch:
             cuda=cuda,
             capability=capability,
             loaders=tuple(one.seen() for one in self._loaders.values() if one.samples),
+            between_s=self._between.seconds,
             optimizers=tuple(one.seen(o) for o, one in self._optimizers.items() if one.seconds),
             models=self.roots.seen(),
             copies=copies,
@@ -221,7 +287,7 @@ class Watch:
             if _in_main_thread():
                 known.waited_s += time.perf_counter() - begun_s
             iterator._gpumix_loader = known
-            known.ahead = _Ahead(iterator) if loader.num_workers else None
+            known.ahead = _ahead_of(iterator) if loader.num_workers else None
             return iterator
 
         return begin
@@ -232,10 +298,21 @@ class Watch:
             batch = before(iterator)
             known = getattr(iterator, "_gpumix_loader", None)
             if known is not None:
-                known.samples += rows_of(batch)
-                if _in_main_thread():
-                    known.waited_s += time.perf_counter() - begun_s
-                    known.cpu_s += time.thread_time() - begun_cpu_s
+                known.fetched(batch, begun_s, begun_cpu_s)
+            return batch
+
+        return fetch
+
+    def _fetching_own(self, before: Any) -> Any:
+        """By a loader of gpumix."""
+
+        def fetch(loader: Loader) -> Any:
+            begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+            batch = before(loader)
+            place = getattr(loader, "_gpumix_place", UNKNOWN)
+            known = self._loaders.setdefault(place, _Loader(place))
+            known.fetched(batch, begun_s, begun_cpu_s)
+            known.goes_on(loader)
             return batch
 
         return fetch
@@ -244,7 +321,8 @@ class Watch:
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             if loss.numel() == 1:
                 self.losses.append(loss.detach())
-            return before(loss, *args, **kwargs)
+            before(loss, *args, **kwargs)
+            self._between.begin()
 
         return backward
 
@@ -258,10 +336,12 @@ class Watch:
     def _stepping(self, optimizer: Any, *_: Any) -> None:
         known = self._optimizers.setdefault(optimizer, _Optimizer(UNKNOWN))
         known.seconds -= time.perf_counter()
+        self._between.drop()
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has; a hook of torch's, before that which counts steps."""
         self._optimizers[optimizer].seconds += time.perf_counter()
+        self._between.begin()
 
     def _recomputing(self, before: Any) -> Any:
         def compute(*args: Any, **kwargs: Any) -> Any:
