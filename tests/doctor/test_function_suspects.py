@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpumix.data.tuning import Limit
 from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, OptimizerSeen, Seen, Site
-from gpumix.doctor.function.suspects import NAMES, suspects
+from gpumix.doctor.function.suspects import NAMES, between, suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
 LOADER = LoaderSeen(
@@ -51,7 +52,8 @@ def names(seen: Seen, kernels_share: float | None = None) -> list[str]:
 
 def starved(**changes: Any) -> Seen:
     """It waits half of its time."""
-    return replace(SEEN, loaders=(replace(LOADER, waited_s=0.5, cpu_s=0.5, **changes),))
+    waiting = {"waited_s": 0.5, "cpu_s": 0.5} | changes
+    return replace(SEEN, loaders=(replace(LOADER, **waiting),))
 
 
 def test_nothing_is_suspected_of_a_function_that_shows_nothing():
@@ -68,10 +70,28 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             "num_workers=2, persistent_workers=True) at train.py:5",
         ),
         (
-            starved(workers=2, persistent=True),
+            starved(workers=2, persistent=True),  # as much again is wanted of them
             "workers",
             {"num_workers": {"train.py:5": 4}},
             "num_workers=4",
+        ),
+        (
+            starved(workers=1, persistent=True, waited_s=0.87),
+            "workers",
+            {"num_workers": {"train.py:5": 8}},
+            "num_workers=8",
+        ),
+        (
+            starved(workers=12, persistent=True),  # as many as four cores are given at most
+            "workers",
+            {"num_workers": {"train.py:5": 16}},
+            "num_workers=16",
+        ),
+        (
+            starved(streams=True),  # one more would read all of the stream again
+            "workers",
+            {"num_workers": {"train.py:5": 1}},
+            "num_workers=1",
         ),
         (
             starved(workers=2, begun=3),  # they are started anew each epoch
@@ -173,7 +193,9 @@ def test_what_is_suspected(seen, name, changes, fix):
 @pytest.mark.parametrize(
     "seen",
     [
-        starved(streams=True),  # each worker would read all of a stream
+        starved(streams=True, workers=1, persistent=True),  # each would read all of a stream
+        starved(workers=16, persistent=True),  # of four cores
+        starved(tunes=True, batch_size=None, limit=Limit.CORES),
         replace(SEEN, syncs=site("item", 5, 0.2)),  # not in each step
         replace(SEEN, syncs=site("__bool__", 20, 0.2)),  # an older one would steer code wrongly
         replace(SEEN, recomputed=site("checkpoint", 40, 0.0), memory_share=0.6),  # no room
@@ -209,3 +231,23 @@ def test_a_gpu_that_waits_for_launches():
 
 def test_the_input_comes_first():
     assert names(replace(starved(), anomaly=True)) == ["workers", "anomaly"]
+
+
+def test_two_loaders_are_to_keep_up_with_what_is_computed_beside_them():
+    one = replace(LOADER, workers=1, persistent=True, waited_s=0.38)
+    (found,) = suspects(replace(SEEN, loaders=(one, replace(one, place="train.py:6"))))
+    assert found.changes == {"num_workers": {"train.py:5": 5, "train.py:6": 5}}
+
+
+def test_time_that_passes_before_forward_passes_is_told():
+    told = between(replace(SEEN, between_s=0.6))
+    assert told.startswith("60% of a step passes between the update (or a backward pass) and")
+    assert "gpumix.Loader" in told
+    assert between(replace(SEEN, between_s=0.05)) == ""
+
+
+def test_of_a_gpu_it_is_the_hosts_time_and_told_where_the_gpu_waits():
+    seen = replace(A100, between_s=0.6)
+    assert between(seen, 0.95) == ""
+    assert between(seen, 0.5).startswith("60% of the host's time in a step passes between")
+    assert "the GPU computes in 50% of a step" in between(seen, 0.5)

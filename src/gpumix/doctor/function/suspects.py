@@ -7,7 +7,7 @@ Only what was seen is suspected: each suspect costs windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor
+from math import ceil, floor
 
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.tuning import Bounds, Measured, choose
@@ -22,6 +22,7 @@ ROOM = 0.3  # of the memory, that may be in use where more is to be kept
 LAUNCH_SHARE = 0.7  # of a step; if a GPU computes less, it waits for its next kernel
 AMPERE, VOLTA = 8, 7  # bf16 and TF32 begin with the one, code by Triton with the other
 MOST_WORKERS = 4  # for each core: each is a process, with Python and torch in it
+BETWEEN_SHARE = 0.1  # of a step, that may pass before a forward pass, and a GPU wait meanwhile
 SITES = 3  # lines that are named
 LATE = ("item", "tolist", "cpu", "__float__")  # values that may be those of the step before
 
@@ -87,13 +88,19 @@ def _input(seen: Seen) -> Iterator[Suspect]:
 
 def _workers(seen: Seen, loader: LoaderSeen) -> int:
     """How many it should have; 0: it can have no others."""
-    if loader.streams:  # each worker would read all of it
+    if loader.tunes:
         return 0
+    if loader.streams:  # each worker reads all of it; one does ahead of the loop
+        return 0 if loader.workers else 1
+    most = max(1, round(MOST_WORKERS * seen.cores))
+    own_s = max(1e-6, seen.seconds * (1.0 - seen.input_share))  # without what any loader takes
     if loader.workers:
-        kept = not loader.persistent and loader.begun > 0
-        return 2 * loader.workers if not kept else loader.workers
+        if not loader.persistent and loader.begun > 0:
+            return loader.workers
+        # They give a batch in each step as it is, and are to give one in each without waits.
+        wanted = min(ceil(loader.workers * seen.seconds / own_s), most)
+        return wanted if wanted > loader.workers else 0
     batches = max(1.0, loader.samples / (loader.batch_size or 1))
-    own_s = max(1e-6, seen.seconds - loader.waited_s)
     found = Measured(
         rows=loader.batch_size or 1,
         batch_bytes=1,
@@ -103,9 +110,7 @@ def _workers(seen: Seen, loader: LoaderSeen) -> int:
         step_s=own_s / batches,
     )
     bounds = Bounds(cores=seen.cores, processes=True, threads=False, memory_bytes=2**30)
-    return min(
-        choose(found, bounds, splits=False).workers, max(1, round(MOST_WORKERS * seen.cores))
-    )
+    return min(choose(found, bounds, splits=False).workers, most)
 
 
 def _waits(seen: Seen) -> Iterator[Suspect]:
@@ -153,6 +158,24 @@ def steering(syncs: tuple[Site, ...]) -> str:
     found = [one for one in syncs if one.what not in LATE]
     named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
     return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
+
+
+def between(seen: Seen, kernels_share: float | None = None) -> str:
+    """What is to be told of time that passes before forward passes, and that no loader is waited
+    for; empty: it is little, or a GPU has enough to do meanwhile."""
+    share = seen.share_of(seen.between_s)
+    idle_share = 1.0 - (kernels_share or 0.0)
+    if min(share, idle_share) <= BETWEEN_SHARE:
+        return ""
+    whose = "of the host's time in a step" if seen.cuda else "of a step"
+    known = kernels_share is not None
+    gpu = f", and the GPU computes in {kernels_share:.0%} of a step" if known else ""
+    return (
+        f"{share:.0%} {whose} passes between the update (or a backward pass) and the next forward "
+        f"pass, in no DataLoader{gpu}: if batches are made there, have that done ahead, by the "
+        "workers of a DataLoader or by gpumix.Loader, which reads generators too; what else is "
+        "done there, do more rarely"
+    )
 
 
 def retried(times: int, steps: int) -> Iterator[Suspect]:
