@@ -138,6 +138,7 @@ def test_what_slows_a_function_down_is_found_with_its_line(folder):
     (finding,) = done.json()["findings"]
     assert finding["name"] == "workers" and finding["gain"] > 1.02
     assert finding["fix"].endswith(line_of("DataLoader(Remote"))
+    assert done.json()["input_share"] > 0.5
     assert "leaked" not in done.err
 
 

@@ -25,7 +25,7 @@ def test_a_fault_is_found_measured_and_mended(tmp_path):
     (finding,) = found["findings"]
     assert finding["name"] == "workers" and finding["changes"] == {"data.workers": "auto"}
     assert 1.1 < finding["gain_low"] <= finding["gain"] <= finding["gain_high"]
-    assert found["gain"] == finding["gain"]
+    assert found["gain"] == finding["gain"] and 0.1 < found["input_share"] < 1.0
     tuned = read_job(tmp_path / "job.tuned.yaml")
     assert tuned.data.workers == "auto" and tuned.steps == read_job(job).steps
     assert not (tmp_path / "run").exists()  # nothing was written where the job would write
@@ -37,7 +37,9 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
     rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
     findings = (Finding(order, gain), Finding(rarer, gain))
-    report = Report(findings, (), (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
+    report = Report(
+        findings, (), (), (), (), step_s=1.0, input_share=0.125, seconds=1.0, trained_s=1.0
+    )
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
     doctor(str(job), apply=True)
@@ -45,6 +47,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
     assert "# `checkpoint.every_steps: 50` (older ones)\n" in tuned.read_text()
     told = " ".join(capsys.readouterr().err.split())
+    assert "12% of a step was spent waiting for data" in told
     assert "left to you: `data.bucketing: true`" in told
 
 

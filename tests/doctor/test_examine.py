@@ -32,7 +32,7 @@ class Known:
         self.log.append(tuple(self.changes))
         for name in self.changes:
             step_s *= FACTORS[name]
-        return Window(step_s, 10 * step_s)
+        return Window(step_s, 10 * step_s, input_share=0.25 if self.changes else 0.5)
 
     def with_changes(self, changes):
         return replace(self, changes={**self.changes, **changes})
@@ -73,7 +73,7 @@ def test_findings_are_those_that_help_largest_first():
     assert [name for name, _ in report.cleared] == ["nothing", "worse"]
     assert report.changes == {"half": True, "tenth": True}
     assert report.gain == pytest.approx(2.0 / 0.9)
-    assert report.step_s == 1.0
+    assert report.step_s == 1.0 and report.input_share == 0.5
 
 
 def test_each_change_is_tried_against_those_that_helped_before_in_turns():
@@ -135,7 +135,9 @@ def test_what_is_of_code_is_no_setting():
         Suspect("d", "", "", {"checkpoint.every_steps": 9}, note="older"),
     ]
     findings = tuple(Finding(one, gain) for one in made)
-    report = Report(findings, (), (), (), (), step_s=1.0, seconds=1.0, trained_s=1.0)
+    report = Report(
+        findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
+    )
     assert report.settings == {"data.workers": "auto", "checkpoint.every_steps": 9}
     assert report.changes == report.settings | {"quiet": True}
     assert report.left == ["print less", "`data.bucketing: true`"]
@@ -165,4 +167,5 @@ def test_a_report_as_json():
     assert finding["name"] == "half" and finding["changes"] == {"half": True}
     assert finding["gain_low"] == finding["gain"] == pytest.approx(2.0)
     assert report["cleared"] == {"nothing": pytest.approx(1.0)}
+    assert report["input_share"] == 0.5  # as it was
     assert report["unlike"] == {"wrong": "its loss"}

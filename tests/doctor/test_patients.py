@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpumix.data.tuning import Limit
 from gpumix.doctor.function.patient import FunctionPatient
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.job import JobPatient
@@ -26,13 +27,26 @@ def remarks(seen: Seen, **given: Any) -> list[str]:
 def test_a_cpu_that_reads_and_computes_with_all_of_its_cores():
     (remark,) = remarks(STARVED, cpu_s=1.95)
     assert "50% of a step, and all 2 cores are busy (98%)" in remark
-    assert remarks(STARVED, cpu_s=1.0) == []
+    (remark,) = remarks(STARVED, cpu_s=1.0)  # of two cores half a one is free
+    assert remark.startswith("a device still waits for its data in 50% of a step: make reading")
     waits_for_nothing = replace(STARVED, loaders=())
     assert remarks(waits_for_nothing, cpu_s=1.95) == []
 
 
+def test_what_holds_a_loader_back_that_knows():
+    own = replace(LOADER, tunes=True, limit=Limit.CORES)
+    little = replace(LOADER, waited_s=0.1, limit=Limit.DEVICE)
+    (remark,) = remarks(replace(STARVED, loaders=(little, own)))
+    assert remark.startswith("a device still waits for its data in 60% of a step, held back by")
+
+
+def test_time_that_is_no_loaders():
+    (remark,) = remarks(replace(STARVED, loaders=(), between_s=0.5))
+    assert "passes between" in remark
+
+
 def test_attention_that_was_seen_before_anything_was_changed():
-    (remark,) = remarks(STARVED, attention=("model.py:3",))
+    (remark,) = remarks(replace(STARVED, loaders=()), attention=("model.py:3",))
     assert "written out at model.py:3" in remark
 
 

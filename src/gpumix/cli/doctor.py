@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         help="Find what slows a job down, or any function that trains: run a few steps, try what "
         "may mend it, and say by how much.\n\n"
-        "Each change is measured, in windows of a few steps with and without it that run in turn. "
+        "Each change is measured, in windows of a few steps with and without it that run in turn; "
+        "what was seen and no change mends is told beside that, without a gain. "
         "A function is one of a script of your own, in plain PyTorch; its module is looked for in "
         "this folder. It is called without arguments, and ended after some steps.\n\n"
         "Example: gpumix doctor job.yaml --apply\n\n"
@@ -70,7 +71,7 @@ def doctor(
     if as_json:
         print_json(report.as_dict())
     else:
-        console.print(_table(report) if report.findings else "nothing was found that slows it down")
+        console.print(_table(report) if report.findings else _none(report))
         for remark in report.remarks:
             console.print(remark)
         for name in report.untried:
@@ -150,11 +151,20 @@ def _patient(
 def _table(report: Report) -> Table:
     from rich.table import Table
 
-    table = Table("finding", "why", "change", "gain", title=f"{report.gain:.2f} times as fast")
+    waited = f"{report.input_share:.0%} of a step was spent waiting for data"
+    title = f"{report.gain:.2f} times as fast; {waited}"
+    table = Table("finding", "why", "change", "gain", title=title)
     for one in report.findings:
         suspect = one.suspect
         table.add_row(suspect.what, suspect.why, suspect.mended_by, str(one.gain))
     return table
+
+
+def _none(report: Report) -> str:
+    """Where no change helps."""
+    if report.remarks:
+        return "no change was found that makes it faster"
+    return "nothing was found that slows it down"
 
 
 def tuned_path(job: Path) -> Path:

@@ -28,10 +28,12 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Window:
     """Seconds of a step, or of as many samples as one had without changes, with its part of what is
-    done beside steps; and the seconds that were measured for it."""
+    done beside steps; the seconds that were measured for it; and the part of a step in which a
+    device waits for its data."""
 
     step_s: float
     trained_s: float
+    input_share: float
 
 
 class Patient(Protocol):
@@ -73,11 +75,10 @@ class _Tally:
     trained_s: float = 0.0
     spreads: list[float] = field(default_factory=list)
 
-    def step_s(self, patient: Patient) -> float:
-        """Of one more window."""
+    def one_more(self, patient: Patient) -> Window:
         found = patient.window()
         self.trained_s += found.trained_s
-        return found.step_s
+        return found
 
     def remarks(self) -> Iterator[str]:
         """On the windows themselves."""
@@ -109,8 +110,9 @@ def examine(
         GpumixError: the patient as it is does not run.
     """
     begun_s, tally, found = time.perf_counter(), _Tally(), _Found()
-    first_s = tally.step_s(patient)
-    say(f"a step takes {show_seconds(first_s)}")
+    first = tally.one_more(patient)
+    waits = f"{first.input_share:.0%} of that are waits for data"
+    say(f"a step takes {show_seconds(first.step_s)}, {waits}")
     tried: set[str] = set()
     while (suspect := _next(patient, tried, only)) is not None:
         tried.add(suspect.name)
@@ -136,7 +138,8 @@ def examine(
         unlike=tuple(found.unlike),
         untried=tuple(one.name for one in patient.suspects() if one.costly and not only),
         remarks=(*patient.remarks(), *tally.remarks()),
-        step_s=first_s,
+        step_s=first.step_s,
+        input_share=first.input_share,
         seconds=time.perf_counter() - begun_s,
         trained_s=tally.trained_s,
     )
@@ -157,6 +160,6 @@ def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally) 
     while not enough(before_s, after_s, pairs):
         order = ((before, before_s), (after, after_s))
         for patient, seconds in order if len(before_s) % 2 == 0 else order[::-1]:
-            seconds.append(tally.step_s(patient))
+            seconds.append(tally.one_more(patient).step_s)
     tally.spreads.append((max(before_s) - min(before_s)) / median(before_s))
     return gain_of(before_s, after_s)

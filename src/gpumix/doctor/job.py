@@ -118,7 +118,8 @@ class JobPatient:
                 seconds += took.each_s(every * trial.mean_s) / every
                 took_s += took.still_s + took.beside_s
         # Of as many tokens as without changes: in another order, or of more samples, it has others.
-        return Window(seconds * (self.tokens or _tokens(trial)) / _tokens(trial), took_s)
+        seconds *= (self.tokens or _tokens(trial)) / _tokens(trial)
+        return Window(seconds, took_s, max(trial.input_shares))
 
     def _real(self, accelerator: str) -> tuple[str, ...]:
         """Names of the classes of such devices that are not emulated."""

@@ -81,7 +81,8 @@ class Report:
         unlike: suspects whose change made something else of the training, and in what.
         untried: names of suspects that take minutes to try, and were not asked for.
         remarks: what no setting mends.
-        step_s: of a step as it was, all beside steps counted in.
+        step_s: of a step as it was, all beside steps counted in; `input_share`: the part of it in
+            which a device, the one that does so longest, waited for its data.
         seconds: that the examination took; `trained_s` of these were steps that were measured.
     """
 
@@ -91,6 +92,7 @@ class Report:
     untried: tuple[str, ...]
     remarks: tuple[str, ...]
     step_s: float
+    input_share: float
     seconds: float
     trained_s: float
 
@@ -130,6 +132,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {
             "step_s": self.step_s,
+            "input_share": self.input_share,
             "gain": self.gain,
             "findings": [one.as_dict() for one in self.findings],
             "cleared": {name: gain.factor for name, gain in self.cleared},

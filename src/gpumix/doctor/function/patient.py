@@ -18,8 +18,15 @@ from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import Window
 from gpumix.doctor.function.alike import unlike
 from gpumix.doctor.function.seen import Order, Seen
-from gpumix.doctor.function.suspects import steering, suspects
-from gpumix.doctor.machine import Watched, remarks_on, too_few_cores, watched, written_out
+from gpumix.doctor.function.suspects import between, steering, suspects
+from gpumix.doctor.machine import (
+    Watched,
+    remarks_on,
+    still_starved,
+    too_few_cores,
+    watched,
+    written_out,
+)
 from gpumix.doctor.report import Suspect
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
 
@@ -85,7 +92,7 @@ class FunctionPatient:
             seen = self._run(0)
         self.machine = told()
         self.windows.append(seen)
-        return Window(self._comparable_s(seen), seen.seconds)
+        return Window(self._comparable_s(seen), seen.seconds, seen.input_share)
 
     def _comparable_s(self, seen: Seen) -> float:
         """Of a step; with other batches, of as many samples as a step had before."""
@@ -112,10 +119,14 @@ class FunctionPatient:
         if self.attention:
             yield written_out(self.attention)
         cpu_s = self.cpu_s / max(1, seen.steps)
-        if told := too_few_cores(cpu_s, seen.step_s, seen.cores, seen.input_share):
+        share = seen.input_share
+        short = too_few_cores(cpu_s, seen.step_s, seen.cores, share)
+        if told := short or still_starved([share], [seen.limit]):
+            yield told
+        if told := between(seen, self.kernels_share):
             yield told
         if self.machine is not None:
-            yield from remarks_on(self.machine, input_share=seen.input_share, retries=seen.retries)
+            yield from remarks_on(self.machine, input_share=share, retries=seen.retries)
 
     # -- its process -------------------------------------------------------------------------------
 
