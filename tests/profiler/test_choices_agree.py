@@ -134,6 +134,26 @@ def test_compiled_code_that_computes_something_else_is_not_used(monkeypatch, fac
     assert len(told) == (factor != 1.0)
 
 
+def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
+    """Two runs without compiled code differ as much."""
+
+    def compiled(units, **_):
+        for unit in units:
+            unit.forward = _Compiled(unit.forward, 1.0)
+
+    class Dropping(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    monkeypatch.setattr(specimen, "compile_units", compiled)
+    what = subject(lambda: Regression([Dropping() for _ in range(2)]), largest=1)
+    what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
+    found, told = measured(what)
+    assert found.compiled and not told
+    [why] = [choice.why for choice in found.choices if choice.what == "compile"]
+    assert "not compared" in why and "dropout" in why and "are 0 off" not in why
+
+
 def test_compiled_units_are_measured_in_all_ways(monkeypatch):
     """Also with their backward in two parts, for which the graph runs twice."""
     compiled = partial(specimen.compile_units, backend="aot_eager")

@@ -213,8 +213,9 @@ def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Out
     return outputs
 
 
-def compiled_error(specimens: Specimens, batch: Any) -> float:
-    """How far compiled units are off the same units without, in their dtype."""
+def compiled_error(specimens: Specimens, batch: Any) -> float | None:
+    """How far compiled units are off the same units without, in their dtype. None: of dropout
+    nothing can be said by single numbers, and without it other code would have to be compiled."""
     found: list[Computed] = [{}, {}, {}]
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
@@ -227,8 +228,8 @@ def compiled_error(specimens: Specimens, batch: Any) -> float:
                         seen[kind] = run_unit(specimens, call, kind, plain)
                 run_unit(specimens, call, kind, found[2])
             walk.go_on(seen[kind].again())
-    if worst(found[0], found[1]) > DRAWN:  # of dropout nothing can be said by single numbers
-        return 0.0
+    if worst(found[0], found[1]) > DRAWN:
+        return None
     return worst(found[2], found[0])
 
 

@@ -56,6 +56,11 @@ from gpumix.spec.profile import (
 )
 from gpumix.spec.units import show_bytes
 
+NOT_COMPARED = (
+    "compiled units were not compared with the same units without, of which two runs differ, as "
+    "they do with dropout"
+)
+
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -210,8 +215,10 @@ def _swept(
     )
     if specimens.compiled:
         error = compiled_error(specimens, subject.make_batch(1))
-        told = f"compiled units are {error:.2g} off the same units without"
-        if not error <= TOLERANCE[dtype]:
+        told = NOT_COMPARED
+        if error is not None:
+            told = f"compiled units are {error:.2g} off the same units without"
+        if error is not None and not error <= TOLERANCE[dtype]:
             progress(f"{name}: compiled code is not used: {told}")
             plain = replace(subject, compiled=subject.compiled - {device_class})
             found, anatomy, profile = _swept(plain, runtime, device_class, progress)
