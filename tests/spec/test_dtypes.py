@@ -85,6 +85,8 @@ def test_reasons_say_what_speaks_against_a_choice():
     v100 = MIXED.class_named("v100-16gb-sxm")
     assert reason(v100, "fp16") == support_of(v100).why
     assert reason(v100, "bf16").startswith("as asked; bf16 is computed in software")
+    of_cpus = reason(one(accelerator="cpu"), "bf16")  # whether it has instructions is not known
+    assert "with instructions for it" in of_cpus and "slower on others" in of_cpus
     assert reason(v100, "fp32") == f"as asked; by itself it would be fp16: {support_of(v100).why}"
 
 

@@ -92,7 +92,7 @@ CPU = Support(
     "fp32",
     "every CPU computes well in fp32, few in anything narrower",
     slow={
-        "bf16": "a CPU without instructions for bf16 computes slower in it",
+        "bf16": "bf16 is faster on CPUs with instructions for it, and slower on others",
         "fp16": "a CPU computes far slower in fp16",
     },
 )
