@@ -34,6 +34,15 @@ def test_it_goes_elsewhere_if_asked(run, tmp_path):
     assert sorted(run.iterdir()) == before
 
 
+def test_of_a_script_the_folder_that_it_writes_to_is_enough(run):
+    inside = run / "out" / "gpumix"
+    inside.mkdir(parents=True)
+    for file in ("plan.json", "profile.json", "metrics.jsonl"):
+        (run / file).rename(inside / file)
+    assert gpumix("report", run / "out").stderr == f"report: {inside / 'report.html'}\n"
+    assert gpumix("top", run / "out", "--json").exit_code == 0
+
+
 def test_json_has_the_numbers_of_the_page(run):
     done = gpumix("report", run, "--json")
     assert (done.exit_code, done.stderr) == (0, "")

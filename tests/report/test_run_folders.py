@@ -75,6 +75,13 @@ def test_what_is_no_run_is_said(tmp_path, name):
     assert ("measured" in error.why) == (name == "measuring")
 
 
+def test_the_run_of_a_script_lies_in_its_folder(tmp_path):
+    run = write_run(tmp_path / "out" / "gpumix", [step_line(1)], state="finished")
+    assert read_run(tmp_path / "out").folder == run
+    write_run(tmp_path / "out", state="training")
+    assert read_run(tmp_path / "out").folder == tmp_path / "out"
+
+
 @pytest.mark.parametrize("name", ["plan.json", "profile.json", "run.json", "trace.json"])
 def test_a_file_of_a_newer_schema_is_refused(tmp_path, trained, name):
     for file in trained[0].glob("*.json*"):

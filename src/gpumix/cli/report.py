@@ -18,7 +18,10 @@ def register(app: typer.Typer) -> None:
     )(report)
 
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="The run's folder, or the one that a script writes to."),
+]
 
 
 @verb
@@ -26,7 +29,7 @@ def report(
     run: RunFolder,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the page here; default: RUN/report.html."),
+        typer.Option("--output", "-o", help="Write the page here; default: into the run's folder."),
     ] = None,
     shown: Annotated[
         bool, typer.Option("--open", help="Open the page in the browser of this machine.")
@@ -41,7 +44,7 @@ def report(
     from gpumix.train.tables import stderr
 
     found = read_run(run)
-    path = output or run / run_files.REPORT
+    path = output or found.folder / run_files.REPORT
     write_page(found, path)
     if as_json:
         print_json(Facts(found).as_dict() | {"report": str(path)})

@@ -67,7 +67,7 @@ class Run:
 
 
 def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
-    """The run in `folder`.
+    """The run in `folder`, or that of the script which wrote to it.
 
     Args:
         newest_bytes: read no more than the last so many of its metrics, and no trace: for who
@@ -76,7 +76,7 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
     Raises:
         InputError: there is none, or a file of it is not readable, or of another schema.
     """
-    _check_folder(folder)
+    folder = _found_in(folder)
     plan = Plan.load(folder / run_files.PLAN)
     trace = folder / run_files.TRACE
     return Run(
@@ -91,9 +91,10 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
     )
 
 
-def _check_folder(folder: Path) -> None:
-    if (folder / run_files.PLAN).exists():
-        return
+def _found_in(folder: Path) -> Path:
+    for one in (folder, folder / run_files.OF_SCRIPT):
+        if (one / run_files.PLAN).exists():
+            return one
     why = f"there is no {run_files.PLAN} in it"
     if not folder.exists():
         why = "there is nothing of this name"
@@ -105,7 +106,8 @@ def _check_folder(folder: Path) -> None:
         "this is no run",
         where=str(folder),
         why=why,
-        fix="give the `output` of a job that was trained, such as runs/first",
+        fix="give the `output` of a job that was trained, such as runs/first, or the folder that a "
+        "script wrote to",
     )
 
 

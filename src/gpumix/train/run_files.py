@@ -16,6 +16,8 @@ AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
 TRACKERS = ".trackers"  # how far they are told, and of which runs of theirs
 
+OF_SCRIPT = "gpumix"  # the folder of all that, in the one that a script was told to write to
+
 ALL = frozenset(
     {
         RUN,
