@@ -9,16 +9,19 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from gpumix.engine.units import dissect
+from gpumix.report.run import Run
 from gpumix.spec.plan import Plan
 from models import ARCHITECTURES
 from reference import SEED, Share, plan_for
@@ -118,6 +121,17 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
+
+
+def told_of_input(run: Run) -> None:
+    """A run tells what all of its time was spent on, and that batches were waited for."""
+    classes = [one.shares for one in run.history.over_all()]
+    assert classes
+    for shares in (*classes, *(one.shares for one in run.history.steps)):
+        assert shares is not None
+        assert sum(asdict(shares).values()) == pytest.approx(1.0)
+        assert shares.compute > 0.0
+    assert all(shares is not None and shares.input > 0.0 for shares in classes)
 
 
 def log_of(trainer: Any, name: str) -> list[float]:

@@ -17,7 +17,15 @@ from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
 from gpumix.spec.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
+from programs import (
+    GLOBAL_BATCH,
+    Texts,
+    as_launched,
+    model,
+    other_ranks,
+    told_of_input,
+    unlike_ranks,
+)
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -183,6 +191,7 @@ def test_top_and_report_read_what_a_loop_leaves(stock, ours, folder):
     assert run.record.script.plans == "Accelerator"
     assert run.progress.steps is None and run.progress.step == len(expected)
     assert "step 10" in page(run)
+    told_of_input(run)
 
 
 def test_a_record_is_finished_by_the_program_s_word(ours, folder):

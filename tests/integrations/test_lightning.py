@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from gpumix.report.run import read_run
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model
+from programs import GLOBAL_BATCH, Texts, as_launched, model, told_of_input
 from reference import Share, plan_for
 from staging import rows, staged_plan
 
@@ -209,6 +210,7 @@ def test_a_fit_leaves_what_reports_read(ours):
     assert losses == pytest.approx([end[2] for end in ours[0]["ends"]], rel=1e-6)
     assert min(event["gradient_norm"] for event in steps) > 0
     assert json.loads((folder / "progress.json").read_text())["state"] == "finished"
+    told_of_input(read_run(folder))
 
 
 def test_a_checkpoint_is_one_of_lightnings(stock, ours):

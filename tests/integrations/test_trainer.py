@@ -24,6 +24,7 @@ from programs import (
     model,
     other_ranks,
     saved,
+    told_of_input,
     two_stages,
     unlike_ranks,
 )
@@ -172,7 +173,7 @@ def test_a_run_goes_on_by_another_plan_on_other_devices(stock, unlike, folder):
 
 
 def test_top_and_report_read_what_a_run_leaves(stock, unlike):
-    run = read_run(Path(unlike[0]["output"], "gpumix"))
+    run = read_run(Path(unlike[0]["output"]))
     assert run.progress.state == "finished"
     assert (run.progress.step, run.progress.steps) == (STEPS, STEPS)
     steps = run.history.steps
@@ -190,6 +191,7 @@ def test_how_devices_did_is_told_while_the_run_goes_on(unlike):
         assert all(0 < one.busy_share <= 1 for one in window.classes)
     assert [one.device for one in run.history.ranks] == [w.device for w in run.plan.workers]
     assert all(one.sent_bytes > 0 for one in run.history.ranks)
+    told_of_input(run)
 
 
 def test_the_script_is_recorded(unlike):

@@ -6,7 +6,7 @@ The plan has one stage: every rank calls the model, and looks at what it returns
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -43,7 +43,7 @@ from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
 from gpumix.integrations.rows import PlannedRows
 from gpumix.integrations.samplers import prepared, seed_of_all
-from gpumix.integrations.saving import STATE, Saver, dtypes_of
+from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.profiler.library import join
 from gpumix.spec.dtypes import Precision
@@ -51,6 +51,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
 from gpumix.spec.space import EVERYTHING
+from gpumix.train import run_files
 
 __all__ = ["Accelerator"]
 
@@ -65,9 +66,11 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     Attributes:
         skipped: batches at the beginning of each epoch that are passed over.
         given: the batch that the loop is at.
+        next_of: takes the next of its batches, None behind the last.
     """
 
     device: torch.device
+    next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
     given: Given | None = None
@@ -82,9 +85,9 @@ class Loader(OwnLoader, DataLoaderStateMixin):
         self.set_epoch(self.iteration)
         batches = self.after(self.skipped)
         try:
-            following = next(batches, None)
+            following = self.next_of(batches)
             while following is not None:
-                self.given, following = following, next(batches, None)
+                self.given, following = following, self.next_of(batches)
                 self.end_of_dataloader = following is None
                 yield send_to_device(dict(self.given), self.device)
         finally:
@@ -184,7 +187,7 @@ class Accelerator(accelerate.Accelerator):
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
         )
-        folder = Path(self.project_dir, STATE) if self.project_dir else None
+        folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
         self._engine = host(model, training, plan=self._given, own=objective, folder=folder)
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
             raise InputError(
@@ -226,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
             given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
         rows = PlannedRows(self._made, rows_of)
         loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
-        loader.device = self.device
+        loader.device, loader.next_of = self.device, self._next_of
         self._own_loaders.append(loader)
         return loader
 
@@ -237,6 +240,9 @@ class Accelerator(accelerate.Accelerator):
         skipping.skipped = dataloader.skipped + num_batches
         skipping._iterator = None  # of workers that stay, which are the other's
         return skipping
+
+    def _next_of(self, batches: Iterator[Any]) -> Any:
+        return next(batches, None) if self._engine is None else self._record.next_of(batches)
 
     def _made(self) -> Engine:
         if self._engine is None:

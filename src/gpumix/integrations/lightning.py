@@ -50,7 +50,7 @@ from gpumix.integrations.hosted import (  # noqa: E402
 from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
 from gpumix.integrations.own_batches import collated_tree  # noqa: E402
 from gpumix.integrations.rows import PlannedRows, evaluated_rows  # noqa: E402
-from gpumix.integrations.saving import STATE, Saver, dtypes_of  # noqa: E402
+from gpumix.integrations.saving import Saver, dtypes_of  # noqa: E402
 from gpumix.integrations.specimens import specimen_of  # noqa: E402
 from gpumix.integrations.strategy.checkpoints import Checkpoints  # noqa: E402
 from gpumix.integrations.strategy.launched import Launched  # noqa: E402
@@ -67,6 +67,7 @@ from gpumix.spec.errors import InputError  # noqa: E402
 from gpumix.spec.plan import Plan  # noqa: E402
 from gpumix.spec.shares import rows_of  # noqa: E402
 from gpumix.spec.space import EVERYTHING, Space  # noqa: E402
+from gpumix.train import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
@@ -249,10 +250,13 @@ class GpumixStrategy(Together, Checkpoints):
         self._like = Batching.of(dataloader)
         samples = self._like.batch_size * world()
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.training:
-            return planned_loader(self._like, samples * self._accumulates, self._rows(rows_of))
-        most = samples if self._engine is None else self._engine.plan.global_batch
-        return planned_loader(self._like, min(samples, most), self._rows(evaluated_rows))
+        training = self.lightning_module.trainer.training
+        if training:
+            samples *= self._accumulates
+        elif self._engine is not None:
+            samples = min(samples, self._engine.plan.global_batch)
+        rows = self._rows(rows_of if training else evaluated_rows)
+        return planned_loader(self._like, samples, rows, self._recording)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -272,6 +276,7 @@ class GpumixStrategy(Together, Checkpoints):
     def training_step(self, batch: Any, *others: Any) -> Tensor:
         """Forward, backward and reduction of one global batch; the loss of all of it."""
         _without_gradients(self.engine)  # Lightning does so too late: before its own backward
+        self._recording.computes()
         with self.inside_a_step():
             loss = self._steps.train(batch, others, self.precision_plugin.samples)
         self._steps.publish()
@@ -359,4 +364,4 @@ def _summarize(trainer: Any, module: LightningModule) -> None:
 def _folder(trainer: Any) -> Path | None:
     """Of plan, profile and the record of the run; a trainer without a logger has none."""
     folder = trainer.log_dir if trainer.loggers else None
-    return Path(folder, STATE) if folder else None
+    return Path(folder, run_files.OF_SCRIPT) if folder else None

@@ -38,12 +38,15 @@ class LoopRecord(Record):
         self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
         self._norm = 0.0
 
-    def begin(self) -> None:
-        """A batch is about to be computed. Collective, the first time."""
-        if self._folder is None or self._recorded is not None:
-            return
+    def computes(self) -> None:
+        """A batch is about to be computed. Collective, the first time: the record begins."""
+        if self._recorded is None and self._folder is not None:
+            self._begin(self._folder)
+        super().computes()
+
+    def _begin(self, folder: Path) -> None:
         self._recorded = Recorded(
-            self._engine, self._folder, plans=self._plans, steps=None, done=self.done
+            self._engine, folder, plans=self._plans, steps=None, done=self.done
         )
         atexit.register(self.close)
         hook = sys.excepthook

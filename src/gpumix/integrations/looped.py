@@ -71,7 +71,7 @@ class Looped(nn.Module):
             evaluated = self._evaluated(batch)
             self._record.rest()
             return evaluated
-        self._record.begin()
+        self._record.computes()
         if self._begun is not None:
             raise InputError(
                 "the model is called again before the backward of its last loss",

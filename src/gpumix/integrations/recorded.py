@@ -4,28 +4,39 @@ as a run of `gpumix train`, with the script in place of the job."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.runtime import device_in_use
 from gpumix.integrations.gathering import all_texts
 from gpumix.spec.errors import Interrupted
 from gpumix.train import run_files
+from gpumix.train.account import Account
 from gpumix.train.metrics import RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
 from gpumix.train.run_record import RunRecord
+from gpumix.train.watch import Watch, stamps_of
 
 CLASSES_STEPS = 10  # after so many it is told how ranks and classes did
 
+T = TypeVar("T")
+
 
 class Recorded:
-    """The record of one run, on each of its ranks; the first one writes.
+    """The record of one run, on each of its ranks; the first one writes. A step is `next_of` the
+    loader and `computes`, once for each batch that it is made of, then `step`.
 
     Args:
         folder: of the run's files.
         plans: the class that takes the plan in the program.
         steps: how many there will be, None where nobody knows; `done` of them are.
     """
+
+    _spent: Account  # since it was told how ranks did, as is what was sent
+    _sent_bytes: float
+    _computes: bool  # the device has got work of the step under way
 
     def __init__(
         self, engine: Engine, folder: Path, *, plans: str, steps: int | None, done: int
@@ -34,6 +45,7 @@ class Recorded:
         self._tokens_of_batches = 0
         self._all_tokens = 0
         self._label_a_token = False
+        self._watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
         self._stack = ExitStack()
         self._log: RunLog | None = None
         if engine.comm.rank == 0:
@@ -43,14 +55,34 @@ class Recorded:
         self._begin_anew()
         self.rest()
 
+    def next_of(self, batches: Iterator[T]) -> T | None:
+        """The next batch of the loader, None behind the last; what is computed next waits for
+        it."""
+        if self._computes:  # the step is not done: it is made of several batches
+            self._watch.end()
+            self._begin_to_wait()
+        try:
+            return self._watch.next_of(batches)
+        except StopIteration:
+            return None
+
+    def computes(self) -> None:
+        """The device is about to get the work of a batch."""
+        if not self._computes:
+            self._computes = True
+            self._watch.computes()
+
     def batch(self) -> None:
         """One of several that a step is made of was computed."""
         self._tokens_of_batches += self._tokens_of_batch()
 
     def step(self, number: int, *, loss: float, learning_rate: float, norm: float) -> None:
         """One that is done. Collective after every `CLASSES_STEPS`."""
+        self.computes()  # it rested in the middle of the step
+        self._watch.end()
         step_s = time.perf_counter() - self._last
-        self._waited_s += self._engine.comm.clock.total_s() - self._waited_before_s
+        spent = self._watch.take()
+        self._spent = self._spent.and_then(spent)
         self._sent_bytes += self._engine.comm.sent.total() - self._sent_before
         self.rest()
         tokens, self._tokens_of_batches = self._tokens_of_batches or self._tokens_of_batch(), 0
@@ -66,6 +98,7 @@ class Recorded:
                 step_s=step_s,
                 tokens_per_s=tokens / step_s,
                 tokens=self._all_tokens,
+                shares=spent.shares(),
             )
             self._log.step(record)
         if len(self._times) == CLASSES_STEPS:
@@ -80,18 +113,24 @@ class Recorded:
             records = [RankRecord.from_json(text) for text in told]
             self._log.classes(step, by_class(self._engine.plan, records))
             self._log.ranks(step, records)
+            self._log.starved(step, records)
 
     def _begin_anew(self) -> None:
         """With what steps came to since it was told how ranks did."""
         self._times: list[float] = []
         self._tokens: list[float] = []
-        self._waited_s = self._sent_bytes = 0.0
+        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sent_bytes = 0.0
 
     def rest(self) -> None:
         """What was done since the last step is no part of the next one."""
         self._last = time.perf_counter()
-        self._waited_before_s = self._engine.comm.clock.total_s()
         self._sent_before = self._engine.comm.sent.total()
+        self._begin_to_wait()
+
+    def _begin_to_wait(self) -> None:
+        self._computes = False
+        self._watch.begin()
 
     def evaluation(self, step: int, loss: float) -> None:
         if self._log is not None:
@@ -127,13 +166,16 @@ class Recorded:
         tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
         speed = speed_of(plan, engine.comm.rank, step_s, tokens)
         runtime = device_in_use()
+        shares = self._spent.shares()
         return RankRecord(
             device=worker.device,
             device_class=worker.device_class,
-            busy_share=max(0.0, 1.0 - self._waited_s / max(sum(self._times), 1e-9)),
+            busy_share=max(0.0, 1.0 - shares.communication),
             peak_bytes=None if runtime is None else runtime.peak_bytes(),
             overruns=0 if runtime is None else runtime.overruns,
             sent_bytes=self._sent_bytes / max(1, len(self._times)),
+            shares=shares,
+            starved_share=self._watch.starvation.share,
             tokens_per_s=speed.tokens_per_s,
             mfu=speed.mfu,
             hfu=speed.hfu,
@@ -153,6 +195,16 @@ class Record:
 
     def __init__(self) -> None:
         self._recorded: Recorded | None = None
+
+    def next_of(self, batches: Iterator[T]) -> T | None:
+        """The next batch, None behind the last."""
+        if self._recorded is None:
+            return next(batches, None)
+        return self._recorded.next_of(batches)
+
+    def computes(self) -> None:
+        if self._recorded is not None:
+            self._recorded.computes()
 
     def rest(self) -> None:
         if self._recorded is not None:

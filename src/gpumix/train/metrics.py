@@ -238,6 +238,7 @@ class RunLog:
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _file: TextIO | None = None
+    _told_of_starvation: bool = False
 
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -277,12 +278,19 @@ class RunLog:
     def ranks(self, step: int, records: list[RankRecord]) -> None:
         self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
 
-    def starved(self, step: int, records: list[RankRecord]) -> None:
-        """Some ranks' devices stand idle for their data."""
+    def starved(self, step: int, records: list[RankRecord]) -> bool:
+        """Whether some ranks' devices stand idle for their data, and that is told now: once in a
+        run."""
         told = [
-            {"device": r.device, "share": r.starved_share, "limit": r.input_limit} for r in records
+            {"device": r.device, "share": r.starved_share, "limit": r.input_limit}
+            for r in records
+            if r.starved_share is not None
         ]
+        if not told or self._told_of_starvation:
+            return False
+        self._told_of_starvation = True
         self._write("input-bound", {"step": step, "ranks": told})
+        return True
 
     def evaluation(self, step: int, loss: float) -> None:
         self._write("evaluation", {"step": step, "loss": loss})

@@ -57,7 +57,7 @@ class Telling:
         self.classes: list[ClassRecord] = []
         self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
         self._display: Display | None = None
-        self._told_of_starvation = self._told_of_copies = False
+        self._told_of_copies = False
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
@@ -172,7 +172,8 @@ class Telling:
             self._log.classes(step, self.classes)
             self._log.ranks(step, self.records)
             self._display.classes(self.classes)
-            self._starvation(step)
+            if self._log.starved(step, self.records):
+                self.say(input_bound(names, self.records))
             self.copies(not_copied(names, self.records))
             missed = unread(names, self.records)
             if missed and step == self._context.job.steps:
@@ -196,12 +197,3 @@ class Telling:
         told = self._context.ranks.gather("records", mine.to_json())
         self.records = [RankRecord.from_json(text) for text in told]
         self.classes = by_class(self._engine.plan, self.records)
-
-    def _starvation(self, step: int) -> None:
-        """Once in a run."""
-        told = input_bound(self._context.ranks.names, self.records)
-        if told and not self._told_of_starvation:
-            self._told_of_starvation = True
-            starved = [one for one in self.records if one.starved_share is not None]
-            self._log.starved(step, starved)
-            self.say(told)

@@ -73,8 +73,9 @@ def stamps_of(device: torch.device) -> Stamps:
 
 
 class Watch:
-    """Tells a rank's steps apart. Each step is `begin`, `next_of` the loader, `computes` when its
-    first work is given to the device, and `end` when the device is done.
+    """Tells a rank's steps apart. Each step is `begin`, `next_of` the loader, which may be asked
+    several times, `computes` when its first work is given to the device, and `end` when the device
+    is done.
 
     Args:
         stamps: the device's time; see `stamps_of`.
@@ -103,13 +104,14 @@ class Watch:
 
     def begin(self) -> None:
         self._communicated_s, self._copied_s = self._communication_s(), self._copies_s()
+        self._waited_s = 0.0
         self._begun = self._now()
 
     def next_of(self, batches: Iterator[T]) -> T:
         """The next batch; the wait for it is the loader's."""
         asked = self._clock()
         batch = next(batches)
-        self._waited_s = self._clock() - asked
+        self._waited_s += self._clock() - asked
         return batch
 
     def computes(self) -> None:

@@ -15,16 +15,22 @@ from torch.utils.data import IterableDataset
 
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart
+from gpumix.integrations.recorded import Record
 from gpumix.integrations.rows import Rows
 
 BATCHES, NUMBERS = "batches", "random_numbers"
 
 
 class PlannedLoader:
-    """Begins to read when its first batch is asked for."""
+    """Begins to read when its first batch is asked for.
 
-    def __init__(self, loader: OwnLoader) -> None:
+    Args:
+        record: is told how long batches are waited for.
+    """
+
+    def __init__(self, loader: OwnLoader, record: Record) -> None:
         self._loader = loader
+        self._record = record
         self._batches = 0  # of this epoch, given so far
         self._begun_with: Tensor | None = None
         self._goes_on: dict[str, Any] | None = None
@@ -49,7 +55,8 @@ class PlannedLoader:
             skipped, self._goes_on = self._goes_on[BATCHES], None
         self._begun_with = torch.get_rng_state()
         self._batches = skipped
-        for batch in self._loader.after(skipped):
+        batches = self._loader.after(skipped)
+        while (batch := self._record.next_of(batches)) is not None:
             self._batches += 1
             yield batch
 
@@ -65,10 +72,10 @@ class PlannedLoader:
         self._goes_on = state
 
 
-def planned_loader(given: Batching, batch_size: int, rows: Rows) -> PlannedLoader:
+def planned_loader(given: Batching, batch_size: int, rows: Rows, record: Record) -> PlannedLoader:
     """This rank's part of a loader's batches, of which each is one of `batch_size` samples."""
     collate = CollatedTree(given.loader.collate_fn)
-    return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader))
+    return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader), record)
 
 
 def _length(loader: OwnLoader) -> int | None:

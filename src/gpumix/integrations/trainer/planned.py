@@ -51,6 +51,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
+from gpumix.train import run_files
 
 # Of transformers' own trainer, without a promise that they stay.
 STANDS_IN_FOR = (
@@ -150,7 +151,7 @@ class Planned:
     @property
     def _folder(self) -> Path:
         """Of plan, profile and the record of the run."""
-        return Path(self.args.output_dir) / STATE
+        return Path(self.args.output_dir) / run_files.OF_SCRIPT
 
     @property
     def plan(self) -> Plan | None:
@@ -283,7 +284,8 @@ class Planned:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """One batch: it is a whole step, whose labels the engine counts."""
-        batch = next(epoch_iterator, None)
+        recorded = self._recorded
+        batch = next(epoch_iterator, None) if recorded is None else recorded.next_of(epoch_iterator)
         return ([] if batch is None else [batch]), None
 
     # -- training ----------------------------------------------------------------------------------
@@ -353,6 +355,8 @@ class Planned:
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        if self._recorded is not None:
+            self._recorded.computes()
         with by_itself(self.accelerator):
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
         self._stepped = loss

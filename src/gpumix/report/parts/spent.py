@@ -23,8 +23,7 @@ SHARES = {
 def spent(facts: Facts) -> Markup:
     known = [one for one in facts.classes if one.shares is not None]
     if not known:
-        why = "Not known: the run has not told yet how its devices did."
-        return section(facts, "spent", "What steps were spent on", aside(why))
+        return section(facts, "spent", "What steps were spent on", aside(_why_not(facts)))
     return section(
         facts,
         "spent",
@@ -33,6 +32,17 @@ def spent(facts: Facts) -> Markup:
         [_row(one) for one in known],
         lead="Measured, as parts of the time of all steps; means over the devices of each class.",
     )
+
+
+def _why_not(facts: Facts) -> str:
+    run = facts.run
+    if run.history.windows:
+        return "Not known: what the run told of its devices does not say it."
+    if run.progress.state == "planned":
+        return "Not known: nothing was trained yet."
+    if run.progress.live:
+        return "Not known: the run has not told yet how its devices did."
+    return "Not known: the run ended before it told how its devices did."
 
 
 def _row(one: ClassFacts) -> Markup:

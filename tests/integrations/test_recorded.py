@@ -1,0 +1,129 @@
+"""What the record of another library's loop says of its steps' time, by clocks that tests set."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpumix.engine.comm import WaitClock
+from gpumix.engine.groups import all_ranks
+from gpumix.integrations import recorded
+from gpumix.integrations.recorded import CLASSES_STEPS, Record, Recorded
+from gpumix.report.page import page
+from gpumix.report.run import read_run
+from gpumix.train import run_files
+from gpumix.train.account import Shares
+from gpumix.train.watch import WINDOW_STEPS, HostStamps, Watch
+from staging import rows, staged_plan
+
+HOST = torch.device("cpu")
+
+
+class Loop:
+    """Somebody's, on one device: what takes how long is its own affair."""
+
+    def __init__(self, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = lambda: self.now  # noqa: E731
+        monkeypatch.setattr(recorded, "Watch", partial(Watch, clock=clock))
+        monkeypatch.setattr(recorded, "stamps_of", lambda device: HostStamps(clock))
+        engine: Any = SimpleNamespace(
+            comm=all_ranks(HOST),
+            plan=staged_plan("gpt2", rows([4])),
+            device=HOST,
+            copies=WaitClock(HOST),
+            losses_counted=torch.tensor(4.0),
+        )
+        self.folder, self.steps = folder, 0
+        engine.plan.save(folder / run_files.PLAN)
+        self.record = Recorded(engine, folder, plans="Loop", steps=None, done=0)
+
+    def batches(self, seconds: float) -> Any:
+        while True:
+            self.now += seconds
+            yield 0
+
+    def batch(self, *, waits: float, idles: float, computes: float) -> None:
+        self.record.next_of(self.batches(waits))
+        self.now += idles
+        self.record.computes()
+        self.now += computes
+        self.record.batch()
+
+    def step(self, *, updates: float) -> None:
+        self.now += updates
+        self.steps += 1
+        self.record.step(self.steps, loss=1.0, learning_rate=0.1, norm=1.0)
+
+    def shares(self) -> list[Shares | None]:
+        """Of the steps, and of each class in the end."""
+        self.record.finish(self.steps)
+        history = read_run(self.folder).history
+        return [one.shares for one in (*history.steps, *history.classes)]
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch) -> Loop:
+    return Loop(tmp_path, monkeypatch)
+
+
+def test_batches_of_one_step_wait_one_by_one(loop):
+    for _ in range(2):
+        loop.batch(waits=2.0, idles=1.0, computes=3.0)
+    loop.step(updates=4.0)
+    expected = Shares(
+        compute=pytest.approx(10 / 16),
+        input=pytest.approx(4 / 16),
+        communication=0.0,
+        copies=0.0,
+        other=pytest.approx(2 / 16),
+    )
+    assert loop.shares() == [expected, expected]
+
+
+def test_who_asks_for_two_batches_at_once_waits_for_both(loop):
+    loop.record.next_of(loop.batches(3.0))
+    loop.batch(waits=3.0, idles=0.0, computes=2.0)
+    loop.step(updates=2.0)
+    assert loop.shares()[0].input == pytest.approx(0.6)
+
+
+def test_what_comes_between_steps_is_no_part_of_them(loop):
+    loop.record.next_of(loop.batches(50.0))  # for an evaluation
+    loop.record.evaluation(0, 1.0)
+    loop.batch(waits=0.0, idles=0.0, computes=1.0)
+    loop.record.rest()  # the model is evaluated before the optimizer steps
+    loop.step(updates=1.0)
+    assert loop.shares()[0] == Shares(0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def test_a_run_says_once_that_it_waits_for_its_data(loop):
+    steps = 4 * WINDOW_STEPS
+    for _ in range(steps):
+        loop.batch(waits=1.0, idles=0.0, computes=3.0)
+        loop.step(updates=0.0)
+    loop.record.finish(steps)
+    run = read_run(loop.folder)
+    (event,) = [one for one in run.history.events if one.event == "input-bound"]
+    assert event.step == 2 * WINDOW_STEPS
+    assert event.told["ranks"][0]["share"] == pytest.approx(0.25)
+    assert "25.0 % waiting for data" in page(run).replace("25.0%", "25.0 %")
+
+
+def test_the_last_batch_is_followed_by_none(loop):
+    assert loop.record.next_of(iter([])) is None
+    assert Record().next_of(iter([])) is None
+    assert Record().next_of(iter([7])) == 7
+
+
+def test_a_run_that_ended_early_does_not_promise_more(loop):
+    loop.batch(waits=1.0, idles=0.0, computes=3.0)
+    loop.step(updates=0.0)
+    assert loop.steps < CLASSES_STEPS
+    assert "has not told yet how its devices did" in page(read_run(loop.folder))
+    loop.record.close()
+    assert "ended before it told how its devices did" in page(read_run(loop.folder))
