@@ -1,8 +1,8 @@
 """Tiny models of many architectures with batches for them: what the engine must run unchanged.
 
-Each has 2 or 3 blocks of width 32, random weights and no dropout. Batches have samples of unequal
-length: labels are -100 behind a sample's end, so that means over different parts have different
-counts.
+Each has 2 or 3 blocks of width 32, those of `DEEP` have 8; random weights and no dropout. Batches
+have samples of unequal length: labels are -100 behind a sample's end, so that means over different
+parts have different counts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ VOCABULARY = 128
 LENGTH = 12
 WIDTH = 32
 IGNORED = -100
+DEPTH = 8
 
 Batch = dict[str, Tensor]
 MakeBatch = Callable[[int, torch.Generator], Batch]
@@ -139,13 +140,22 @@ def gpt2(dropout: float = 0.0, **settings: Any) -> Callable[[], nn.Module]:
     return causal_model("GPT2Config", **(dropouts | settings))
 
 
-def bert(dropout: float = 0.0) -> Callable[[], nn.Module]:
+def llama(**settings: Any) -> Callable[[], nn.Module]:
+    return causal_model("LlamaConfig", num_key_value_heads=2, **(_GLU | settings))
+
+
+def qwen3(**settings: Any) -> Callable[[], nn.Module]:
+    grouped = {"num_key_value_heads": 2, "head_dim": 8}
+    return causal_model("Qwen3Config", **(grouped | _GLU | settings))
+
+
+def bert(dropout: float = 0.0, layers: int = 3) -> Callable[[], nn.Module]:
     return model_of(
         "AutoModelForMaskedLM",
         "BertConfig",
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=48,
         max_position_embeddings=32,
@@ -154,7 +164,7 @@ def bert(dropout: float = 0.0) -> Callable[[], nn.Module]:
     )
 
 
-def t5(dropout: float = 0.0) -> Callable[[], nn.Module]:
+def t5(dropout: float = 0.0, layers: int = 2) -> Callable[[], nn.Module]:
     return model_of(
         "AutoModelForSeq2SeqLM",
         "T5Config",
@@ -162,7 +172,7 @@ def t5(dropout: float = 0.0) -> Callable[[], nn.Module]:
         d_model=WIDTH,
         d_kv=8,
         d_ff=48,
-        num_layers=2,
+        num_layers=layers,
         num_heads=4,
         dropout_rate=dropout,
         decoder_start_token_id=0,
@@ -302,17 +312,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     a.name: a
     for a in (
         Architecture("gpt2", gpt2(), causal_lm),
-        Architecture(
-            "llama", causal_model("LlamaConfig", num_key_value_heads=2, **_GLU), causal_lm
-        ),
+        Architecture("llama", llama(), causal_lm),
         Architecture(
             "qwen2", causal_model("Qwen2Config", num_key_value_heads=2, **_GLU), causal_lm
         ),
-        Architecture(
-            "qwen3",
-            causal_model("Qwen3Config", num_key_value_heads=2, head_dim=8, **_GLU),
-            causal_lm,
-        ),
+        Architecture("qwen3", qwen3(), causal_lm),
         Architecture(
             "mistral",
             causal_model("MistralConfig", num_key_value_heads=2, sliding_window=8, **_GLU),
@@ -363,3 +367,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("plain-own-blocks", own_blocks, vectors),
     )
 }
+
+DEEP: dict[str, Architecture] = {
+    a.name: a
+    for a in (
+        Architecture("gpt2-deep", gpt2(num_hidden_layers=DEPTH), causal_lm),
+        Architecture("llama-deep", llama(num_hidden_layers=DEPTH), causal_lm),
+        Architecture("qwen3-deep", qwen3(num_hidden_layers=DEPTH), causal_lm),
+        Architecture("bert-deep", bert(layers=DEPTH), masked_lm),
+        Architecture("t5-deep", t5(layers=DEPTH // 2), translation),
+    )
+}
+"""With units enough for several stages on each rank; of T5 half of them are the encoder's."""

@@ -21,7 +21,17 @@ from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Mode, Plan, Stage, Worker
 from harness import run_ranks
-from models import ARCHITECTURES, LENGTH, Architecture, Batch, Block, InOrder, Regression, vectors
+from models import (
+    ARCHITECTURES,
+    DEEP,
+    LENGTH,
+    Architecture,
+    Batch,
+    Block,
+    InOrder,
+    Regression,
+    vectors,
+)
 from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of, through_host
 
 Key = TypeVar("Key", bound=Hashable)
@@ -33,6 +43,14 @@ def tied_blocks() -> nn.Module:
     blocks[3].out.weight = blocks[1].out.weight
     blocks[2].norm = blocks[0].norm
     blocks[2].out.weight = model.enter.weight
+    return model
+
+
+def tied_crosswise() -> nn.Module:
+    """The first of its blocks shares weights with the last, the second with the third."""
+    model = Regression(blocks := [Block() for _ in range(4)])
+    blocks[3].out.weight = blocks[0].out.weight
+    blocks[2].norm = blocks[1].norm
     return model
 
 
@@ -54,14 +72,19 @@ class LooksBack(Regression):
         return self.error(x + first[first.isnan()].sum(), target)
 
 
-EVERY = ARCHITECTURES | {
-    name: Architecture(name, factory, vectors)
-    for name, factory in {
-        "tied_blocks": tied_blocks,
-        "called_again": called_again,
-        "looks_back": LooksBack,
-    }.items()
-}
+EVERY = (
+    ARCHITECTURES
+    | DEEP
+    | {
+        name: Architecture(name, factory, vectors)
+        for name, factory in {
+            "tied_blocks": tied_blocks,
+            "tied_crosswise": tied_crosswise,
+            "called_again": called_again,
+            "looks_back": LooksBack,
+        }.items()
+    }
+)
 
 
 class Row(NamedTuple):
@@ -262,42 +285,39 @@ GROUPS = [
 ]
 """Of each stage the workers, and the ranks of each; on up to four ranks."""
 
+MOST_ROUNDS = 3
+GOING_ROUND = [
+    ((1, 1), (1, 1)),
+    ((1, 1), (1, 1), (1, 1)),
+    ((2, 1), (2, 1)),
+    ((1, 1), (2, 1)),
+    ((1, 2), (1, 2)),
+    ((1, 2), (1, 1)),
+]
+"""The same of those that are gone through twice, or `MOST_ROUNDS` times."""
+
 
 @st.composite
 def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str, Any]]:
     """Stages of a model of so many unit calls: workers, cuts, and settings of the plan."""
-    groups = draw(st.sampled_from([g for g in GROUPS if len(g) <= calls]))
-    goes_round = len(groups) == 2 and calls >= 4 and draw(st.booleans())
-    if goes_round:  # the same two groups twice
-        one = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
-        groups = (one, one, one, one)
-    cuts = draw(
-        st.lists(
-            st.integers(1, calls - 1),
-            min_size=len(groups) - 1,
-            max_size=len(groups) - 1,
-            unique=True,
-        )
-    )
+    circles = [groups for groups in GOING_ROUND if 2 * len(groups) <= calls]
+    goes_round = bool(circles) and draw(st.integers(0, 2)) == 0
+    groups = draw(st.sampled_from(circles if goes_round else GROUPS))
+    rounds = draw(st.integers(2, min(MOST_ROUNDS, calls // len(groups)))) if goes_round else 1
+    inner = rounds * len(groups) - 1
+    cuts = draw(st.lists(st.integers(1, calls - 1), min_size=inner, max_size=inner, unique=True))
     size, count = draw(st.integers(1, 2)), draw(st.integers(1, 8))
     zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
     schedules = ["1f1b", "eager-1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
     schedule = "interleaved" if goes_round else draw(st.sampled_from(schedules))
     settings: dict[str, Any] = {"zero_stage": zero_stage, "schedule": schedule}
-    if goes_round:
-        count *= 2  # each of two workers gets as many
     found: list[Row] = []
     device = 0
     for workers, tensor in groups:
-        if goes_round and len(found) >= 2:
-            found.append(found[len(found) - 2])
-            continue
         ends = sorted(
             draw(st.lists(st.integers(0, count), min_size=workers - 1, max_size=workers - 1))
         )
         dealt = [b - a for a, b in pairwise([0, *ends, count])]
-        if goes_round:
-            dealt = [count // workers] * workers
         mode = draw(st.sampled_from([Mode(), Mode(recompute=False)]))
         shares = tuple(
             Share(n * size, min(size, n * size), draw(st.integers(0 if k else 1, 3)), mode)
@@ -308,9 +328,9 @@ def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str
         sequence = tensor > 1 and draw(st.booleans())
         found.append(Row(members, tuple(range(device, device + ranks)), tensor, sequence))
         device += ranks
-    if zero_stage >= 2 and len(found) > 1:
+    if zero_stage >= 2 and len(groups) > 1:
         settings["waves"] = draw(st.sampled_from(range(min(map(_micro_batches, found)), 0, -1)))
-    return found, sorted(cuts), settings
+    return found * rounds, sorted(cuts), settings
 
 
 def _micro_batches(row: Row) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,27 +66,27 @@ TEAMS = {
 ALL = LAYOUTS | TEAMS
 
 
-def in_turn(name: str, cases: Mapping[str, tuple[list[Row], dict[str, Any]]]):
-    """A fixture: what all of these cases come to."""
+def in_turn(cases: Mapping[str, tuple[str, list[Row], dict[str, Any]]]):
+    """A fixture: what all of these cases come to, of an architecture each."""
 
     @pytest.fixture(scope="module")
     def found():
         plans = {
             case: (name, staged_plan(name, layout, **settings))
-            for case, (layout, settings) in cases.items()
+            for case, (name, layout, settings) in cases.items()
         }
         return plans, train_in_turn(plans, STEPS)
 
     return found
 
 
-def assert_case(case: str, found) -> None:
+def assert_case(case: Hashable, found) -> None:
     plans, trained = found
     assert_same(*plans[case], *trained[case])
 
 
 BY_SCHEDULE = {
-    f"{name}, {schedule}": (layout, {"schedule": schedule, "zero_stage": stage})
+    f"{name}, {schedule}": ("gpt2", layout, {"schedule": schedule, "zero_stage": stage})
     for schedule, stage, mode in [
         ("gpipe", 0, PLAIN),
         ("1f1b", 1, PLAIN),
@@ -95,7 +95,7 @@ BY_SCHEDULE = {
     ]
     for name, layout in layouts(mode).items()
 }
-by_schedule = in_turn("gpt2", BY_SCHEDULE)
+by_schedule = in_turn(BY_SCHEDULE)
 
 
 @pytest.mark.parametrize("case", BY_SCHEDULE)
@@ -105,6 +105,7 @@ def test_layouts(case, by_schedule):
 
 WAVES = {
     f"{samples}, {waves}, {schedule}, {stage}": (
+        "gpt2",
         rows(*samples, **more),
         {"schedule": schedule, "zero_stage": stage, "waves": waves},
     )
@@ -117,7 +118,7 @@ WAVES = {
         (([6, 4], [6, 4]), {}, 2),
     ]
 }
-in_waves = in_turn("gpt2", WAVES)
+in_waves = in_turn(WAVES)
 
 
 @pytest.mark.parametrize("case", WAVES)
@@ -138,20 +139,28 @@ def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before(
 
 
 def twice(samples: Sequence[Sequence[int]]) -> list[Row]:
-    """Four units on two ranks or pairs of ranks, of which each has two stages."""
+    """Stages on two ranks or pairs of ranks, of which each has two."""
     one, other = rows(*samples, micro_batch=1)
     return [one, other, one, other]
 
 
 ROUND = {
     f"{layout}, {stage}, {waves}": (
+        "bert",
         twice(samples),
         {"schedule": "interleaved", "zero_stage": stage, "waves": waves},
     )
     for layout, samples in {"1 + 1": ([8], [8]), "2 + 2": ([4, 4], [4, 4])}.items()
     for stage, waves in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2), (3, 3)]
 }
-going_round = in_turn("bert", ROUND)
+AROUND = {"schedule": "interleaved", "zero_stage": 1}
+ROUND |= {
+    # The last stage takes what both stages of the other rank give, which are not in turn there.
+    "from two stages of a rank": ("t5-deep", twice(([8], [8])), {"cuts": [4, 5, 6], **AROUND}),
+    # What they share is in another order of stages on the one rank than on the other.
+    "shared crosswise": ("tied_crosswise", twice(([8], [8])), AROUND),
+}
+going_round = in_turn(ROUND)
 
 
 @pytest.mark.parametrize("case", ROUND)
@@ -160,11 +169,15 @@ def test_stages_go_round(case, going_round):
 
 
 UNEQUAL = {
-    f"{layout}, {stage}": (RAGGED[layout], {"zero_stage": stage, "waves": 2 if stage > 1 else 1})
+    f"{layout}, {stage}": (
+        "gpt2",
+        RAGGED[layout],
+        {"zero_stage": stage, "waves": 2 if stage > 1 else 1},
+    )
     for layout in RAGGED
     for stage in [1, 2, 3]
 }
-unequal = in_turn("gpt2", UNEQUAL)
+unequal = in_turn(UNEQUAL)
 
 
 @pytest.mark.parametrize("case", UNEQUAL)
@@ -185,6 +198,9 @@ WAYS = {
 }
 
 
+AROUND_THREE = "gpt2-deep", "interleaved"
+
+
 @pytest.fixture(scope="module")
 def by_architecture():
     plans = {
@@ -192,14 +208,21 @@ def by_architecture():
         for name in ARCHITECTURES
         for way, (layout, settings) in WAYS.items()
     }
+    layout = 2 * rows([6], [6], [6], micro_batch=1)
+    plan = staged_plan("gpt2-deep", layout, cuts=[1, 3, 4, 5, 7], **AROUND)
+    plans[AROUND_THREE] = "gpt2-deep", plan
     return plans, train_in_turn(plans, STEPS)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name, way, by_architecture):
-    plans, trained = by_architecture
-    assert_same(*plans[name, way], *trained[name, way])
+    assert_case((name, way), by_architecture)
+
+
+def test_stages_of_several_units_go_round_three(by_architecture):
+    """A decoder whose head, at one end of the row, is tied to what is at the other."""
+    assert_case(AROUND_THREE, by_architecture)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -294,14 +317,24 @@ def test_all_ranks_get_all_of_the_state(layout, stage, states):
         assert clipped == pytest.approx(0.5 * norm, rel=1e-5)
 
 
-def _state_there_and_back(plan_json: str) -> tuple[dict[str, np.ndarray], float, float]:
+def test_all_ranks_get_the_state_of_stages_that_go_round():
+    name = "tied_crosswise"
+    plan = staged_plan(name, twice(([8], [8])), **AROUND)
+    model = initialised(EVERY[name].factory)
+    for of_rank, *_ in run_ranks(_state_there_and_back, 2, plan.model_dump_json(), name):
+        assert all(np.array_equal(of_rank[n], p.detach()) for n, p in model.named_parameters())
+
+
+def _state_there_and_back(
+    plan_json: str, name: str = "gpt2"
+) -> tuple[dict[str, np.ndarray], float, float]:
     plan = Plan.model_validate_json(plan_json)
-    engine = staged_engine("gpt2", plan)
+    engine = staged_engine(name, plan)
     state = engine.state_dict()
     for parameter in engine.parameters():
         parameter.data.zero_()
     engine.load_state_dict(state)
-    (batch,) = batches(GPT2, plan.global_batch, 1)
+    (batch,) = batches(EVERY[name], plan.global_batch, 1)
     engine.step(own_samples(plan, engine.comm.rank, batch))
     norm = engine.gradient_norm().item()
     engine.clip_grad_norm_(0.5 * norm)

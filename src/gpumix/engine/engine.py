@@ -86,8 +86,9 @@ class Engine(ShardedModel):
         inventory: Inventory,
         places: Sequence[Place] = (),
     ) -> None:
-        buckets = list(dict.fromkeys(b for one in parts for b in one.buckets))
-        super().__init__(model, comm, buckets, inventory)
+        shared = places[0].shared if places else ()  # all ranks go through buckets in this order
+        buckets = dict.fromkeys((*shared, *(b for one in parts for b in one.buckets)))
+        super().__init__(model, comm, list(buckets), inventory)
         self.plan = plan
         self.steps = 0
         self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
@@ -244,7 +245,7 @@ class Engine(ShardedModel):
             table, gradient_scale = self._exchange(results, scale)
             reductions = self._reductions(gradient_scale, updates)
             layered.backward(self._parts, turns, reductions, begun)
-            layered.finish(self._parts, reductions, begun)
+            layered.finish([self._parts], reductions, begun)
         return table
 
     def _step_in_stages(

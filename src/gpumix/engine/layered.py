@@ -175,12 +175,26 @@ def weights(parts: Parts, turns: Turns) -> None:
             batch.backward_weights(number)
 
 
-def finish(parts: Parts, reductions: Reductions, begun: Begun) -> None:
-    """Start to reduce what has not been, and wait for all reductions."""
-    after = parts.reduced_after
-    units = [after[number] for number in sorted(after, reverse=True)]
-    for bucket in (parts.after, *units, *parts.throughout, parts.before):
-        if not begun.reduced(bucket):
-            begun.reduce(bucket, reductions)
+def finish(
+    stages: Sequence[Parts],
+    reductions: Reductions,
+    begun: Begun,
+    *,
+    shared: Sequence[Bucket] = (),
+) -> None:
+    """Start to reduce what has not been, and wait for all reductions.
+
+    Args:
+        shared: what these stages have together with others. It is last, in an order that all ranks
+            keep: each has other stages, and by their order ranks would wait for each other.
+    """
+    for parts in stages:
+        after = parts.reduced_after
+        units = [after[number] for number in sorted(after, reverse=True)]
+        for bucket in (parts.after, *units, parts.root, parts.before):
+            if not begun.reduced(bucket):
+                begun.reduce(bucket, reductions)
+    for bucket in shared:
+        begun.reduce(bucket, reductions)
     reductions.finish()
-    parts.record.overhead()
+    stages[0].record.overhead()

@@ -63,18 +63,23 @@ class Parts:
     """A sharded model.
 
     The root unit's parameters are in buckets of their own: what is used `before` the first unit
-    only, what is used `after` the last one only, and what is in use `throughout`: here alone, or in
-    other stages too, with which it is divided.
+    only, what is used `after` the last one only, and what is in use throughout: `root` here alone,
+    `shared` in other stages too, with which it is divided.
     """
 
     division: Division
     units: dict[str, ShardedUnit]
     calls: tuple[str, ...]
     before: Bucket
-    throughout: tuple[Bucket, ...]
+    root: Bucket
     after: Bucket
     of_units: tuple[Bucket, ...]
+    shared: tuple[Bucket, ...] = ()
     head: HeadInChunks | None = None  # None: logits are made whole
+
+    @property
+    def throughout(self) -> tuple[Bucket, ...]:
+        return (self.root, *self.shared)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -186,9 +191,16 @@ def shard(
     *buckets, first, last, root = _place(requests, division, storage)
     _expect_reductions((*buckets, first, last, root), storage.head)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
-    throughout = (root, *shared)
     return Parts(
-        division, units, stage.units, first, throughout, last, tuple(buckets), storage.head
+        division,
+        units,
+        stage.units,
+        before=first,
+        root=root,
+        after=last,
+        of_units=tuple(buckets),
+        shared=tuple(shared),
+        head=storage.head,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from gpumix.cost.pipeline import Action
 from gpumix.engine import layered
-from gpumix.engine.buckets import Reductions
+from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.elsewhere import Elsewhere, Look, Returned, hand_over
 from gpumix.engine.glue import hand, without_memory
@@ -38,12 +38,15 @@ class Place:
 
     Attributes:
         parts: of the model that the stage has.
+        shared: what several stages have, one of this rank's among them; in the plan's order, so in
+            the same on all ranks.
     """
 
     plan: Plan
     stage: int
     rank: int
     parts: Parts
+    shared: Sequence[Bucket]
     wires: Wires
     elsewhere: Elsewhere
     _known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
@@ -211,6 +214,7 @@ class Step:
     ) -> None:
         self._empty = frozenset(empty)
         self._places = {place.stage: place for place in places}
+        self._shared = places[0].shared
         self._actions = actions
         self._make = make
         self._scale = scale
@@ -233,6 +237,8 @@ class Step:
         wires = next(iter(self._places.values())).wires
         try:
             # Now: with other stages that may begin only when this one is through.
+            for bucket in self._shared:
+                bucket.start_gather()
             for place in self._places.values():
                 parts, kept = place.parts, place.parts.division.whole_parameters
                 for bucket in parts.buckets if kept else parts.throughout:
@@ -247,8 +253,8 @@ class Step:
                 for place in self._idle:
                     reductions = self._reductions if self._beside else None
                     layered.backward(place.parts, Turns([]), reductions, self._begun)
-                for place in reversed(self._places.values()):
-                    layered.finish(place.parts, self._reductions, self._begun)
+                stages = [place.parts for place in reversed(self._places.values())]
+                layered.finish(stages, self._reductions, self._begun, shared=self._shared)
             wires.finish()
         except BaseException:
             wires.abandon()

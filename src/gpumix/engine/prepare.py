@@ -182,7 +182,16 @@ def _stages(
         last = number == len(plan.stages) - 1
         own = storage if last else replace(storage, head=None)
         parts.append(shard(part_of(anatomy, stage, division), stage, alone, own, shared=used))
-        places.append(Place(plan, number, comm.rank, parts[-1], wires, elsewhere))
+        place = Place(
+            plan,
+            number,
+            comm.rank,
+            parts=parts[-1],
+            shared=tuple(shared.values()),
+            wires=wires,
+            elsewhere=elsewhere,
+        )
+        places.append(place)
     return parts, places
 
 

@@ -1,8 +1,8 @@
 """What the ranks of different stages send each other: outputs forward, their gradients back.
 
-Every pair of ranks has a line of its own for each stage that takes and for each direction, on which
-messages come in order. Both ends know the order of all from the plan, and the looks of what comes
-too: so nothing is sent but values.
+Every pair of ranks has a line of its own for each pair of stages, one of which takes of the other,
+and for each direction, on which messages come in order. Both ends know the order of all from the
+plan, and the looks of what comes too: so nothing is sent but values.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class Message:
 
 @dataclass(frozen=True)
 class _Line:
-    """From one rank to another, for one stage that takes, in one direction."""
+    """From one rank to another, in one direction, for what one stage takes `of` another. With other
+    stages of the same ranks it would be in no order that both know."""
 
     direction: Direction
+    of: int
     to: int
     giver: int
     taker: int
@@ -96,12 +98,13 @@ class Wires:
 
     def _all_lines(self, message: Message) -> list[_Line]:
         """Those of a message, to all members of a team."""
-        givers = self._team_of[self._stage_of_call[message.taken.call], message.batch]
+        of = self._stage_of_call[message.taken.call]
+        givers = self._team_of[of, message.batch]
         takers = self._team_of[message.to, message.batch]
         if message.direction == "backward":
             givers, takers = takers, givers
         return [
-            _Line(message.direction, message.to, giver, taker)
+            _Line(message.direction, of, message.to, giver, taker)
             for giver, taker in between_teams(givers, takers)
         ]
 
