@@ -2,14 +2,16 @@
 
 Hypothesis draws plans on up to 4 ranks (gloo, loopback): workers of each stage, the tensor parallel
 degree of each, whether it divides the sequence too, where the layers are cut, micro-batches and who
-gets which, shares of the state, ZeRO stage, schedule, how many waves of micro-batches (from ZeRO
-stage 2 on), with and without recompute. A single process, without gpumix, trains on the whole batch
-with the model's own mean loss.
+gets which, shares of the state, ZeRO stage, schedule, how often interleaved stages go round, how
+many waves of micro-batches (from ZeRO stage 2 on), with and without recompute. A single process,
+without gpumix, trains on the whole batch with the model's own mean loss.
 
-    python benchmarks/stages_parity.py [--json] [--only gpt2 ...] [--steps 3] [--plans 40]
+    python benchmarks/stages_parity.py [--json] [--only gpt2-deep ...] [--steps 3] [--plans 40]
 
-Figures: `plans`, `plans_in_waves` (more than one), `architectures`, and `worst_relative_error` of a
-step's loss or of a parameter tensor, ||w - w'|| / ||w'||, over all plans.
+Figures: `plans`, `plans_in_waves` (more than one), `plans_interleaved`, `architectures`,
+`schedules_by_architecture` (the pairs of a schedule and an architecture that were drawn, of five
+each), and `worst_relative_error` of a step's loss or of a parameter tensor, ||w - w'|| / ||w'||,
+over all plans.
 """
 
 from __future__ import annotations
@@ -18,19 +20,28 @@ import argparse
 import sys
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 from zlib import crc32
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from common import print_figures
-from gpumix.spec.plan import Plan
-from models import ARCHITECTURES
+from gpumix.spec.plan import Plan, Schedule
+from models import ARCHITECTURES, DEEP
 from reference import Trained, train_alone, worst_error
-from staging import Row, calls_of, layouts, staged_plan, train_in_stages
+from staging import (
+    EVERY,
+    Row,
+    calls_of,
+    layouts,
+    schedules_for,
+    staged_plan,
+    train_in_stages,
+)
 
-NAMES = ("gpt2", "llama", "qwen3", "bert", "t5")
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 LIMIT = 1e-4
 
 
@@ -41,11 +52,20 @@ def main() -> int:
     found = {name: _trained(name, arguments.steps, arguments.plans) for name in arguments.only}
     every = [one for of_name in found.values() for one in of_name]
     worst = max(one.error for one in every)
+    drawn = {
+        name: Counter(_schedule(one.plan) for one in of_name) for name, of_name in found.items()
+    }
+    for name, counts in drawn.items():
+        print(f"{name}: {', '.join(f'{counts[one]} {one}' for one in SCHEDULES)}", file=sys.stderr)
     print_figures(
         {
             "plans": len(every),
             "plans_in_waves": sum(one.plan.waves > 1 for one in every),
+            "plans_interleaved": sum(counts["interleaved"] for counts in drawn.values()),
             "architectures": len(found),
+            "schedules_by_architecture": sum(
+                counts[one] > 0 for counts in drawn.values() for one in SCHEDULES
+            ),
             "worst_relative_error": worst,
             "seconds": round(time.perf_counter() - begun, 1),
         },
@@ -64,44 +84,58 @@ def _trained(name: str, steps: int, plans: int) -> list[Tried]:
     alone: dict[int, Trained] = {}
     found: list[Tried] = []
 
-    @settings(
-        max_examples=plans,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @seed(crc32(name.encode()))  # each architecture has plans of its own, the same ones every time
-    @given(layouts(len(calls_of(name))))
-    def tried(layout: tuple[list[Row], list[int], dict[str, Any]]) -> None:
-        rows, cuts, how = layout
+    def tried(rows: list[Row], cuts: list[int], how: dict[str, Any]) -> None:
         plan = staged_plan(name, rows, cuts, **how)
         size = plan.global_batch
         if size not in alone:
-            alone[size] = train_alone(ARCHITECTURES[name], size, steps)
+            alone[size] = train_alone(EVERY[name], size, steps)
         _, trained = train_in_stages(name, plan, steps)
         found.append(Tried(plan, worst_error(trained, alone[size])))
 
-    tried()
+    schedules = schedules_for(len(calls_of(name)))
+    for number, schedule in enumerate(schedules):
+        _draw(name, schedule, len(range(number, plans, len(schedules))), tried)
     drawn = Counter(_kind(one.plan) for one in found)
     told = ", ".join(f"{count} {what}" for what, count in sorted(drawn.items()))
     print(f"{name}: {max(one.error for one in found):.1e} ({told})", file=sys.stderr)
     return found
 
 
+def _draw(name: str, schedule: Schedule, count: int, tried: Callable[..., None]) -> None:
+    """Give `tried` so many layouts: of each architecture and schedule others, always the same."""
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @seed(crc32(f"{name}, {schedule}".encode()))
+    @given(layouts(len(calls_of(name)), schedule))
+    def draw(layout: tuple[list[Row], list[int], dict[str, Any]]) -> None:
+        tried(*layout)
+
+    if count:
+        draw()
+
+
+def _schedule(plan: Plan) -> str:
+    return plan.schedule if len(plan.stages) > 1 else "one stage"
+
+
 def _kind(plan: Plan) -> str:
-    schedule = plan.schedule if len(plan.stages) > 1 else "one stage"
     waves = ", several waves" if plan.waves > 1 else ""
     teams = ", in teams" if plan.in_teams else ""
     if any(stage.sequence for stage in plan.stages):
         teams = ", in teams that divide the sequence"
-    return f"{schedule}, ZeRO {plan.zero_stage}{waves}{teams}"
+    return f"{_schedule(plan)}, ZeRO {plan.zero_stage}{waves}{teams}"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the figures")
-    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(NAMES))
+    parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES, *DEEP], default=[*DEEP])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--plans", type=int, default=40, help="of each architecture")
     return parser.parse_args()

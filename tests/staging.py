@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from gpumix.engine.prepare import prepare, switch_off_caches
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
-from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
 from harness import run_ranks
 from models import (
     ARCHITECTURES,
@@ -297,19 +297,26 @@ GOING_ROUND = [
 """The same of those that are gone through twice, or `MOST_ROUNDS` times."""
 
 
+def schedules_for(calls: int) -> list[Schedule]:
+    """Those by which a model of so many unit calls can train."""
+    fewest = 2 * min(map(len, GOING_ROUND))
+    return [one for one in get_args(Schedule) if one != "interleaved" or calls >= fewest]
+
+
 @st.composite
-def layouts(draw: st.DrawFn, calls: int) -> tuple[list[Row], list[int], dict[str, Any]]:
+def layouts(
+    draw: st.DrawFn, calls: int, schedule: Schedule
+) -> tuple[list[Row], list[int], dict[str, Any]]:
     """Stages of a model of so many unit calls: workers, cuts, and settings of the plan."""
-    circles = [groups for groups in GOING_ROUND if 2 * len(groups) <= calls]
-    goes_round = bool(circles) and draw(st.integers(0, 2)) == 0
-    groups = draw(st.sampled_from(circles if goes_round else GROUPS))
-    rounds = draw(st.integers(2, min(MOST_ROUNDS, calls // len(groups)))) if goes_round else 1
+    if schedule == "interleaved":
+        groups = draw(st.sampled_from([g for g in GOING_ROUND if 2 * len(g) <= calls]))
+        rounds = draw(st.integers(2, min(MOST_ROUNDS, calls // len(groups))))
+    else:
+        groups, rounds = draw(st.sampled_from(GROUPS)), 1
     inner = rounds * len(groups) - 1
     cuts = draw(st.lists(st.integers(1, calls - 1), min_size=inner, max_size=inner, unique=True))
     size, count = draw(st.integers(1, 2)), draw(st.integers(1, 8))
-    zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
-    schedules = ["1f1b", "eager-1f1b", "gpipe"] + (["zero-bubble"] if zero_stage <= 1 else [])
-    schedule = "interleaved" if goes_round else draw(st.sampled_from(schedules))
+    zero_stage = draw(st.sampled_from([0, 1] if schedule == "zero-bubble" else [0, 1, 2, 3]))
     settings: dict[str, Any] = {"zero_stage": zero_stage, "schedule": schedule}
     found: list[Row] = []
     device = 0
