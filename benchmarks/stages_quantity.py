@@ -21,8 +21,9 @@ prediction.
 Figures: `cases`, of which `cases_in_stages` have several stages in the plan of `optimal` and
 `cases_alone` are those in which no rival fits; `cases_lost` (a rival is faster, or fits where
 `optimal` does not); `worst_ratio` (its step / that of the best rival); the same of those that ran:
-`measured`, `measured_lost` (by more than `NOISE`), `worst_measured_ratio`; `overruns` (must be 0 to
-count, else the exit code is 1).
+`measured`, of which in `measured_in_stages` the plan of `optimal` has several stages,
+`measured_lost` (by more than `NOISE`), `worst_measured_ratio`; `overruns` (must be 0 to count, else
+the exit code is 1).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, product
@@ -168,9 +169,10 @@ def main() -> int:
         every.append(case)
         mark = " LOST" if case.ratio > 1 + ALIKE else ""
         print(f"{case}{mark}", flush=True)
-    ratios, overruns = [], 0
+    ratios, in_stages, overruns = [], 0, 0
     for job in JOBS:
-        turns = run(job, arguments.steps, arguments.rounds)
+        case, turns = run(job, arguments.steps, arguments.rounds)
+        in_stages += case.stages > 1
         own = turns.pop("optimal")
         ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))
         overruns += own.overruns + sum(t.overruns for t in turns.values())
@@ -182,6 +184,7 @@ def main() -> int:
             "cases_lost": sum(case.ratio > 1 + ALIKE for case in every),
             "worst_ratio": max(case.ratio for case in every),
             "measured": len(ratios),
+            "measured_in_stages": in_stages,
             "measured_lost": sum(ratio > 1 + NOISE for ratio in ratios),
             "worst_measured_ratio": max(ratios),
             "overruns": overruns,
@@ -264,7 +267,7 @@ def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
                 yield EvenStages(stages, batch, size, schedule, mode, zero)
 
 
-def run(job: Job, steps: int, rounds: int) -> Mapping[str, Turns]:
+def run(job: Job, steps: int, rounds: int) -> tuple[Case, dict[str, Turns]]:
     """`optimal` and its rivals on emulated devices, measured."""
     with job_file(
         llama(width=WIDTH, layers=job.layers),
@@ -282,7 +285,7 @@ def run(job: Job, steps: int, rounds: int) -> Mapping[str, Turns]:
             take_turns(pipeline, {"optimal": case.optimal} | dict(near), turns, steps)
     told = ", ".join(f"{name} {found.step_s:.3f} s" for name, found in turns.items())
     print(f"  measured: {told}", flush=True)
-    return turns
+    return case, turns
 
 
 def _mixed(pair: tuple[str, str], mixture: tuple[int, int]) -> str:
