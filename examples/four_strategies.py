@@ -12,9 +12,10 @@ Four emulated devices, two fast and two slow, train a small Llama on the same da
 
 All of them are the same kind of value, a plan, which says who computes and who stores what; so all
 come to the same losses. What differs, the table at the end tells: *idle* is the part of a step in
-which devices compute nothing, whatever they wait for. In `--out` is a folder for each run with its
-plan, metrics and the trace of one step, for ui.perfetto.dev; beside them a picture of each step, as
-it was measured and as it was planned, and all of them in `strategies.png`. Takes some two minutes.
+which devices compute nothing, whatever they wait for; peaks are those of the devices in the order
+in which the stages name them. In `--out` is a folder for each run with its plan, metrics and the
+trace of one step, for ui.perfetto.dev; beside them a picture of each step, as it was measured and
+as it was planned, and all of them in `strategies.png`. Takes some two minutes.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def simulate(plan: gpumix.Plan, folder: Path, profile: Path) -> Path | None:
 
 def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> list[str]:
     """A row of the table; see `table`."""
-    groups = [
+    peaks = {device["device"]: mebibytes(device["peak_bytes"]) for device in told["devices"]}
+    devices = [
         " ".join(w.device for w in stage.workers) + (" (team)" if stage.tensor > 1 else "")
         for stage in plan.stages
     ]
@@ -165,10 +167,10 @@ def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> 
         speed += f" ({told['tokens_per_s'] / (1 + told['prediction_error']):.0f})"
     return [
         one.title,
-        " | ".join(groups),
+        " | ".join(devices),
         speed,
         f"{step.idle_share:.0%}",
-        " ".join(mebibytes(device["peak_bytes"]) for device in told["devices"]),
+        " | ".join(" ".join(peaks[w.device] for w in stage.workers) for stage in plan.stages),
         f"{sum(device['sent_bytes'] for device in told['devices']) / 2**20:.1f}",
         f"{told['loss']:.5f}",
     ]
@@ -182,7 +184,7 @@ def mebibytes(peak_bytes: int | None) -> str:
 def table(rows: list[list[str]]) -> Table:
     found = Table(title=f"{STEPS} steps on two fast and two slow devices (emulated)")
     for name in (
-        "strategy", "stages", "tokens/s (planned)", "idle", "peak of each device, MiB",
+        "strategy", "stages", "tokens/s (planned)", "idle", "peaks by stages, MiB",
         "sent a step, MiB", "last loss",
     ):  # fmt: skip
         found.add_column(name)
