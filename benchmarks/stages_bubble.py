@@ -5,22 +5,25 @@ every schedule. Measured is the part of all devices' time in which one waits for
 p stages and m micro-batches:
 
 * `gpipe`, `1f1b`: (p-1) / (m+p-1) (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503);
+  `eager-1f1b` too, which lets more wait only for messages to arrive (Zhuang et al., arXiv
+  2211.05322);
 * `interleaved`, v stages on each device: (p-1) / (v m + p-1) (Narayanan et al., arXiv 2104.04473,
   who tell it as (p-1) / v m of the time without bubbles);
 * `zero-bubble`: (p-1) (F + B - W) idle seconds beside m (F + B + W) busy ones, where F is a
   forward, B the gradients of activations, W those of weights (ZB-H1, Qi et al., arXiv 2401.10241);
   F, B and W are those of the profile.
 
-Then devices of two classes take the layers as `staged` splits them, in turns with all other splits
-of the same devices, order and micro-batches; after the first round those go on that took at most
-`NEAR` times as long as the best.
+Then unlike devices take the layers as `staged` splits them, in two stages and in three, in turns
+with all other splits of the same devices, order and micro-batches; after the first round those go
+on that took at most `NEAR` times as long as the best.
 
     python benchmarks/stages_bubble.py [--json] [--steps 2] [--rounds 3]
 
 Figures: `plans`, `worst_bubble_gap` (the largest difference of measured and theoretical share),
-`splits`, `worst_vs_best_split` (the planner's step / that of the best split, medians of rounds, the
-worst of the clusters), `worst_prediction_error` (of the step times of all of these plans, as a
-fraction), `overruns` (must be 0 to count, else the exit code is 1). Takes five minutes.
+`splits`, `splits_in_three` (stages), `worst_vs_best_split` (the planner's step / that of the best
+split, medians of rounds, the worst of the clusters), `worst_prediction_error` (of the step times of
+all of these plans, as a fraction), `overruns` (must be 0 to count, else the exit code is 1). Takes
+seven minutes.
 """
 
 from __future__ import annotations
@@ -44,12 +47,17 @@ from gpumix.train.pipeline import Pipeline
 WIDTH, LENGTH = 128, 64
 LAYERS, BATCH, DEVICES = 8, 8, 4
 SHAPES = ((4, 4), (4, 8), (2, 4))  # stages, micro-batches
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
 EQUAL = [{"class": "equal", "emulate": "1 GFLOP/s", "memory": "512 MiB", "count": DEVICES}]
 
 FAST = {"class": "fast", "emulate": "2.5 GFLOP/s", "memory": "512 MiB"}
+MIDDLE = {"class": "middle", "emulate": "1.6 GFLOP/s", "memory": "512 MiB"}
 SLOW = {"class": "slow", "emulate": "1 GFLOP/s", "memory": "512 MiB"}
-MIXTURES = (([FAST, SLOW], 7), ([FAST | {"count": 2}, SLOW], 6))  # devices, layers
+MIXTURES = (  # devices, layers, stages at least
+    ([FAST, SLOW], 7, 2),
+    ([FAST | {"count": 2}, SLOW], 6, 2),
+    ([FAST, MIDDLE, SLOW], 6, 3),
+)
 SPACE = {"zero_stages": 0, "recompute": False, "schedules": "1f1b", "tensor": 1, "leave_out": False}
 NEAR = 1.25
 
@@ -77,8 +85,8 @@ def main() -> int:
     begun = time.perf_counter()
     bubbles = list(equal_stages(arguments.steps))
     contests = [
-        all_splits(cluster, layers, arguments.steps, arguments.rounds)
-        for cluster, layers in MIXTURES
+        all_splits(cluster, layers, least, arguments.steps, arguments.rounds)
+        for cluster, layers, least in MIXTURES
     ]
     every = [*bubbles, *(found for contest in contests for found in contest)]
     return print_counted(
@@ -86,6 +94,9 @@ def main() -> int:
             "plans": len(bubbles),
             "worst_bubble_gap": max(found.gap for found in bubbles),
             "splits": sum(map(len, contests)),
+            "splits_in_three": sum(
+                len(found.plan.stages) == 3 for contest in contests for found in contest
+            ),
             "worst_vs_best_split": max(map(against_best, contests)),
             "worst_prediction_error": max(abs(found.prediction_error) for found in every),
             "overruns": sum(found.turns.overruns for found in every),
@@ -136,11 +147,12 @@ def bubble(profile: Profile, stages: int, count: int, schedule: Schedule) -> flo
 
 
 def all_splits(
-    cluster: list[dict[str, object]], layers: int, steps: int, rounds: int
+    cluster: list[dict[str, object]], layers: int, least: int, steps: int, rounds: int
 ) -> list[Found]:
-    """The planner's split of the layers first, then all others."""
+    """The planner's split of the layers first, then all others; `least` is of stages."""
     config, batch = llama(width=WIDTH, layers=layers), {"global_batch": BATCH}
-    with job_file(config, LENGTH, cluster=cluster, techniques=SPACE, **batch) as path:
+    space = SPACE | {"least_stages": least}
+    with job_file(config, LENGTH, cluster=cluster, techniques=space, **batch) as path:
         pipeline = Pipeline.of_file(path, [], debug=True)
         profile = pipeline.profile()
         chosen = pipeline.plan(profile, "staged")

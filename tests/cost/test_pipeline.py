@@ -44,7 +44,7 @@ def step_s(found: Pipeline, *, forward_s=1.0, backward_s=2.0) -> float:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize("batches", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_equal_stages_wait_as_the_textbook_says(schedule, stages, batches):
     found = step_s(pipeline(schedule, [[batches]] * stages))
     bubble = 1 - 3.0 * batches / found
