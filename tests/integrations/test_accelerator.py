@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ pytestmark = pytest.mark.slow
 
 EPOCHS = 2
 PLANS = {1: None, 2: other_ranks, 3: unlike_ranks}
+
+
+class Batches:
+    """What a program counts and keeps by itself."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
 
 
 class Outside(nn.Module):
@@ -82,6 +95,8 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
         network, optimizer, loader, evaluated
     )
     losses, norms = [], []
+    batches = Batches()
+    accelerator.register_for_checkpointing(batches)
     for _ in range(EPOCHS):
         network.train()
         for batch in loader:
@@ -96,10 +111,12 @@ def looped(folder: Path, world: int, *, inside: bool, accumulates: int = 1) -> d
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+                    accelerator.clip_grad_value_(network.parameters(), 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
             rows = len(batch["input_ids"]) if world == 1 or not inside else None
             losses.append((loss.item(), rows))
+            batches.seen += 1
         if len(losses) == len(loader):
             accelerator.save_state(str(folder / f"state-{world}"))
     network.eval()
@@ -256,17 +273,50 @@ def _resumed(folder: Path, saved: int, world: int) -> list[float]:
     torch.manual_seed(12)
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world, shuffle=True)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    batches = Batches()
+    accelerator.register_for_checkpointing(batches)
     accelerator.load_state(str(folder / f"state-{saved}"))
+    assert batches.seen == 5
     network.train()
     losses = []
     for batch in loader:
         loss = network(**batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(network.parameters(), 1.0)
+        accelerator.clip_grad_value_(network.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_another_model_is_trained_once_memory_is_freed(tmp_path):
+    for first, second, steps in run_ranks(_twice, 2, tmp_path):
+        assert first == second and steps == len(first) == 5
+
+
+def _twice(folder: Path) -> tuple[list[float], list[float], int]:
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=PLANS[2](), project_dir=str(folder))
+    found = []
+    for _ in range(2):
+        network = model()
+        model_itself = weakref.ref(network)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // 2)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        losses = []
+        for batch in loader:
+            losses.append(loss := network(**batch).loss)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+        network, optimizer, loader = accelerator.free_memory(network, optimizer, loader)
+        assert accelerator.plan is None and model_itself() is None
+    return *found, len(read_run(folder / "gpumix").history.steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -136,7 +136,6 @@ class Accelerator(accelerate.Accelerator):
         self._given = plan_of(plan)
         self._engine: Engine | None = None
         self._looped: Looped | None = None
-        self._own_loaders: list[Loader] = []
 
     @property
     def plan(self) -> Plan | None:
@@ -155,7 +154,10 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [one for one in args if isinstance(one, nn.Module)]
         if len(models) + (self._engine is not None) > 1:
-            raise InputError("several models cannot be trained by one Accelerator")
+            raise InputError(
+                "several models cannot be trained by one Accelerator",
+                fix="call accelerator.free_memory() before the next one is prepared",
+            )
         if models:
             loaders = [one for one in args if isinstance(one, DataLoader)]
             optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
@@ -230,7 +232,6 @@ class Accelerator(accelerate.Accelerator):
         rows = PlannedRows(self._made, rows_of)
         loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device, loader.next_of = self.device, self._next_of
-        self._own_loaders.append(loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -302,6 +303,14 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is not None:
             self._record.finish(self._record.done)
         super().end_training()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's; another model may then be prepared. Collective."""
+        if self._engine is not None:
+            self._record.finish(self._record.done)
+            self._engine = self._looped = None
+            del self._saver, self._record
+        return super().free_memory(*objects)
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -33,21 +33,19 @@ class LoopRecord(Record):
         self.done = 0
         told = all_texts(str(folder or ""), engine.comm, "the folder of the record")[0]
         self._folder = Path(told) if told else None
-        self._engine = engine
+        self._engine: Engine | None = engine
         self._plans = plans
         self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
         self._norm = 0.0
 
     def computes(self) -> None:
         """A batch is about to be computed. Collective, the first time: the record begins."""
-        if self._recorded is None and self._folder is not None:
-            self._begin(self._folder)
+        if self._recorded is None and self._folder is not None and self._engine is not None:
+            self._begin(self._folder, self._engine)
         super().computes()
 
-    def _begin(self, folder: Path) -> None:
-        self._recorded = Recorded(
-            self._engine, folder, plans=self._plans, steps=None, done=self.done
-        )
+    def _begin(self, folder: Path, engine: Engine) -> None:
+        self._recorded = Recorded(engine, folder, plans=self._plans, steps=None, done=self.done)
         atexit.register(self.close)
         hook = sys.excepthook
 
@@ -83,13 +81,15 @@ class LoopRecord(Record):
         self._losses, self._norm = [], 0.0
 
     def _taken(self) -> Recorded | None:
-        self._folder = None  # what has ended does not begin again
+        # What has ended does not begin again, and is known to the interpreter until that ends.
+        self._folder = self._engine = None
         return super()._taken()
 
     def _whole(self, loss: Tensor, rows: int | None) -> float:
         """The loss of all ranks' samples."""
         if rows is None:
             return loss.item()
+        assert self._engine is not None, "there is a record"
         own = loss.item() * rows if rows else 0.0
         sums = torch.tensor([own, rows], dtype=torch.float64, device=self._engine.device)
         total, samples = self._engine.comm.all_reduce(sums, "loss of a record").tolist()
