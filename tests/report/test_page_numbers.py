@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from folders import event_line, planned, read, run_of, step_line
+from rich.console import Console
 
 from gpumix.report import words
 from gpumix.report.facts import Facts
+from gpumix.report.live import frame
 from gpumix.report.run import read_run
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import show_bytes, show_seconds
@@ -139,6 +142,28 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
     text = read(facts.run).text
     for _, said in told.values():
         assert said.split("; ", 1)[0] in text and said.split("; ", 1)[1] in text
+
+
+def test_what_is_told_after_the_end_of_a_run_stands_behind_it(tmp_path):
+    """On the page and in a terminal; an event without a time stays where it was told."""
+    lines = [
+        event_line("checkpoint", 3, time=1.7e9, path="/x/first"),
+        event_line("checkpoint", 3, time=None, path="/x/second"),
+        event_line("compared", 3, time=1.7e9 + 20, strategy="even", step_s=2.0, steps=3),
+    ]
+    facts = Facts(run_of(tmp_path, lines, state="finished", step=3, time=1.7e9 + 10))
+    order = [
+        "Checkpoint first",
+        "Checkpoint second",
+        "All steps are done",
+        "Strategy even measured",
+    ]
+    assert [one.what for one in facts.events] == order
+    terminal = Console(width=120, file=io.StringIO())
+    terminal.print(frame(facts, width=120))
+    for text in (read(facts.run).text, terminal.file.getvalue()):
+        places = [text.rindex(what) for what in order]
+        assert places == sorted(places)
 
 
 def test_parts_are_those_since_the_last_split(tmp_path):

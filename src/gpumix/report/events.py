@@ -28,9 +28,12 @@ class Told:
 
 
 def told_of(run: Run) -> tuple[Told, ...]:
-    """All events of a run in the order in which they were told, its end the last."""
-    told = [_told(one) for one in run.history.events]
-    return (*told, *_end(run))
+    """All events of a run, its end among them, in the order in which they were told."""
+    time, placed = 0.0, []
+    for one in (*map(_told, run.history.events), *_end(run)):
+        time = time if one.time is None else one.time
+        placed.append((time, one))
+    return tuple(one for _, one in sorted(placed, key=lambda place: place[0]))
 
 
 def _told(one: Happened) -> Told:
