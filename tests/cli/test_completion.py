@@ -1,0 +1,34 @@
+"""Verbs and options are completed in bash, once that is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INSTALL = "gpumix --install-completion >/dev/null; source ~/.bashrc; complete -p gpumix >&2"
+TAB = """
+COMP_WORDS=({line}) COMP_CWORD={place}
+_gpumix_completion gpumix
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_verbs_and_options(tmp_path):
+    lines = {"gpumix pl": 1, "gpumix plan --str": 2}
+    script = INSTALL + "".join(TAB.format(line=line, place=n) for line, n in lines.items())
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env=os.environ | {"HOME": str(tmp_path), "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["plan", "--strategy"], done.stderr
+    assert "-F _gpumix_completion gpumix" in done.stderr
