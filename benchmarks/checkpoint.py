@@ -12,7 +12,8 @@ the one before it must be taken, to the bit.
 Figures: `stall_fraction` (median over saves, of a step), `worst_stall_fraction`, `write_vs_disk`
 (bytes a second with digests, against plain files; beside training, whose ranks use the same cores),
 `write_vs_disk_idle` (the same while nothing trains), `load_s_same`, `load_s_two`, `load_s_alone`
-(under that plan, by two other ranks, by one), `bytes`; `corruptions`, `detected`, `loaded`.
+(under that plan, by two other ranks, by one), `bytes`; `corruptions`, `detected`, `loaded`,
+`fell_back` (of those detected: the one before was taken).
 """
 
 from __future__ import annotations
@@ -205,8 +206,10 @@ def _damage(folder: Path, times: int) -> dict[str, Any]:
             else:
                 assert_same(model_values(found), wanted[run])
                 seen["detected"] += 1
+                seen["fell_back"] += 1
         shutil.rmtree(copy)
-    return {"corruptions": times, "detected": seen["detected"], "loaded": seen["loaded"]}
+    kinds = ("detected", "loaded", "fell_back")
+    return {"corruptions": times, **{kind: seen[kind] for kind in kinds}}
 
 
 def _saved(folder: Path, shares: Sequence[Share]) -> dict[str, Any]:

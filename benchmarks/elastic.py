@@ -3,14 +3,15 @@
 Four agents on this machine stand for hosts, each with a name, a device and copies in memory of its
 own. One is killed with its rank, and its memory is gone; then another; then two new ones come. Each
 time the others form anew and plan for the devices that are there. In the end the losses are those
-of a run that nothing happened to, and each step was done once.
+of a run that nothing happened to, each step was done once, and with its samples.
 
     python benchmarks/elastic.py [--json]
 
 Figures: `worst_relative_error` (of all losses), `steps_missing`, `steps_twice` (in the record of
-the run), `seconds_to_3`, `seconds_to_2`, `seconds_to_4` (from the change to when all that are there
-go on), `restarts`, `resumed_from_memory` (of these; the others went on from disk, or from nothing),
-`steps_repeated` (of the change with most; at least, as the record is looked at ten times a second).
+the run), `samples_lost`, `samples_repeated`, `seconds_to_3`, `seconds_to_2`, `seconds_to_4` (from
+the change to when all that are there go on), `restarts`, `resumed_from_memory` (of these; the
+others went on from disk, or from nothing), `steps_repeated` (of the change with most; at least, as
+the record is looked at ten times a second).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pathlib import Path
 
 import yaml
 
-from common import TEXT, TRAIN, Figures, print_figures, records, small_gpt2
+from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
+from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.spec.plan import Plan
 from gpumix.train.memory_folder import Home
@@ -44,6 +46,7 @@ NAMED = ("unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname "$0" && ex
 # How long torchrun waits for more hosts than it needs, and until it takes one for gone, in seconds.
 PATIENCE = "last_call_timeout=3,keep_alive_interval=1"
 SETTINGS = {"OMP_NUM_THREADS": "1"}
+ALLOWED = ("--allow", "faulted")
 GPT = small_gpt2(64, positions=32)
 
 
@@ -61,7 +64,11 @@ def _job(folder: Path) -> None:
     folder.mkdir()
     job = {
         "model": {"config": GPT},
-        "data": {"text": [str(TEXT)], "pattern": "*.py"},
+        "data": {
+            "factory": "faulted.traps:samples",
+            "arguments": {"folder": str(folder), "length": 32},
+            "held_out": 0.0,
+        },
         "sequence_length": 32,
         "global_batch": 24,
         "steps": STEPS,
@@ -80,7 +87,8 @@ def _job(folder: Path) -> None:
 def _alone(folder: Path) -> dict[int, float]:
     """The losses by step of an undisturbed run."""
     _job(folder)
-    subprocess.run(TRAIN, cwd=folder, check=True, stdout=sys.stderr)
+    command = [*TRAIN, *ALLOWED]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, stdout=sys.stderr)
     return {one["step"]: one["loss"] for one in records(folder / "run", "step")}
 
 
@@ -115,11 +123,14 @@ def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
             _kill(agent)
     steps = [one["step"] for one in records(folder / "run", "step")]
     losses = {one["step"]: one["loss"] for one in records(folder / "run", "step")}
+    lost, twice = lost_and_repeated(done_in(folder), done_in(folder.parent / "alone"))
     kept_in = [one["kept_in"] for one in records(folder / "run", "restart")]
     return {
         "worst_relative_error": max(abs(losses[n] / alone[n] - 1) for n in losses),
         "steps_missing": len(set(alone) - set(losses)),
         "steps_twice": len(steps) - len(set(steps)),
+        "samples_lost": lost,
+        "samples_repeated": twice,
         **{f"seconds_to_{name}": round(seconds, 1) for name, seconds in took.items()},
         "steps_repeated": repeated,
         "restarts": len(kept_in),
@@ -150,13 +161,13 @@ def _agent(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic",
         "--rdzv-conf", f"{PATIENCE},is_host={str(name == NAMES[0]).lower()}",
         "--monitor-interval", "0.2",
-        "-m", "gpumix", "train", "job.yaml",
+        "-m", "gpumix", "train", "job.yaml", *ALLOWED,
     ]  # fmt: skip
     with (folder / f"said-{name}").open("wb") as said:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | SETTINGS,
+            env=environment() | SETTINGS,
             stdout=said,
             stderr=subprocess.STDOUT,
         )

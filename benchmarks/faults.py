@@ -31,7 +31,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -44,6 +43,7 @@ import yaml
 
 from common import TRAIN, environment, print_figures, records, small_gpt2
 from faulted.places import HANG, PLACES
+from faulted.used import Done, done_in, lost_and_repeated
 
 STEPS = 60
 KILLS_A_RUN = 10
@@ -120,33 +120,11 @@ class _Fault:
 
 
 @dataclass(frozen=True)
-class _Done:
-    """A step that a rank did: in which start of the run, until when, and with which samples."""
-
-    start: int
-    step: int
-    rank: int
-    at: float
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Outcome:
     losses: dict[int, float]
-    done: list[_Done]
+    done: list[Done]
     faults: list[_Fault]
     copied_every: int
-
-    def samples(self) -> dict[int, Counter[int]]:
-        """By step; of one that was done again the last time counts, for the run went on from it."""
-        last: dict[int, int] = {}
-        for one in self.done:
-            last[one.step] = max(last.get(one.step, 0), one.start)
-        found: dict[int, Counter[int]] = {step: Counter() for step in last}
-        for one in self.done:
-            if one.start == last[one.step]:
-                found[one.step].update(one.samples)
-        return found
 
     def recovery_s(self, fault: _Fault) -> float | None:
         """From a signal to the end of the first step of the next start; None if none was needed: it
@@ -190,7 +168,7 @@ def _run(
     losses = {one["step"]: one["loss"] for one in records(folder / "run", "step")}
     told = records(folder / "run", "copies")
     every = max((one["every_steps"] for one in told), default=1)
-    return _Outcome(losses, _done(folder), met + _gone_off(folder), every)
+    return _Outcome(losses, done_in(folder), met + _gone_off(folder), every)
 
 
 def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
@@ -263,16 +241,6 @@ def _harm_someone(
 # -- what came out ---------------------------------------------------------------------------------
 
 
-def _done(folder: Path) -> list[_Done]:
-    found = []
-    for file in folder.glob("used-*.jsonl"):
-        for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # cut short when its rank was killed
-                told = json.loads(line)
-                found.append(_Done(**told | {"samples": tuple(told["samples"])}))
-    return found
-
-
 def _report(outcome: _Outcome) -> None:
     for fault in sorted(outcome.faults, key=lambda one: one.at):
         seconds = outcome.recovery_s(fault)
@@ -285,11 +253,8 @@ def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome])
     lost = repeated = 0
     errors = []
     for kind, outcome in found:
-        used = outcome.samples()
-        for step, wanted in truths[kind].samples().items():
-            own = used.get(step, Counter())
-            lost += sum((wanted - own).values())
-            repeated += sum((own - wanted).values())
+        of_run = lost_and_repeated(outcome.done, truths[kind].done)
+        lost, repeated = lost + of_run[0], repeated + of_run[1]
         errors.append(abs(outcome.losses[STEPS] / truths[kind].losses[STEPS] - 1))
     outcomes = [outcome for _, outcome in found]
     by_signal: dict[int, list[float]] = {}

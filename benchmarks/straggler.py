@@ -10,14 +10,16 @@ Figures: `worst_phase_efficiency` (ideal over measured step time, median over th
 from the fifth after its change on; the worst of three phases), `first`, `slow` and `recovered` of
 each phase, `vs_no_rebalancing` (time of the run without over that with), `slow_vs_no_rebalancing`
 (the same of the slow phase), `vs_bound` (throughput of the slow phase over that of the bound
-N/((N-n)+sum(1/x)), by sound steps), `changes`, and `worst_loss_difference` between the runs with
-and without.
+N/((N-n)+sum(1/x)), by sound steps), `steps_to_adapt` and `steps_to_recover` (from the change on
+until the efficiency stays at 0.9 or above, by the median of each five steps; all steps of the
+phase if it does not), `changes`, and `worst_loss_difference` between the runs with and without.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ RATE = 8e9  # FLOP/s
 DEVICES = 4
 SLOW_FROM, SLOW_UNTIL, STEPS = 20, 60, 90
 SETTLE_STEPS = 5
+GOOD, MEDIAN_OF = 0.9, 5
 GPT = small_gpt2(64, positions=64)
 
 
@@ -80,10 +83,21 @@ def _figures(
         "vs_no_rebalancing": round(sum(without["times"]) / sum(times), 3),
         "slow_vs_no_rebalancing": round(slow_without_s / slow_s, 3),
         "vs_bound": round(ideal["sound"] * bound / slow_s, 3),
+        "steps_to_adapt": _steps_until_good(times[SLOW_FROM:SLOW_UNTIL], ideal["slow"]),
+        "steps_to_recover": _steps_until_good(times[SLOW_UNTIL:], ideal["sound"]),
         "changes": run["changes"],
         "worst_loss_difference": max(abs(a / b - 1) for a, b in losses),
         "overruns": run["overruns"],
     }
+
+
+def _steps_until_good(times: Sequence[float], ideal_s: float) -> int:
+    """How many pass before; what takes long by chance does not count."""
+    windows = [times[n : n + MEDIAN_OF] for n in range(len(times) - MEDIAN_OF + 1)]
+    bad = [n for n, window in enumerate(windows) if ideal_s < GOOD * median(window)]
+    if not bad:
+        return 0
+    return bad[-1] + (MEDIAN_OF + 1) // 2 if bad[-1] + 1 < len(windows) else len(times)
 
 
 def _steady(folder: Path, classes: dict[str, tuple[int, float]]) -> float:
