@@ -11,7 +11,8 @@ which must end in the same way.
 
 Figures: `mutations`, `parsed` (of them valid YAML or JSON), `wrong_content` (of those refused);
 `tracebacks`, `hangs` (over 30 s of a processor), `other_exits` (none of 0, 2, 3 and 4), `unplaced`
-(errors that name no file); `accepted`, `accepted_job`, `accepted_cluster`, ...; `processes`,
+(errors that do
+not name the file); `accepted`, `accepted_job`, `accepted_cluster`, ...; `processes`,
 `differing` (from those that ran in a process of their own); `slowest_s`.
 """
 
@@ -123,7 +124,7 @@ def _run(tried: Try, worker: Worker, kept: list[str]) -> Tried:
     try:
         done = worker.run(tried.use)
         clean(worker.folder, kept)
-        found = faults(done, [name for name in kept if "." in name])
+        found = faults(done, tried.good.named_by(tried.use))
         differs = _differs(tried, done, worker.folder) if done is not None and tried.twice else ""
     finally:
         clean(worker.folder, kept)

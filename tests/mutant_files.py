@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,9 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
 }  # fmt: skip
 
 
+BESIDE = ("--plan", "--profile")  # the options for what must go with a job
+
+
 @dataclass(frozen=True)
 class Good:
     """A file before it is spoilt.
@@ -258,6 +262,12 @@ class Good:
     name: str
     text: str
     uses: tuple[tuple[str, ...], ...]
+
+    def named_by(self, use: Sequence[str]) -> list[str]:
+        """Files of which an error must name one while this one is spoilt: which of two that must go
+        together is wrong, a job and a plan for it say, nobody knows."""
+        options = pairwise(use) if self.kind in ("job", "cluster") else ()
+        return [self.name, *(file for option, file in options if option in BESIDE)]
 
     @property
     def form(self) -> str:

@@ -1,5 +1,5 @@
 """A few of the mutants of `benchmarks/fuzz.py`: each is read, or refused with one error that names
-a file; and what it has found before."""
+it; and what it has found before."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_whatever_a_file_holds_it_is_read_or_refused_in_one_error(files, folder,
         mutant = next(mutants(good.text, good.form, rng, content=0.7))
         # Verbs that search take longer, and are tried by the benchmark.
         uses = [u for u in good.uses if u[0] in ("devices", "simulate")] or good.uses[:1]
-        done = spoilt(folder, good.name, mutant.content, *rng.choice(uses))
-        names = [path.name for path in folder.rglob("*.*")]
-        assert not faults(done, names), (good.name, mutant.change, done.err)
+        use = rng.choice(uses)
+        done = spoilt(folder, good.name, mutant.content, *use)
+        assert not faults(done, good.named_by(use)), (good.name, mutant.change, done.err)
         ended.append(done.code)
     assert any(ended)
 
@@ -213,3 +213,18 @@ def test_heads_that_cannot_be_shared_are_no_estimate(folder):
          "model.config.num_key_value_heads=3"], folder,
     )  # fmt: skip
     assert done.err.startswith("gpumix: small.yaml: 8 attention heads cannot share 3")
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        ("mine:sample_s", "module 'mine' has no function 'sample_s'"),
+        ("mine.e:samples", "there is no module 'mine.e'"),
+        ("mime:samples", "there is no module 'mime'"),
+    ],
+)
+def test_a_factory_that_is_none_is_told_with_its_key(folder, factory, told):
+    job = with_value(("data", "factory"), factory, yaml.safe_load(OWN))
+    allowed = ("--allow", "mine", "--allow", factory.partition(":")[0])
+    done = spoilt(folder, "own.yaml", written(job, "yaml"), "profile", "own.yaml", *allowed)
+    assert done.err.startswith(f"gpumix: own.yaml: data.factory: {told}")

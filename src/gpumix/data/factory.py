@@ -19,7 +19,7 @@ def call_factory(
     reference: str, arguments: Mapping[str, Any], folder: Path, *, key: str = ""
 ) -> Any:
     """The result of `reference` ("module:function") called with `arguments` as keywords. `key` is
-    where these stand in the job.
+    the one of the job under which `factory` and `arguments` stand.
 
     `folder`, the job's, or where a script is started, goes to the front of sys.path and stays
     there: the module may import its neighbours at any later time. What the factory itself raises
@@ -32,20 +32,21 @@ def call_factory(
     place = str(folder.absolute())
     if place not in sys.path:
         sys.path.insert(0, place)
-    function = _attribute(_module(module_name, folder), name)
+    named_by = f"{key}.factory" if key else ""
+    function = _attribute(_module(module_name, folder, named_by), name, named_by)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise InputError(
             f"'{reference}' cannot be called with the given arguments: {error}",
-            where=key,
+            where=f"{key}.arguments" if key else "",
             why=f"it takes {inspect.signature(function)}",
-            fix=f"--set {key}={{name: value}}" if key else "",
+            fix=f"--set {key}.arguments={{name: value}}" if key else "",
         ) from error
     return function(**arguments)
 
 
-def _module(name: str, folder: Path) -> ModuleType:
+def _module(name: str, folder: Path, named_by: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
@@ -55,24 +56,25 @@ def _module(name: str, folder: Path) -> ModuleType:
         there = [module.name for module in pkgutil.iter_modules([str(folder)])]
         raise InputError(
             f"there is no module '{error.name}'",
-            where=str(folder),
+            where=named_by or str(folder),
             why=_nearest(name, there),
-            fix="modules are looked for in this folder and among the installed packages",
+            fix=f"modules are looked for in {folder} and among the installed packages",
         ) from error
     except (ImportError, SyntaxError) as error:
         raise InputError(f"module '{name}' cannot be imported: {error}") from error
 
 
-def _attribute(module: ModuleType, name: str) -> Callable[..., Any]:
+def _attribute(module: ModuleType, name: str, named_by: str) -> Callable[..., Any]:
     found: Callable[..., Any] | None = getattr(module, name, None)
     if callable(found):
         return found
     callables = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    file = str(module.__file__ or module.__name__)
     raise InputError(
         f"module '{module.__name__}' has no function '{name}'",
-        where=str(module.__file__ or module.__name__),
+        where=named_by or file,
         why=_nearest(name, callables),
-        fix="name one that it has, as module:function",
+        fix=f"name one that {file} has, as module:function",
     )
 
 

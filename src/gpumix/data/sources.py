@@ -243,7 +243,7 @@ class _Opened:
     def _made(self, reference: str) -> Any:
         """By a factory. One that is a generator is begun again for each pass."""
         given = self._job.data.arguments
-        make = partial(call_factory, reference, given, self._folder, key="data.arguments")
+        make = partial(call_factory, reference, given, self._folder, key="data")
         made = make()
         return (lambda: make()) if isinstance(made, Iterator) else made
 

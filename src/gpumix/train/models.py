@@ -64,7 +64,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
 
 
 def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.Module:
-    model = call_factory(factory, arguments, folder, key="model.arguments")
+    model = call_factory(factory, arguments, folder, key="model")
     if not isinstance(model, nn.Module):
         raise InputError(
             f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
