@@ -1,4 +1,4 @@
-"""Shells complete verbs and options: what typer installs, called as a shell calls it."""
+"""Verbs and options are completed in bash, once that is installed."""
 
 from __future__ import annotations
 
@@ -10,43 +10,25 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = Path(sys.executable).with_name("gpumix")
-BASH = shutil.which("bash")
+INSTALL = "gpumix --install-completion >/dev/null; source ~/.bashrc; complete -p gpumix >&2"
+TAB = """
+COMP_WORDS=({line}) COMP_CWORD={place}
+_gpumix_completion gpumix
+echo "${{COMPREPLY[@]}}"
+"""
 
-pytestmark = pytest.mark.skipif(not COMMAND.exists(), reason="gpumix is not installed as a command")
 
-
-def bash(line: str, **variables: str) -> str:
-    if BASH is None:
-        pytest.skip("there is no bash")
-    path = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "TERM": "dumb"} | variables
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_verbs_and_options(tmp_path):
+    lines = {"gpumix pl": 1, "gpumix plan --str": 2}
+    script = INSTALL + "".join(TAB.format(line=line, place=n) for line, n in lines.items())
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [
-            BASH,
-            "--norc",
-            "-c",
-            f"{line}; exit $?",
-        ],  # with two commands bash stays: it is looked for
-        env=env,
+        ["bash", "-c", script],
+        env=os.environ | {"HOME": str(tmp_path), "PATH": path},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_bash_is_shown_its_completion():
-    shown = bash("gpumix --show-completion")
-    assert "complete -o default -F _gpumix_completion gpumix" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("gpumix tra", ["train"]), ("gpumix re", ["report"]), ("gpumix train --res", ["--resume"])],
-)
-def test_what_is_begun_is_completed(words, expected):
-    last = str(len(words.split()) - 1)
-    answer = bash("gpumix", _GPUMIX_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=last)
-    assert answer.split() == expected
+    assert done.stdout.splitlines() == ["plan", "--strategy"], done.stderr
+    assert "-F _gpumix_completion gpumix" in done.stderr

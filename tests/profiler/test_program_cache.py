@@ -58,7 +58,7 @@ def test_it_is_measured_once(tmp_path):
         fast, slow = profile.inputs
         assert (fast.host, slow.host) == ("host-0", "host-1")
         assert slow.cpu_s_per_sample > SLOW_S > fast.cpu_s_per_sample
-        plan = gpumix.plan(profile, global_batch=4)
+        plan = gpumix.plan(profile, global_batch=4, space=gpumix.Space(most_stages=1, tensor=(1,)))
         assert {w.device: w.samples for w in plan.workers}.get("d-1", 0) <= 1
     kept = sorted(path.name.split("-")[0] for path in (tmp_path / "gpumix/profiles").iterdir())
     assert kept == ["class", "class", "links", "links"]
