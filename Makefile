@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
 WORKERS := 4
 STAMP := $(VENV)/.installed
+# Bytecode is made of what is imported: pip would make it of all, which takes as long as the rest.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What most tests do without, in a folder of its own.
 EXTRAS := ray wandb mlflow trackio
 BESIDE := $(CURDIR)/$(VENV)/extras
@@ -29,8 +31,9 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	$(BIN)/python -c 'import torch, transformers.modeling_utils, gpumix.train.work'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -41,8 +44,7 @@ test: $(STAMP)
 
 extras: $(STAMP)
 	rm -rf $(BESIDE)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--target $(BESIDE) $(EXTRAS)
+	$(PIP) --target $(BESIDE) $(EXTRAS)
 
 test-extras: extras
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
