@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -135,12 +136,12 @@ class _Loader:
             "limit": loader.limit,
         }
 
-    def fetched(self, batch: Any, begun_s: float, begun_cpu_s: float) -> None:
-        """A batch; waited for since then, where the function's own thread asks."""
+    def fetched(self, batch: Any, waited_s: float, cpu_s: float) -> None:
+        """A batch; the wait for it counts where the function's own thread asks."""
         self.samples += rows_of(batch)
         if _in_main_thread():
-            self.waited_s += time.perf_counter() - begun_s
-            self.cpu_s += time.thread_time() - begun_cpu_s
+            self.waited_s += waited_s
+            self.cpu_s += cpu_s
 
     def seen(self) -> LoaderSeen:
         return LoaderSeen(
@@ -201,8 +202,8 @@ class Watch:
         for kind in (DataLoader, Loader):
             patches.replace(kind, "__init__", self._making_loader)
         patches.replace(DataLoader, "_get_iterator", self._beginning)
-        patches.replace(_BaseDataLoaderIter, "__next__", self._fetching)
-        patches.replace(Loader, "__next__", self._fetching_own)
+        patches.replace(_BaseDataLoaderIter, "__next__", partial(self._fetching, _begun_by))
+        patches.replace(Loader, "__next__", partial(self._fetching, self._of_gpumix))
         self.roots.called = self._between.end
         patches.replace(Tensor, "backward", self._backward)
         patches.replace(Optimizer, "__init__", self._making_optimizer)
@@ -281,8 +282,7 @@ class Watch:
         def begin(loader: Any) -> Any:
             begun_s = time.perf_counter()
             iterator = before(loader)
-            place = getattr(loader, "_gpumix_place", UNKNOWN)
-            known = self._loaders.setdefault(place, _Loader(place))
+            known = self._known(loader)
             known.begin(loader)
             if _in_main_thread():
                 known.waited_s += time.perf_counter() - begun_s
@@ -292,27 +292,25 @@ class Watch:
 
         return begin
 
-    def _fetching(self, before: Any) -> Any:
-        def fetch(iterator: Any) -> Any:
+    def _known(self, loader: Any) -> _Loader:
+        place = getattr(loader, "_gpumix_place", UNKNOWN)
+        return self._loaders.setdefault(place, _Loader(place))
+
+    def _of_gpumix(self, loader: Loader) -> _Loader:
+        known = self._known(loader)
+        known.goes_on(loader)
+        return known
+
+    def _fetching(self, known_of: Callable[[Any], _Loader | None], before: Any) -> Any:
+        """By what `known_of` knows."""
+
+        def fetch(source: Any) -> Any:
             begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
-            batch = before(iterator)
-            known = getattr(iterator, "_gpumix_loader", None)
-            if known is not None:
-                known.fetched(batch, begun_s, begun_cpu_s)
-            return batch
-
-        return fetch
-
-    def _fetching_own(self, before: Any) -> Any:
-        """By a loader of gpumix."""
-
-        def fetch(loader: Loader) -> Any:
-            begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
-            batch = before(loader)
-            place = getattr(loader, "_gpumix_place", UNKNOWN)
-            known = self._loaders.setdefault(place, _Loader(place))
-            known.fetched(batch, begun_s, begun_cpu_s)
-            known.goes_on(loader)
+            batch = before(source)
+            waited_s = time.perf_counter() - begun_s
+            cpu_s = time.thread_time() - begun_cpu_s
+            if (known := known_of(source)) is not None:
+                known.fetched(batch, waited_s, cpu_s)
             return batch
 
         return fetch
@@ -372,6 +370,12 @@ class Watch:
             return result
 
         return copied
+
+
+def _begun_by(iterator: Any) -> _Loader | None:
+    """The loader of a DataLoader's iterator, if its begin was seen."""
+    known: _Loader | None = getattr(iterator, "_gpumix_loader", None)
+    return known
 
 
 def rows_of(batch: Any) -> int:
