@@ -6,18 +6,30 @@ Whoever comes first would else choose what ranks have imported already.
 from __future__ import annotations
 
 import os
+import threading
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
-from unittest import mock
 
 from gpumix.train import launch
 
 HERE = str(Path(__file__).parent)
 IMPORTS = ("forked",)
+NAME = "PYTHONPATH"
+_STARTING = threading.Lock()
 
 
 def warm_up() -> None:
-    """Start it, unless it runs. It finds modules by the environment alone: before Python 3.12
-    `sys.path` is nothing to it."""
-    paths = [HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
-        launch.warm_up(IMPORTS)
+    """Start it, unless it runs; in any thread. It finds modules by the environment alone: before
+    Python 3.12 `sys.path` is nothing to it."""
+    with _STARTING:
+        if _forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+            return launch.warm_up(IMPORTS)
+        before = os.environ.get(NAME)
+        os.environ[NAME] = os.pathsep.join(filter(None, [HERE, before]))
+        try:
+            launch.warm_up(IMPORTS)
+        finally:
+            if before is None:
+                del os.environ[NAME]
+            else:
+                os.environ[NAME] = before

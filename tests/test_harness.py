@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import rank_server
 from gpumix.spec.errors import InputError
 from harness import RankDied, RankTraceback, run_ranks
 
@@ -21,6 +23,19 @@ def _sum_of_ranks(factor):
 
 def test_ranks_meet_and_answer_in_order():
     assert run_ranks(_sum_of_ranks, 3, 2) == [(0, 6.0, 1), (1, 6.0, 1), (2, 6.0, 1)]
+
+
+def test_the_environment_outlives_many_that_start_the_server():
+    """Tests start commands in several threads: each wants the server, and a variable for it."""
+    before = dict(os.environ)
+
+    def start(_: int) -> None:
+        for _ in range(200):
+            rank_server.warm_up()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(start, range(4)))
+    assert dict(os.environ) == before
 
 
 def _has_group():
