@@ -69,20 +69,10 @@ def _with_classes(cluster: Cluster, renamed: Mapping[tuple[str, str], str]) -> C
 
 def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
     """A plan for such a profile, with the classes of `profile` again."""
-    own = {device.id: device.device_class for device in profile.cluster.devices}
-    stages = [
-        stage.model_copy(
-            update={
-                "workers": tuple(
-                    w.model_copy(update={"device_class": own[w.device]}) for w in stage.workers
-                )
-            }
-        )
-        for stage in plan.stages
-    ]
-    used = {w.device_class for stage in stages for w in stage.workers}
+    plan = plan.with_classes_of(profile.cluster)
+    used = {worker.device_class for worker in plan.workers}
     estimated = tuple(name for name in profile.estimated if name in used)
-    return plan.model_copy(update={"stages": tuple(stages), "estimated": estimated})
+    return plan.model_copy(update={"estimated": estimated})
 
 
 def least_step_s(profile: Profile, batch: int) -> float:

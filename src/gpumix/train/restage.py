@@ -168,16 +168,5 @@ def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 def _relabelled(plan: Plan, profile: Profile) -> Plan:
     """The plan with the classes that its devices have in a profile."""
-    classes = {device.id: device.device_class for device in profile.cluster.devices}
-    stages = tuple(
-        stage.model_copy(
-            update={
-                "workers": tuple(
-                    worker.model_copy(update={"device_class": classes[worker.device]})
-                    for worker in stage.workers
-                )
-            }
-        )
-        for stage in plan.stages
-    )
-    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
+    relabelled = plan.with_classes_of(profile.cluster)
+    return relabelled.model_copy(update={"prediction": None, "reasons": None})
