@@ -248,7 +248,7 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
         if not every or each_s <= BESIDE * every * seen.step_s:
             continue
         share = each_s / (each_s + every * seen.step_s)
-        wanted_s = max((took.still_s + took.settle_s) / BESIDE, took.beside_s)
+        wanted_s = max((took.still_s + took.slows_s) / BESIDE, took.beside_s)
         rarer = max(every, round(wanted_s / seen.step_s))
         yield Suspect(
             name=name,

@@ -48,6 +48,7 @@ from gpumix.train.watcher import Watcher
 # Notices of the engine's, the larger one first.
 STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
+MOST_STEPS_BESIDE = 8  # that are watched beside a checkpoint
 
 
 class Trainer:
@@ -210,12 +211,11 @@ class Trainer:
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
                 evaluation = Interlude(still_s=seconds_of(self._evaluate))
-            # The first checkpoint takes longer than others.
-            for _ in range(2 if beside and self.job.checkpoint.every_steps else 0):
-                begin_s = seconds_of(self._begin_save)
-                self.train_step(stop)
-                settle_s = self.keeping.stalled_s - begin_s
-                save = Interlude(begin_s, settle_s, self._finish_save().seconds)
+            if beside and self.job.checkpoint.every_steps:
+                usual_s = fmean(r.step_s for r in records)
+                # The first checkpoint takes longer than others.
+                first = self._save_beside(stop, 1, usual_s)
+                save = self._save_beside(stop, self._steps_beside(first, usual_s), usual_s)
             with syncs_of(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.accelerator == "cuda" for one in classes):
@@ -253,6 +253,18 @@ class Trainer:
             syncs=[(place, times) for place, times in seen],
             told=json.loads(told),
         )
+
+    def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> Interlude:
+        """Save once, beside some steps that take `usual_s` each with nothing beside them."""
+        still_s = seconds_of(self._begin_save)
+        took_s = sum(self.train_step(stop).step_s for _ in range(steps))
+        beside_s = self._finish_save().seconds
+        return Interlude.of_steps(still_s, beside_s, usual_s=steps * usual_s, took_s=took_s)
+
+    def _steps_beside(self, first: Interlude, usual_s: float) -> int:
+        """How many steps such a checkpoint lasts, on all ranks alike; a few, if it lasts long."""
+        mine = min(MOST_STEPS_BESIDE, math.ceil(first.beside_s / usual_s))
+        return max(map(int, self.context.ranks.gather("steps beside", str(mine))))
 
     def _lengths(self) -> list[list[int]]:
         """Tokens of the samples of the last batch, by micro-batch; none where they are alike."""
