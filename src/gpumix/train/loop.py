@@ -187,7 +187,7 @@ class Trainer:
         """Train `steps` steps after those of the warm-up; nothing is written.
 
         Args:
-            beside: then evaluate and save once, if the job does that: so something is; and look,
+            beside: then evaluate once and save a few times, if the job does that; and look,
                 in one step more, for what makes the host wait.
             watcher: entered before; may want another step.
         """
@@ -213,9 +213,11 @@ class Trainer:
                 evaluation = Interlude(still_s=seconds_of(self._evaluate))
             if beside and self.job.checkpoint.every_steps:
                 usual_s = fmean(r.step_s for r in records)
-                # The first checkpoint takes longer than others.
-                first = self._save_beside(stop, 1, usual_s)
-                save = self._save_beside(stop, self._steps_beside(first, usual_s), usual_s)
+                save = self._save_beside(stop, 1, usual_s)
+                lasts = self._steps_beside(save, usual_s)
+                # The first checkpoints take longer than others.
+                for _ in range(3 if lasts < MOST_STEPS_BESIDE else 1):
+                    save = self._save_beside(stop, lasts, usual_s)
             with syncs_of(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.accelerator == "cuda" for one in classes):
