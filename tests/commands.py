@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,29 @@ def run(
     return Done(process.returncode or 0, out, err)
 
 
+def begin(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    env: Mapping[str, str],
+    said: Path,
+    enters: Callable[[], None] | None = None,
+) -> Command:
+    """Start a command that `is_warm`, in a session of its own; `said` gets what it says.
+
+    Args:
+        enters: is called first, where it runs: a function of a module, or what else can be pickled.
+    """
+    assert is_warm(command), command
+    return Command(command, folder=folder, env=env, streams=(said, said), enters=enters)
+
+
 def _started(
     words: Sequence[str], folder: Path, env: Mapping[str, str], streams: Path | None
 ) -> Process:
     if streams is not None and is_warm(words):
-        return Command(words, folder=folder, env=env, streams=streams)
+        files = (streams / "out", streams / "err")
+        return Command(words, folder=folder, env=env, streams=files)
     return subprocess.Popen(
         words,
         cwd=folder,

@@ -37,7 +37,6 @@ import torch
 
 import rank_server
 
-STREAMS = ("out", "err")
 MODULES = ("gpumix", "torch.distributed.run")
 SEED = 67280421310721  # of torch's default generator in a process that has just begun
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -56,17 +55,23 @@ class Command:
     """One that `is_warm`, under way; as of `subprocess.Popen`.
 
     Args:
-        streams: a folder for what it writes to its streams.
+        streams: the files that get what it writes to its streams, which may be the same one.
+        enters: is called first, where it runs.
     """
 
     def __init__(
-        self, words: Sequence[str], *, folder: Path, env: Mapping[str, str], streams: Path
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        env: Mapping[str, str],
+        streams: tuple[Path, Path],
+        enters: Callable[[], None] | None = None,
     ) -> None:
         rank_server.warm_up()
-        self._words = list(words)
-        self._streams = [streams / name for name in STREAMS]
-        files = [str(file) for file in self._streams]
-        args = (self._words, str(folder), dict(env), _paths(), files)
+        self._words, self._streams = list(words), streams
+        files = [str(file) for file in streams]
+        args = (self._words, str(folder), dict(env), _paths(), files, enters)
         self._process = _CONTEXT.Process(target=_become, args=args, daemon=False)
         with _STARTING:
             self._process.start()
@@ -79,8 +84,11 @@ class Command:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it wrote, once it has ended.
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not.
@@ -88,8 +96,17 @@ class Command:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it wrote, once it has ended; see `wait`."""
+        self.wait(timeout)
         out, err = (file.read_text(encoding="utf-8") for file in self._streams)
         return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
 
 
 @cache
@@ -106,9 +123,16 @@ def _paths() -> list[str]:
 
 
 def _become(
-    words: list[str], folder: str, env: dict[str, str], paths: list[str], files: list[str]
+    words: list[str],
+    folder: str,
+    env: dict[str, str],
+    paths: list[str],
+    files: list[str],
+    enters: Callable[[], None] | None,
 ) -> None:
     os.setsid()
+    if enters is not None:
+        enters()
     for number, file in enumerate(files, 1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)

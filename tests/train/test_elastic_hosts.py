@@ -7,10 +7,8 @@ of a class of its own.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +18,20 @@ from pathlib import Path
 import pytest
 from jobs import OWN_PROFILES, environment, metrics, toy, train, write_job
 
+from commands import begin
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from hosts import Host
+from warm_commands import Command
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("unshare") is None,
-        reason="names of hosts are for root, with unshare",
-    ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="names of hosts are for root"),
 ]
 
 HOSTS = ("one", "two", "three")
 STEPS = 150
-NAMED = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
 
 
 def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None) -> Path:
@@ -62,34 +59,28 @@ def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None)
 
 
 @pytest.fixture
-def agents(tmp_path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    started: dict[str, subprocess.Popen[bytes]] = {}
+def agents(tmp_path) -> Iterator[dict[str, Command]]:
+    started: dict[str, Command] = {}
     yield started
     for agent in started.values():
         kill(agent)
 
 
-def start(host: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
+def start(host: str, folder: Path, port: int) -> Command:
     is_host = str(host == HOSTS[0]).lower()
     command = [
-        *NAMED, host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
         "--nproc-per-node", "1", "--max-restarts", "10", "--rdzv-backend", "gpumix",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic", "--rdzv-conf",
         f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host}", "--monitor-interval", "0.2",
         "-m", "gpumix", "train", "job.yaml",
     ]  # fmt: skip
-    with (folder / f"said-{host}").open("wb") as said:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment(folder) | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
+    env = environment(folder) | {"OMP_NUM_THREADS": "1"}
+    said = folder / f"said-{host}"
+    return begin(command, folder=folder, env=env, said=said, enters=Host(host).enter)
 
 
-def kill(agent: subprocess.Popen[bytes]) -> None:
+def kill(agent: Command) -> None:
     """As a host goes: with all that it began, which have sessions of their own."""
     processes = [agent.pid]
     for process in processes:

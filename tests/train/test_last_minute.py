@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,8 +13,10 @@ from typing import Any
 import pytest
 from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, train, write_job
 
+from commands import begin
 from gpumix.spec.errors import Interrupted, MachineError
 from gpumix.train.last_minute import AT_ONCE, LastMinute, Moment
+from warm_commands import Command
 
 EACH_STEP = {"memory_every_steps": 1}
 
@@ -153,7 +154,7 @@ def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
         assert agents[0].wait(120) == 0, (tmp_path / "said-0").read_text()
     finally:
         for one in agents:
-            one.terminate()
+            one.send_signal(signal.SIGTERM)
             one.wait(60)
     told = metrics(run)
     assert [one["step"] for one in told] == [1, 2, 3, 4, 5, 6]
@@ -163,7 +164,7 @@ def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
     assert "stopped after step 2 of 6" in (tmp_path / "said-1").read_text()
 
 
-def agent(folder, port: int, number: int) -> subprocess.Popen[bytes]:
+def agent(folder, port: int, number: int) -> Command:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
         "--max-restarts", "3", "--rdzv-backend", "gpumix", "--rdzv-id", "asked",
@@ -171,6 +172,5 @@ def agent(folder, port: int, number: int) -> subprocess.Popen[bytes]:
         "--rdzv-conf", f"last_call_timeout=3,keep_alive_interval=1,is_host={number == 0}".lower(),
         "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json",
     ]  # fmt: skip
-    with (folder / f"said-{number}").open("wb") as said:
-        env = environment(folder) | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
+    env = environment(folder) | {"OMP_NUM_THREADS": "1"}
+    return begin(command, folder=folder, env=env, said=folder / f"said-{number}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from statistics import fmean, median
 import pytest
 from jobs import environment, metrics, toy, write_job
 
+from commands import begin
 from gpumix.spec.plan import Plan
 from gpumix.train.balancing import MEASURED_STEPS
 from gpumix.train.pipeline import Pipeline
@@ -75,27 +75,20 @@ def _until_started_again(job: Path) -> tuple[str, Path]:
     """What the run says until it is known what that came to, and its folder."""
     folder, run = job.parent, job.parent / "run"
     command = [sys.executable, "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json"]
-    with (folder / "said").open("w+") as said:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment(folder) | {"COLUMNS": "300"},
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            deadline = time.monotonic() + LIMIT_S
-            while time.monotonic() < deadline and process.poll() is None:
-                if (run / "metrics.jsonl").exists() and metrics(run, "rebalanced"):
-                    break
-                time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
-        finally:
-            process.kill()
-            process.wait()
-        said.seek(0)
-        return said.read(), run
+    env = environment(folder) | {"COLUMNS": "300"}
+    process = begin(command, folder=folder, env=env, said=folder / "said")
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            if (run / "metrics.jsonl").exists() and metrics(run, "rebalanced"):
+                break
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return (folder / "said").read_text(encoding="utf-8"), run
 
 
 def _work_of(plan: Plan, device: str) -> int:

@@ -8,14 +8,10 @@ router's interfaces.
 
 from __future__ import annotations
 
-import fcntl
-import heapq
 import json
 import os
-import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -23,12 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import late_packets
+
+from commands import begin
+from hosts import Host
+from warm_commands import Command
+
 HOSTS = ("gpx-a", "gpx-b")
 ADDRESSES = {"gpx-a": "10.77.1.2", "gpx-b": "10.77.2.2"}
 SUBNETS = {"gpx-a": "10.77.1", "gpx-b": "10.77.2"}
-# Of an interface that holds packets back; see linux/if_tun.h.
-_TUN, _NO_INFO, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA
-_LARGEST = 65536
 _ROUND_TRIP = """
 import socket, sys, time
 begun = time.monotonic()
@@ -64,18 +63,10 @@ class Wire:
 
     def start(
         self, host: str, command: Sequence[str], folder: Path, env: Mapping[str, str], said: Path
-    ) -> subprocess.Popen[bytes]:
+    ) -> Command:
         """Run a command on a host, in a session of its own; `said` gets what it says."""
-        with said.open("w") as file:
-            return subprocess.Popen(
-                [*self.on(host), *command],
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        enters = Host(host, self.namespace(host)).enter
+        return begin(command, folder=folder, env=env, said=said, enters=enters)
 
     def cut(self) -> None:
         """Nothing passes any more."""
@@ -123,16 +114,26 @@ class Wire:
 
     def delay(self, seconds: float) -> None:
         """All packets, in each direction."""
+        there = ["ip", "netns", "exec", self.router]
         self._late = subprocess.Popen(
-            ["ip", "netns", "exec", self.router, sys.executable, __file__, str(seconds)],
-            stdout=subprocess.PIPE,
+            [*there, sys.executable, late_packets.__file__, str(seconds)], stdout=subprocess.PIPE
         )
         assert self._late.stdout is not None
         assert self._late.stdout.readline() == b"ready\n"
         for number, host in enumerate(HOSTS):
             table = str(100 + number)
-            _ip("-n", self.router, "link", "set", _held(number), "up")
-            _ip("-n", self.router, "route", "add", "default", "dev", _held(number), "table", table)
+            _ip("-n", self.router, "link", "set", late_packets.held(number), "up")
+            _ip(
+                "-n",
+                self.router,
+                "route",
+                "add",
+                "default",
+                "dev",
+                late_packets.held(number),
+                "table",
+                table,
+            )
             _ip("-n", self.router, "rule", "add", "iif", _port(host), "lookup", table)
 
     def close(self) -> None:
@@ -147,10 +148,6 @@ class Wire:
 
 def _port(host: str) -> str:
     return f"to-{host}"
-
-
-def _held(number: int) -> str:
-    return f"late{number}"
 
 
 @contextmanager
@@ -197,41 +194,8 @@ def _ip(*arguments: str) -> str:
     return done.stdout
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Command) -> None:
     """With all of its session."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-# -- the program that holds packets back -----------------------------------------------------------
-
-
-def _hold_back(seconds: float) -> None:
-    """Give back each packet so much later."""
-    open_ones = [_interface(_held(number)) for number in range(len(HOSTS))]
-    waiting: list[tuple[float, int, int, bytes]] = []
-    number = 0
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    while True:
-        now = time.monotonic()
-        while waiting and waiting[0][0] <= now:
-            _, _, file, packet = heapq.heappop(waiting)
-            with suppress(OSError):
-                os.write(file, packet)
-        patience = max(0.0, waiting[0][0] - now) if waiting else None
-        for file in select.select(open_ones, [], [], patience)[0]:
-            number += 1
-            packet = os.read(file, _LARGEST)
-            heapq.heappush(waiting, (time.monotonic() + seconds, number, file, packet))
-
-
-def _interface(name: str) -> int:
-    file = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(file, _SET_INTERFACE, struct.pack("16sH", name.encode(), _TUN | _NO_INFO))
-    return file
-
-
-if __name__ == "__main__":
-    _hold_back(float(sys.argv[1]))
