@@ -204,8 +204,8 @@ def test_a_disk_that_hangs_is_named_with_the_rank_and_the_folder(tmp_path, rank,
 
 def test_a_rank_out_of_memory_is_named_with_its_limit(tmp_path):
     cluster = [
-        {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
-        {"class": "small", "accelerator": "cpu", "memory": "2 MiB", "count": 2},
+        {"class": name, "accelerator": "cpu", "memory": memory}
+        for name, memory in (("big", "64 MiB"), ("small", "2 MiB"), ("spare", "64 MiB"))
     ]
     job = write_job(tmp_path, model=toy(width=256), cluster=cluster)
     error = failure(job, shares=(0.2, 0.6, 0.2))
