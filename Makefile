@@ -40,7 +40,7 @@ demo: $(STAMP)
 	$(BIN)/gpumix demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 extras: $(STAMP)
 	rm -rf $(BESIDE)

@@ -48,21 +48,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Files with long tests first, as many for each worker: what is left at the end is short, and
-    whoever is done takes it from the others."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    files: dict[Any, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    long = [file for file in files.values() if any(one.get_closest_marker("slow") for one in file)]
-    short = [file for file in files.values() if file not in long]
-    ordered: list[pytest.Item] = []
-    for number in range(workers):
-        for file in long[number::workers]:
-            ordered += file
-        while short and len(ordered) * workers < len(items) * (number + 1):
-            ordered += short.pop(0)
-    items[:] = ordered + [one for file in short for one in file]
+    """Files with long tests first: what is left at the end is short. One worker tests all of a
+    file (`--dist loadfile`), so that what its tests share is made once."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_addoption(parser):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from pages import ROOT
@@ -21,8 +22,13 @@ def rows(title: str) -> list[str]:
     return re.findall(r"(?m)^\| (?!code|message)([^|-][^|]*) \|", section)
 
 
+@cache
+def written() -> str:
+    return "\n".join(texts())
+
+
 def texts() -> Iterator[str]:
-    """What is written in the code, with a gap for each value that is put in."""
+    """What the code says, with a gap for each value that is put in."""
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -32,7 +38,6 @@ def texts() -> Iterator[str]:
                 yield "".join(str(part) for part in parts)
 
 
-WRITTEN = "\n".join(texts())
 SECTIONS = re.findall(r"(?m)^## (.*\(code \d\))$", PAGE)
 MESSAGES = [
     message
@@ -45,7 +50,7 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_is_one_that_the_code_has(message):
     words = re.escape(message).replace(re.escape("..."), r"\.\.\.")
-    assert re.search(words, WRITTEN), "the message has changed: change the page"
+    assert re.search(words, written()), "the message has changed: change the page"
 
 
 def test_there_are_messages_of_each_code():
