@@ -36,7 +36,7 @@ from gpumix.train.loop import Trainer
 from gpumix.train.pipeline import Pipeline
 from gpumix.train.runner import LocalRunner
 
-RATE = 8e9  # FLOP/s
+RATE = 4e9  # FLOP/s
 DEVICES = 4
 SLOW_FROM, SLOW_UNTIL, STEPS = 20, 60, 90
 SETTLE_STEPS = 5

@@ -225,7 +225,7 @@ def test_all_forms_are_told_to_the_planner(nccl):
 
 # -- links between each two ------------------------------------------------------------------------
 
-SLOW_S = 0.02  # of each message from an island, or a rack, to another
+SLOW_S = 0.08  # of each message from an island, or a rack, to another
 
 
 class OfIslands(Communicator):
