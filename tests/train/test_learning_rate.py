@@ -125,3 +125,10 @@ def test_sgd_has_its_momentum():
 def test_a_rank_without_matrices_has_one_group():
     [group] = optimizer_for(OptimizerSpec(), [piece("bias", (2,), numel=2)]).param_groups
     assert group["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_after_the_last_step_it_stays_at_its_end(kind):
+    """As where the doctor tries out more steps than a job has."""
+    made = job(10, kind=kind, final_ratio=0.1)
+    assert [learning_rate(made, step) for step in (10, 15, 100)] == pytest.approx([PEAK / 10] * 3)

@@ -113,7 +113,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) ->
 def _factor(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
-    done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+    # What is tried out may take more steps than the job has.
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
     if schedule.kind == "cosine":
         done = (1 - math.cos(math.pi * done)) / 2
     if schedule.kind == "constant":
