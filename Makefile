@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
-WORKERS := 5
+WORKERS := 4
 STAMP := $(VENV)/.installed
 # Bytecode is made of what is imported: pip would make it of all, which takes as long as the rest.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
