@@ -109,7 +109,7 @@ def _share_compiled(cache: Path) -> None:
             shutil.copy(built, cache)
 
 
-def _remain(group: int, patience_s: float = 5.0) -> bool:
+def _remain(group: int, patience_s: float = 20.0) -> bool:
     """Whether processes of the group live on: the server of ranks needs a moment to notice."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
