@@ -122,18 +122,9 @@ class Wire:
         assert self._late.stdout.readline() == b"ready\n"
         for number, host in enumerate(HOSTS):
             table = str(100 + number)
-            _ip("-n", self.router, "link", "set", late_packets.held(number), "up")
-            _ip(
-                "-n",
-                self.router,
-                "route",
-                "add",
-                "default",
-                "dev",
-                late_packets.held(number),
-                "table",
-                table,
-            )
+            device = late_packets.held(number)
+            _ip("-n", self.router, "link", "set", device, "up")
+            _ip("-n", self.router, "route", "add", "default", "dev", device, "table", table)
             _ip("-n", self.router, "rule", "add", "iif", _port(host), "lookup", table)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from gpumix.cost.predict import predict
 from gpumix.planner.setting import Setting
 from gpumix.spec.base import Value
-from gpumix.spec.cluster import Device
+from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker, WorkerPrediction
 from gpumix.spec.profile import Profile
@@ -141,3 +141,20 @@ def bounded(plan: Plan, bound_s: float | None) -> Plan:
 def fit(workers: Iterable[WorkerPrediction]) -> bool:
     """Whether each has room for what it holds at the most."""
     return all(worker.peak_bytes <= worker.memory_limit_bytes for worker in workers)
+
+
+def with_classes_of(cluster: Cluster, plan: Plan) -> Plan:
+    """The plan with the classes that its devices have in a cluster."""
+    own = {device.id: device.device_class for device in cluster.devices}
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "workers": tuple(
+                    worker.model_copy(update={"device_class": own[worker.device]})
+                    for worker in stage.workers
+                )
+            }
+        )
+        for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": stages})

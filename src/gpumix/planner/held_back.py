@@ -15,7 +15,7 @@ from math import inf
 from gpumix.cost.curves import seconds_at
 from gpumix.cost.input import rates_of
 from gpumix.cost.predict import predict
-from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted
+from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted, with_classes_of
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
@@ -69,7 +69,7 @@ def _with_classes(cluster: Cluster, renamed: Mapping[tuple[str, str], str]) -> C
 
 def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
     """A plan for such a profile, with the classes of `profile` again."""
-    plan = plan.with_classes_of(profile.cluster)
+    plan = with_classes_of(profile.cluster, plan)
     used = {worker.device_class for worker in plan.workers}
     estimated = tuple(name for name in profile.estimated if name in used)
     return plan.model_copy(update={"estimated": estimated})

@@ -15,7 +15,6 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
-from gpumix.spec.cluster import Cluster
 from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
@@ -482,22 +481,6 @@ class Plan(Document):
         left = {worker.device for stage in stages for worker in stage.workers}
         ranks = tuple(worker.device for worker in self.workers if worker.device in left)
         return self.model_copy(update={"stages": stages, "ranks": ranks})
-
-    def with_classes_of(self, cluster: Cluster) -> Plan:
-        """The same with the classes that its devices have in a cluster."""
-        own = {device.id: device.device_class for device in cluster.devices}
-        stages = tuple(
-            stage.model_copy(
-                update={
-                    "workers": tuple(
-                        worker.model_copy(update={"device_class": own[worker.device]})
-                        for worker in stage.workers
-                    )
-                }
-            )
-            for stage in self.stages
-        )
-        return self.model_copy(update={"stages": stages})
 
     def expected_of(self, rank: int) -> WorkerPrediction | None:
         """What is predicted of a rank. The prediction has the order of the ranks for which it was

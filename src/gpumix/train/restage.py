@@ -16,6 +16,7 @@ from statistics import median
 
 from gpumix.cost.predict import predict
 from gpumix.hardware.whatif import with_slower
+from gpumix.planner.base import with_classes_of
 from gpumix.spec.errors import PlanOutdated
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -168,5 +169,5 @@ def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 def _relabelled(plan: Plan, profile: Profile) -> Plan:
     """The plan with the classes that its devices have in a profile."""
-    relabelled = plan.with_classes_of(profile.cluster)
+    relabelled = with_classes_of(profile.cluster, plan)
     return relabelled.model_copy(update={"prediction": None, "reasons": None})
