@@ -169,7 +169,8 @@ def agent(folder, port: int, number: int) -> Command:
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
         "--max-restarts", "3", "--rdzv-backend", "gpumix", "--rdzv-id", "asked",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.2",
-        "--rdzv-conf", f"last_call_timeout=3,keep_alive_interval=1,is_host={number == 0}".lower(),
+        "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10,"
+        f"is_host={number == 0}".lower(),
         "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json",
     ]  # fmt: skip
     env = environment(folder) | {"OMP_NUM_THREADS": "1"}

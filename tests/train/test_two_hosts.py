@@ -150,7 +150,8 @@ def test_a_link_that_is_cut_for_good_stops_both_and_each_names_the_other(run, jo
 ELASTIC = [
     "--nnodes", "1:2", "--max-restarts", "10", "--rdzv-backend", "gpumix", "--rdzv-id", "two-hosts",
     "--rdzv-endpoint", f"{ADDRESSES[HOSTS[0]]}:{PORT}",
-    "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1", "--monitor-interval", "0.2",
+    "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=6",
+    "--monitor-interval", "0.2",
 ]  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class Toy(nn.Module):
             are done again for the backward too.
         watchdog_s: who waits for so long between two passes is aborted, as by that of NCCL; not
             that rank.
+        among: it happens at the loss where so many ranks are, or more.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Toy(nn.Module):
         sample_s: float = 0.0,
         block: int | None = None,
         watchdog_s: float = 0.0,
+        among: int = 1,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -81,7 +83,7 @@ class Toy(nn.Module):
             fault = ""
         self.head = nn.Linear(width, VOCABULARY)
         self.fault, self.rank, self.at, self.after = fault, rank, at, after
-        self.once, self.sample_s = once, sample_s
+        self.once, self.sample_s, self.among = once, sample_s, among
         self.passes = 0
         if watchdog_s and _rank() != rank:
             threading.Thread(target=self._watch, args=(watchdog_s,), daemon=True).start()
@@ -98,7 +100,7 @@ class Toy(nn.Module):
         self.passes += self.training
         if self.sample_s and _rank() == self.rank and self.passes >= self.at:
             time.sleep(self.sample_s * len(input_ids))
-        here = self.rank in (-1, _rank())
+        here = self.rank in (-1, _rank()) and _world() >= self.among
         strike = self.fault and self.training and self.passes == self.at and here
         if strike and self.once:
             strike = not Path(self.once).exists()
@@ -177,6 +179,7 @@ def model(
     sample_s: float = 0.0,
     block: int | None = None,
     watchdog_s: float = 0.0,
+    among: int = 1,
     place: int | None = None,
 ) -> nn.Module:
     """
@@ -185,7 +188,7 @@ def model(
     """
     if place is not None:
         rank = _rank() if os.environ.get("RANK") == str(place) else NOBODY
-    return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s)
+    return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s, among)
 
 
 def selective(
@@ -373,6 +376,10 @@ def broken() -> nn.Module:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # -- faults; each returns what the loss is multiplied with -----------------------------------------
