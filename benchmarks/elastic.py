@@ -21,7 +21,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import yaml
 from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
 from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.environment import shared_memory_folder
+from gpumix.launch.probe import listening
 from gpumix.spec.plan import Plan
 from gpumix.train.memory_folder import Home
 
@@ -94,8 +94,7 @@ def _alone(folder: Path) -> dict[int, float]:
 
 def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
     _job(folder)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = int(str(listening("127.0.0.1", 0)["port"]))
     agents = {name: _agent(folder, port, name) for name in NAMES}
     first = agents[NAMES[0]]
     took: dict[int, float] = {}

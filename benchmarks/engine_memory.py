@@ -40,9 +40,10 @@ from gpumix.planner.even import even
 from gpumix.planner.optimal import optimal
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Mode, Plan, Stage, Worker, ZeroStage
+from gpumix.spec.plan import Plan, ZeroStage
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import Mode, Stage, Worker
 from gpumix.spec.units import show_bytes
 from gpumix.train.launch import Seat, launch
 

@@ -28,7 +28,7 @@ from compared.setting import Model, Setting
 from compared.systems import Ddp, Entrant, Fsdp, Plain
 from engine_equal import ACCUMULATION, figures_of, others, ours, show, show_where
 from gpumix.spec.errors import GpumixError
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 SYSTEMS = 11  # at the most, side by side
 MOST_LAYERS = 24

@@ -35,7 +35,7 @@ from gpumix.cost.curves import seconds_at
 from gpumix.hardware import catalogue
 from gpumix.hardware.roofline import forward_curve, gradient_curve
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 from published import NotHereError, Work, cephalo, sailor
 
 FITTED = 4  # samples up to which a fitted line is compared

@@ -31,7 +31,8 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.units import dissect
 from gpumix.hardware.environment import installed
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
-from gpumix.spec.plan import ComputeDtype, Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import ComputeDtype, Mode, Stage, Worker
 
 BLOCKS, LENGTH, SAMPLES = 4, 128, 4
 FIRST_STEPS = 5

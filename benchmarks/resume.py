@@ -22,7 +22,8 @@ from typing import Any
 from common import TEXT, emulated_cluster, small_gpt2
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.context import Task, joined
 from gpumix.train.launch import Seat, launch
 from gpumix.train.loop import Trainer

@@ -40,8 +40,9 @@ from emulated.even_stages import ROUNDS, EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.predict import predict
 from gpumix.planner.base import predicted
-from gpumix.spec.plan import Mode, Plan, Schedule
+from gpumix.spec.plan import Plan, Schedule
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 from gpumix.train.pipeline import Pipeline
 
 WIDTH, LENGTH = 128, 64

@@ -8,7 +8,8 @@ without gpumix, trains on the whole batch with the model's own mean loss.
 
     python benchmarks/stages_parity.py [--json] [--only gpt2-deep ...] [--steps 3] [--plans 40]
 
-Figures: `plans`, `plans_in_waves` (more than one), `plans_interleaved`, `architectures`,
+Figures: `plans`, `plans_in_waves` (more than one), `plans_with_unlike_teams` (a stage has workers
+of several tensor parallel degrees), `plans_interleaved`, `architectures`,
 `schedules_by_architecture` (the pairs of a schedule and an architecture that were drawn, of five
 each), and `worst_relative_error` of a step's loss or of a parameter tensor, ||w - w'|| / ||w'||,
 over all plans.
@@ -61,6 +62,9 @@ def main() -> int:
         {
             "plans": len(every),
             "plans_in_waves": sum(one.plan.waves > 1 for one in every),
+            "plans_with_unlike_teams": sum(
+                any(stage.unlike_teams for stage in one.plan.stages) for one in every
+            ),
             "plans_interleaved": sum(counts["interleaved"] for counts in drawn.values()),
             "architectures": len(found),
             "schedules_by_architecture": sum(
@@ -127,8 +131,10 @@ def _schedule(plan: Plan) -> str:
 def _kind(plan: Plan) -> str:
     waves = ", several waves" if plan.waves > 1 else ""
     teams = ", in teams" if plan.in_teams else ""
+    if any(stage.unlike_teams for stage in plan.stages):
+        teams = ", in teams of unlike sizes"
     if any(stage.sequence for stage in plan.stages):
-        teams = ", in teams that divide the sequence"
+        teams += " that divide the sequence"
     return f"{_schedule(plan)}, ZeRO {plan.zero_stage}{waves}{teams}"
 
 

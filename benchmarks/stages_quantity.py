@@ -51,9 +51,10 @@ from gpumix.planner.way import rounds_of
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network, link
-from gpumix.spec.plan import Mode, Plan, Schedule, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
+from gpumix.spec.stage import Mode
 from gpumix.train.pipeline import Pipeline
 from published import NotHereError, cephalo
 

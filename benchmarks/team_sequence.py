@@ -28,7 +28,8 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
 from gpumix.hardware.runtime import DeviceRuntime, open_device
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode, Stage, Worker
 from harness import run_ranks
 from models import causal_model
 from reference import SEED

@@ -33,7 +33,8 @@ from common import print_figures
 from gpumix.engine.comm import WaitClock
 from gpumix.engine.exchanged import COLUMNS, Exchanged
 from gpumix.engine.own_gradients import OwnNorm
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.balancing import Balancing
 from gpumix.train.watch import Watch, stamps_of
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.state import Part, Whole
+from gpumix.engine.state import Whole
 from gpumix.train.checkpoint import Checkpointer
 from reference import Share, engine_for, own_rows
 
@@ -137,8 +137,9 @@ def optimizer_values(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[s
     parameter, or a number."""
 
     def sent(value: Any) -> Any:
-        if isinstance(value, Part):
-            return value.start, value.local.cpu().numpy().copy()
+        if isinstance(value, tuple):
+            (part,) = value
+            return part.start, part.local.cpu().numpy().copy()
         tensor = value.tensor if isinstance(value, Whole) else value
         return tensor.cpu().numpy().copy() if isinstance(tensor, torch.Tensor) else tensor
 

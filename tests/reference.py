@@ -28,7 +28,8 @@ from gpumix.engine.staged import StagedCommunicator
 from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import PLAIN, ComputeDtype, Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import PLAIN, ComputeDtype, Mode, Stage, Worker
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, mean_loss
 

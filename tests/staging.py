@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil
@@ -19,7 +19,8 @@ from gpumix.engine.prepare import prepare, switch_off_caches
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.specimen import Specimens
-from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
+from gpumix.spec.plan import Plan, Schedule
+from gpumix.spec.stage import Mode, Stage, Worker
 from harness import run_ranks
 from models import (
     ARCHITECTURES,
@@ -88,25 +89,38 @@ EVERY = (
 
 
 class Row(NamedTuple):
-    """The workers of a stage: each one's part, and the number of its device; in teams of `tensor`,
-    which may divide the sequence too."""
+    """The workers of a stage: each one's share, the number of its device, and in how many of the
+    `tensor` parts of units it is; teams may divide the sequence too."""
 
     shares: tuple[Share, ...]
     devices: tuple[int, ...]
     tensor: int = 1
     sequence: bool = False
+    parts: tuple[int, ...] = ()
+
+    @property
+    def leaders(self) -> Iterator[Share]:
+        """Of each team the first one's."""
+        number = 0
+        while number < len(self.shares):
+            yield self.shares[number]
+            number += self.tensor // self.parts_of(number)
+
+    def parts_of(self, number: int) -> int:
+        return self.parts[number] if self.parts else 1
 
 
 def rows(
     *samples: Sequence[int],
     micro_batch: int = 2,
-    tensor: Sequence[int] = (),
+    tensor: Sequence[int | Sequence[int]] = (),
     sequence: bool = False,
     state: Sequence[Sequence[int]] = (),
     **share: Any,
 ) -> list[Row]:
-    """Stages on devices of their own, by the samples of each worker, or team of so many, which
-    divide the sequence too or not; by default they share their stage's state equally."""
+    """Stages on devices of their own, by the samples of each worker, or team of so many (`tensor`
+    of a stage says of all its teams, or of each), which divide the sequence too or not; by default
+    they share their stage's state equally."""
     found, device = [], 0
     states = state or [[1] * len(of_stage) for of_stage in samples]
     members_of = tensor or [1] * len(samples)
@@ -115,11 +129,25 @@ def rows(
             Share(n, min(n, micro_batch), part, **share)
             for n, part in zip(of_stage, parts, strict=True)
         ]
-        shares = tuple(share for share in each for _ in range(members))
-        devices = tuple(range(device, device + len(shares)))
-        found.append(Row(shares, devices, members, sequence and members > 1))
-        device += len(shares)
+        found.append(_row(each, members, device, sequence=sequence))
+        device += len(found[-1].devices)
     return found
+
+
+def _row(
+    shares: Sequence[Share], members: int | Sequence[int], device: int, *, sequence: bool
+) -> Row:
+    """Teams of so many ranks each, by what they get; from this device on."""
+    sizes = [members] * len(shares) if isinstance(members, int) else members
+    degree = max(sizes)
+    every = [(s, size) for s, size in zip(shares, sizes, strict=True) for _ in range(size)]
+    return Row(
+        shares=tuple(share for share, _ in every),
+        devices=tuple(range(device, device + len(every))),
+        tensor=degree,
+        sequence=sequence and degree > 1,
+        parts=tuple(degree // size for _, size in every),
+    )
 
 
 @cache
@@ -179,7 +207,7 @@ def staged_plan(
         strategy="test",
         model=dissect(build(EVERY[name].factory, SEED)).fingerprint(),
         sequence_length=LENGTH,
-        global_batch=sum(share.samples for share in rows[0].shares[:: rows[0].tensor]),
+        global_batch=sum(share.samples for share in rows[0].leaders),
         stages=tuple(stages),
         **settings,
     )
@@ -192,7 +220,8 @@ def _worker(row: Row, number: int) -> Worker:
         device_class="cpu",
         samples=share.samples,
         micro_batch=share.micro_batch,
-        state_share=share.state * row.tensor / sum(s.state for s in row.shares),
+        state_share=share.state / sum(s.state for s in row.leaders),
+        parts=row.parts_of(number),
         mode=share.mode,
         kept_graphs=share.kept,
     )
@@ -273,7 +302,7 @@ def _train_rank(
     return losses, pieces_of(engine)
 
 
-GROUPS = [
+GROUPS: list[tuple[tuple[int, int | tuple[int, ...]], ...]] = [
     *(((n, 1), (m, 1)) for n, m in [(1, 1), (2, 2), (1, 3), (3, 1), (2, 1)]),
     *(((n, 1), (m, 1), (k, 1)) for n, m, k in [(1, 2, 1), (1, 1, 2), (1, 1, 1)]),
     ((1, 2),),
@@ -282,8 +311,13 @@ GROUPS = [
     ((1, 1), (1, 2)),
     ((1, 2), (1, 2)),
     ((1, 2), (2, 1)),
+    ((2, (1, 2)),),
+    ((2, (2, 1)),),
+    ((3, (1, 2, 1)),),
+    ((2, (1, 2)), (1, 1)),
+    ((1, 1), (2, (2, 1))),
 ]
-"""Of each stage the workers, and the ranks of each; on up to four ranks."""
+"""Of each stage the workers, and the ranks of all or of each; on up to four ranks."""
 
 MOST_ROUNDS = 3
 GOING_ROUND = [
@@ -330,11 +364,8 @@ def layouts(
             Share(n * size, min(size, n * size), draw(st.integers(0 if k else 1, 3)), mode)
             for k, n in enumerate(dealt)
         )
-        ranks = workers * tensor
-        members = tuple(share for share in shares for _ in range(tensor))
-        sequence = tensor > 1 and draw(st.booleans())
-        found.append(Row(members, tuple(range(device, device + ranks)), tensor, sequence))
-        device += ranks
+        found.append(_row(shares, tensor, device, sequence=tensor != 1 and draw(st.booleans())))
+        device += len(found[-1].devices)
     if zero_stage >= 2 and len(groups) > 1:
         settings["waves"] = draw(st.sampled_from(range(min(map(_micro_batches, found)), 0, -1)))
     return found * rounds, sorted(cuts), settings

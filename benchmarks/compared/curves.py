@@ -27,7 +27,8 @@ from gpumix.engine.record import Recording
 from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Device
 from gpumix.spec.cut import split_micro_batches
-from gpumix.spec.plan import ComputeDtype, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import ComputeDtype, Stage, Worker
 from gpumix.train.launch import Seat, launch
 
 Optimizers = list[torch.optim.Optimizer]

@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves
 from compared.setting import Model
 from gpumix.engine.units import dissect
 from gpumix.spec.cut import cut_sizes
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Worker
 
 ELEMENT = 4  # bytes of a number in fp32
 MOMENTS = 2  # AdamW's, for each element

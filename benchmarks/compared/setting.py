@@ -10,7 +10,8 @@ from torch import nn
 
 from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Collectives, ComputeDtype, Mode, Plan, Stage, Worker, ZeroStage
+from gpumix.spec.plan import Collectives, Plan, ZeroStage
+from gpumix.spec.stage import ComputeDtype, Mode, Stage, Worker
 
 SEED = 0
 HEAD_WIDTH = 64

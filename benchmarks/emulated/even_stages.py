@@ -10,8 +10,9 @@ from gpumix.cost.predict import predict
 from gpumix.cost.wire import forms_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode, Stage, Worker
 
 ROUNDS = 2  # stages of each device, where they are interleaved
 

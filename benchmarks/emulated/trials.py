@@ -15,8 +15,9 @@ import yaml
 from common import TEXT
 from gpumix.cost.predict import predict
 from gpumix.planner.base import predicted
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.pipeline import Pipeline
 
 TRIES = 3

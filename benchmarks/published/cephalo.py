@@ -30,7 +30,7 @@ from gpumix.hardware import catalogue
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Taken
+from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -41,6 +41,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 from published import GIB, SAMPLES, Work, read
 
 FILE = "cephalo/layer_profiles.json"

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network
-from gpumix.spec.plan import Collectives, Taken
+from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -32,6 +32,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.stage import Taken
 from published import GIB, SAMPLES, read
 
 WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 1024, 16, 2048, 50272, 24

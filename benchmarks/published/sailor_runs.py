@@ -14,8 +14,9 @@ from itertools import islice
 from typing import Any
 
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode, Stage, Worker
 from published import DATA, NotHereError, read
 from published.deepspeed import DeepSpeedStep
 from published.sailor import HEAD, Group, Setup, profile

@@ -9,7 +9,8 @@ import pytest
 from jobs import BATCH, plan_for, write_job
 from verbs import here
 
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage
 from gpumix.train.runner import LocalRunner
 
 CASES = {

@@ -14,9 +14,10 @@ from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
+from gpumix.spec.stage import Mode, Stage, Worker
 
 
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:

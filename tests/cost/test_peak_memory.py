@@ -17,7 +17,8 @@ from gpumix.cost.phases import phases
 from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
 from gpumix.planner.setting import setting_of
 from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import PLAIN, Collectives
+from gpumix.spec.plan import Collectives
+from gpumix.spec.stage import PLAIN
 
 MANY = examples(25)
 
@@ -75,7 +76,7 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
         capacity = float(model.demands(held).capacity(free, None)[0])
         if worker.state_share <= capacity:
             assert expected.peak_bytes <= expected.memory_limit_bytes
-        divided = model.state(worker.compute_dtype).sharded_bytes
+        divided = model.state(profile.model_of(worker.device_class)).sharded_bytes
         if worker.state_share > max(capacity, 0) + 0.2 and divided > 5000:
             assert expected.peak_bytes > expected.memory_limit_bytes
 
@@ -117,7 +118,7 @@ def test_a_unit_that_is_called_twice_is_stored_once():
     model = twice.model.model_copy(update={"calls": ("a", "b", "a", "b")})
     shared = twice.model_copy(update={"model": model})
     links = links_of(shared, Collectives(), (1.0,))
-    assert MemoryModel(shared, links, 1).state("fp32").sharded_bytes == 16 * 2000
+    assert MemoryModel(shared, links, 1).state(model).sharded_bytes == 16 * 2000
 
 
 @pytest.mark.parametrize(("accelerator", "usable"), [("cuda", 940), ("cpu", 980)])

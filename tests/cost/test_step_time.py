@@ -14,9 +14,10 @@ from gpumix.cost.time import pass_seconds
 from gpumix.planner.base import PlanRequest
 from gpumix.planner.even import even
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives, Mode
+from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import ROOT, UnitTimes
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 
 STAGE_3 = Space(zero_stages=(3,))
 

@@ -12,8 +12,9 @@ from gpumix.doctor.suspects import NAMES as OF_JOBS
 from gpumix.integrations.trackers.lines import OF_CHECKPOINT, OF_CLASS, OF_DEVICE, OF_STEP
 from gpumix.planner.explain import STRATEGIES
 from gpumix.spec.efficiency import EfficiencySpec
-from gpumix.spec.plan import Collectives, Mode, Plan, Stage, Taken, Worker
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode, Stage, Taken, Worker
 from gpumix.spec.trackers import Trackers
 
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import MachineError
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from models import LENGTH, WIDTH, Block, Regression, causal_model, gpt2, packed_lm, vectors
 from reference import Share, assert_gradients_equal, engine_alone, joined, pieces_of, plan_for
 

@@ -14,7 +14,7 @@ from gpumix.engine.chunked_loss import LinearCrossEntropy
 from gpumix.engine.deferred import build
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.prepare import prepare
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from memory import PeakBytes, assert_no_tensor_waits_for_the_collector
 from models import ARCHITECTURES, Architecture, causal_lm, causal_model, mean_loss

@@ -106,7 +106,7 @@ from pathlib import Path
 import torch
 import gpumix
 from gpumix.engine.units import dissect
-from gpumix.spec.plan import Stage, Worker
+from gpumix.spec.stage import Stage, Worker
 from models import own_blocks, vectors
 
 @atexit.register  # called after what gpumix does at the end

@@ -11,7 +11,8 @@ from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.rows import Source
 from gpumix.engine.deferred import build
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import PLAIN, Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import PLAIN, Mode
 from gpumix.train.documents import check_documents
 from models import ARCHITECTURES
 from reference import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import (

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from models import WIDTH, Block, Regression, vectors
 from reference import assert_step_is_plain, engine_alone
 

@@ -14,7 +14,8 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
-from gpumix.spec.plan import Plan, Stage
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage
 from harness import run_ranks
 from reference import SEED, initialised, optimizer_for
 from staging import rows, staged_plan

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpumix.engine.fused_loss import fused_losses
-from gpumix.spec.plan import Collectives, Mode
+from gpumix.spec.plan import Collectives
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, joined, train_alone, train_by_plan, worst_error

@@ -8,7 +8,8 @@ import pytest
 
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine.record import SILENT, Recorder
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, own_rows

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import PLAIN, Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Trained, batches, joined, optimizer_for, pieces_of, train_alone, worst_error

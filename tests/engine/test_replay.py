@@ -7,7 +7,8 @@ import torch
 
 from gpumix.engine import own_gradients
 from gpumix.engine.own_gradients import Fingerprints, OwnNorm
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
 from gpumix.train.replayed import comparable
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2, mean_loss

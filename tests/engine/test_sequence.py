@@ -14,7 +14,8 @@ from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import PLAIN, Mode, Plan, Stage
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import PLAIN, Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, Batch, mean_loss
 from reference import SEED, batches, initialised, optimizer_for, train_alone, worst_error

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import batches, engine_alone, initialised, optimizer_for

@@ -3,7 +3,9 @@ ranks do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 
@@ -12,16 +14,18 @@ from counted_steps import BESIDE_THE_MODEL_BYTES, counted, llama, profiled
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
 from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.plan import Mode, Plan, Stage
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode, Stage
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)
 CHUNKED = Mode(recompute=False, head="chunked")
 MOST = 4  # devices of a plan
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
-# many ranks each worker is a team, and whether it divides the sequence too.
+# many ranks each worker is a team, all or one after the other, and whether it divides the sequence
+# too. Where they differ, those that are alone are of another class.
 PLANS = {
     "1f1b": ([(3, [Share(6, 2, 1)]), (3, [Share(6, 2, 1)])], {"zero_stage": 0}),
     "kept": ([(4, [Share(6, 2, 1, KEEP)]), (2, [Share(6, 2, 1, KEEP)])], {"zero_stage": 0}),
@@ -67,11 +71,25 @@ PLANS = {
     "a sequence each": ([(2, [Share(6, 1, 1, KEEP)], 2, True),
                          (4, [Share(6, 1, 1, KEEP)], 2, True)], {"zero_stage": 0}),
 }  # fmt: skip
+BESIDE_A_TEAM = [Share(4, 2, 1), Share(2, 1, 2)]
+UNLIKE = {
+    "unlike, stage 0": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 0}),
+    "unlike, stage 1": ([(6, BESIDE_A_TEAM, (2, 1))], {"zero_stage": 1}),
+    "unlike, stage 2": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 2}),
+    "unlike, stage 3": ([(6, BESIDE_A_TEAM, (2, 1))], {"zero_stage": 3}),
+    "unlike, joined": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 3}),
+    "unlike, sequence": ([(6, BESIDE_A_TEAM, (1, 2), True)], {"zero_stage": 3}),
+    "unlike, then one": ([(3, [Share(4, 1, 1), Share(2, 1, 2)], (1, 2)), (3, [Share(6, 1, 1)])],
+                         {"zero_stage": 3, "waves": 2}),
+    "one, then unlike": ([(3, [Share(6, 1, 1)]), (3, [Share(4, 1, 1), Share(2, 1, 2)], (1, 2))],
+                         {"zero_stage": 1}),
+}  # fmt: skip
+OTHER = "other"
 PLANNED = ["planned", "planned in stages"]
 
 
 def _plan(profile: Profile, name: str) -> Plan:
-    stages, settings = PLANS[name]
+    stages, settings = (PLANS | UNLIKE)[name]
     model = gpumix.build(llama, SEED)
     ends = [0, *accumulate(layers for layers, *_ in stages)]
     goes_round = settings.get("schedule") == "interleaved"
@@ -81,8 +99,20 @@ def _plan(profile: Profile, name: str) -> Plan:
         device = device if number % row else 0
         one, (tensor, sequence) = plan_for(model, shares), [*team, *(1, False)[len(team) :]]
         needs = profile.model.needs_of(begin, end)
-        members = [worker for worker in one.workers for _ in range(tensor)]
-        workers = [w.model_copy(update={"device": f"d{device + n}"}) for n, w in enumerate(members)]
+        sizes = [tensor] * len(shares) if isinstance(tensor, int) else tensor
+        tensor = max(sizes)
+        workers = [
+            worker.model_copy(
+                update={
+                    "device": f"d{device + n}",
+                    "device_class": OTHER if size < tensor else worker.device_class,
+                    "parts": tensor // size,
+                }
+            )
+            for n, (worker, size) in enumerate(
+                (worker, size) for worker, size in zip(one.workers, sizes) for _ in range(size)
+            )
+        ]
         device += len(workers)
         found.append(
             Stage(
@@ -108,16 +138,32 @@ def measured() -> Profile:
 
 @pytest.fixture(scope="module")
 def profile(measured) -> Profile:
-    """Of as many such devices as the plans have."""
+    """Of as many such devices as the plans have, and of another class that is the same."""
+
+    def twice(classes: Sequence[Any], key: str) -> tuple[Any, ...]:
+        return (*classes, *(one.model_copy(update={key: OTHER}) for one in classes))
+
     one = measured.cluster.devices[0]
     every = tuple(one.model_copy(update={"id": f"d{n}", "ordinal": n}) for n in range(MOST))
-    cluster = measured.cluster.model_copy(update={"devices": every})
-    return measured.model_copy(update={"cluster": cluster})
+    cluster = measured.cluster.model_copy(
+        update={"devices": every, "classes": twice(measured.cluster.classes, "name")}
+    )
+    teams = tuple(
+        team.model_copy(
+            update={
+                "classes": twice(team.classes, "device_class"),
+                "told": team.told | {OTHER: next(iter(team.told.values()))},
+            }
+        )
+        for team in measured.teams
+    )
+    classes = twice(measured.classes, "device_class")
+    return measured.model_copy(update={"cluster": cluster, "classes": classes, "teams": teams})
 
 
 @pytest.fixture(scope="module")
 def plans(profile, measured) -> dict[str, Plan]:
-    made = {name: _plan(profile, name) for name in PLANS}
+    made = {name: _plan(profile, name) for name in PLANS | UNLIKE}
     one = Space(most_stages=1, tensor=2, leave_out=False)
     several = Space(least_stages=2, tensor=1, zero_stages=0, leave_out=False)
     return made | {
@@ -131,7 +177,7 @@ def done(plans):
     return counted(plans)
 
 
-@pytest.mark.parametrize("name", [*PLANS, *PLANNED])
+@pytest.mark.parametrize("name", [*PLANS, *UNLIKE, *PLANNED])
 def test_collectives_and_messages_are_those_that_were_counted(profile, plans, done, name):
     expected = traffic(profile, plans[name])
     for rank, (counts, sizes, _) in zip(expected, done[name], strict=True):
@@ -144,3 +190,13 @@ def test_the_peak_is_that_which_was_predicted(profile, plans, done, name):
     predicted = predict(profile, plans[name]).workers
     for worker, (_, _, peak) in zip(predicted, done[name], strict=True):
         assert peak - BESIDE_THE_MODEL_BYTES <= worker.peak_bytes <= 1.01 * peak
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_the_peak_of_teams_of_unlike_sizes_is_not_above_what_was_predicted(
+    profile, plans, done, name
+):
+    """What no team divides, which all ranks have, counts as if leaders alone had it."""
+    predicted = predict(profile, plans[name]).workers
+    for worker, (_, _, peak) in zip(predicted, done[name], strict=True):
+        assert peak - BESIDE_THE_MODEL_BYTES <= worker.peak_bytes <= 1.25 * peak

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import PLAIN, Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
+from gpumix.spec.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import Trained, batches, initialised, train_alone, worst_error

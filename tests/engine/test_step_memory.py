@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpumix.engine.away import Away
 from gpumix.engine.engine import Engine
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from memory import assert_no_tensor_waits_for_the_collector, count_tensors
 from models import ARCHITECTURES
 from reference import batches, engine_alone

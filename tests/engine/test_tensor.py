@@ -26,7 +26,8 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan, Stage
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, causal_model
 from reference import SEED, batches, initialised, mean_loss, train_alone, worst_error

@@ -8,8 +8,9 @@ import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, VOCABULARY, WIDTH, counted, llama, profiled
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import End, Profile
+from gpumix.spec.stage import Mode
 from reference import SEED, Share, plan_for
 
 ENDS = {"before": ("model.embed_tokens.weight",), "after": ("lm_head.weight",)}

@@ -7,7 +7,7 @@ import torch
 
 from gpumix.hardware.memory import limit_memory
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (

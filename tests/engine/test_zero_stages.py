@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumix.engine.micro_batch import MicroBatch
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 from models import ARCHITECTURES
 from reference import (
     Share,

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 CONFIGURATION = """
@@ -115,7 +117,7 @@ def cluster(folder: Path, nodes: Sequence[str]) -> Iterator[Cluster]:
 def _configure(folder: Path, nodes: Sequence[str]) -> Path:
     (folder / "state").mkdir()
     host = socket.gethostname().partition(".")[0]
-    text = CONFIGURATION.format(host=host, user="root", port=_free_port(), folder=folder)
+    text = CONFIGURATION.format(host=host, user="root", port=free_port(), folder=folder)
     gpus = []
     for number, words in enumerate(nodes):
         (folder / f"spool-n{number}").mkdir()
@@ -126,18 +128,13 @@ def _configure(folder: Path, nodes: Sequence[str]) -> Path:
         files = f"{folder}/n{number}-gpu[0-{len(devices) - 1}]"
         gpus.append(f"NodeName=n{number} Name=gpu Type={kind} File={files}")
         text += (
-            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} "
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
             f"CPUs=64 Gres=gpu:{words}\n"
         )
     (folder / "gres.conf").write_text("\n".join(gpus) + "\n", encoding="utf-8")
     path = folder / "slurm.conf"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _wait(made: Cluster, folder: Path, nodes: int) -> None:

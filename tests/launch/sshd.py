@@ -20,6 +20,8 @@ from pathlib import Path
 
 from two_hosts import HOSTS, Wire
 
+from ports import free_port
+
 # Both are addresses of loopback. The last two are no hosts: nobody listens, nobody answers.
 ADDRESSES = {"gpx-a": "127.0.0.1", "gpx-b": "127.0.0.2"}
 CLOSED, SILENT, STRANGE, LOCKED = "gpx-closed", "gpx-silent", "gpx-strange", "gpx-locked"
@@ -51,11 +53,10 @@ def hosts(folder: Path) -> Iterator[Hosts]:
         NotHere: there is no sshd, or it does not start.
     """
     program = _made_ready(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.socket() as silent:
-        port = free.getsockname()[1]
+    port = free_port()
+    with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes connections, and says nothing
-        free.close()
         config = _client(folder, port, silent.getsockname()[1])
         command = [program, "-D", "-e", "-f", _server(folder, port, ADDRESSES.values())]
         with _serving(command, folder / "said") as server:

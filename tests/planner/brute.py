@@ -26,9 +26,10 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.network import Link, LinkOf
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, Plan
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import DTYPE_BYTES
 
 # None, or so many that two unequal intervals do not come out equal by rounding.
 ELEMENTS = st.one_of(st.just(0), st.integers(300, 3000))

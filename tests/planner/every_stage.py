@@ -7,9 +7,10 @@ from itertools import combinations, cycle, pairwise, permutations, product
 
 from gpumix.cost.predict import predict
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Mode, Plan, Schedule, Stage, Worker
+from gpumix.spec.plan import Plan, Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode, Stage, Worker
 
 ROUNDS = {"interleaved": 2}  # stages of each group
 

@@ -16,8 +16,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ClassProfile, Profile
+from gpumix.spec.stage import Mode, Stage, Worker
 
 RESERVE = {"cuda": 0.06, "cpu": 0.02}
 

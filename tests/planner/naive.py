@@ -17,8 +17,9 @@ from gpumix.cost.slots import Buffer, share_slots
 from gpumix.spec.curve import Curve
 from gpumix.spec.cut import cut_sizes
 from gpumix.spec.network import Link
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
+from gpumix.spec.stage import Worker
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 GRADIENT, MASTER = 4, 4  # fp32

@@ -13,9 +13,10 @@ from gpumix.planner.base import Part, PlanRequest, Strategy, assemble, predicted
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import even_settings
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import Mode
 
 
 def peaked(profile: Profile, peaks: Sequence[float] = (3e12, 1e12, 2e12)) -> Profile:

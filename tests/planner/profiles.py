@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Taken
+from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -25,6 +25,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 
 MIB = 1024**2
 GIB = 1024**3

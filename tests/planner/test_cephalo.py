@@ -21,8 +21,8 @@ from gpumix.planner.misfit import Short, too_large
 from gpumix.planner.setting import setting_of
 from gpumix.planner.weigh import even_settings
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Mode
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import Mode
 
 MANY = examples(40)
 INF = float("inf")

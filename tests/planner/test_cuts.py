@@ -14,9 +14,10 @@ from gpumix.planner.pace import PaceOf
 from gpumix.planner.stage_room import StageRoom
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Mode, Schedule, ZeroStage
+from gpumix.spec.plan import Schedule, ZeroStage
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 
 BATCH = 6
 

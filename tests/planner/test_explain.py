@@ -13,7 +13,8 @@ from gpumix.planner.explain import against, plan
 from gpumix.spec.efficiency import Choice
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network as Links
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
 from gpumix.train.tables import efficiency_table, plan_table, why
 
 

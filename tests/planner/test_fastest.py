@@ -21,9 +21,9 @@ from gpumix.planner.way import Way
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Mode
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 
 
 def hosts(link: float, *, memory: int = GIB, trainable: int = 1_000_000) -> Profile:

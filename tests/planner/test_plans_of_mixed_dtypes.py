@@ -14,9 +14,9 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.explain import plan
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import DTYPE_BYTES
 from gpumix.train.tables import why
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"

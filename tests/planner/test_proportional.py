@@ -26,8 +26,8 @@ from gpumix.planner.base import PlanRequest
 from gpumix.planner.proportional import proportional
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Mode
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import Mode
 
 MANY = examples(15)
 

@@ -19,9 +19,10 @@ from gpumix.planner.way import Way, assemble_stages
 from gpumix.simulate.events import simulate
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import CollectiveTimes, Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 from gpumix.train.tables import why
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
@@ -207,7 +208,8 @@ def test_each_stage_waits_for_what_its_teams_gather(cut):
     plan = assemble_stages(found, 1, way, (cut, 4), ((1,), (1,)), strategy="staged")
     step = StagedStep(found, plan)
     for action in step.times.end_s:
-        between = told_in(found, plan, action.stage, "new")[-1]
+        leader = plan.stages[action.stage].leaders[0]
+        between = told_in(found, plan, action.stage, leader)[-1]
         gathers = {"forward": between.forward, "backward": between.backward}[action.kind]
         assert round(step.action_s(action)) == len(gathers)
 

@@ -17,9 +17,10 @@ from gpumix.cost.predict import predict
 from gpumix.hardware.runtime import open_device
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import VOCABULARY, causal_model, gpt2
 

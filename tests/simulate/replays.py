@@ -13,9 +13,10 @@ from gpumix.planner.setting import setting_of
 from gpumix.simulate.events import Played
 from gpumix.simulate.program import Task
 from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, Event
-from gpumix.spec.plan import PLAIN, Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile, UnitTimes
 from gpumix.spec.space import EVERYTHING
+from gpumix.spec.stage import PLAIN, Mode
 
 
 def cards(

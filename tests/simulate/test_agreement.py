@@ -25,7 +25,7 @@ from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 
 EASY = examples(20)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]

@@ -19,7 +19,7 @@ from draws import examples
 from gpumix.simulate.events import simulate
 from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 
 EASY = examples(20)
 

@@ -17,8 +17,9 @@ from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import PLAIN, Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import PLAIN, Mode
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call

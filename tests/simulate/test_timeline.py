@@ -14,7 +14,7 @@ from replays import any_plans, cards, plan_by_hand, wire
 from draws import examples
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
-from gpumix.spec.plan import Mode
+from gpumix.spec.stage import Mode
 
 EASY = examples(20)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -24,6 +24,7 @@ from gpumix.spec.profile import (
     UnitTimes,
 )
 from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons, Worth
+from gpumix.spec.stage import Stage, Worker
 
 CLUSTER = Cluster(
     classes=(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpumix.spec.plan import Plan, Stage, Taken, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Taken, Worker
 
 
 def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage:

@@ -22,8 +22,9 @@ from commands import Done
 from gpumix.engine.deferred import build
 from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.read import read_job
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.models import model_of
 from gpumix.train.outcome import Summary
 from gpumix.train.pipeline import Pipeline

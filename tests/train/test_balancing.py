@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.balancing import FIRST_STEPS, MEASURED_STEPS, Balancing
 from gpumix.train.metrics import Told
 from gpumix.train.rebalance import WINDOW_STEPS

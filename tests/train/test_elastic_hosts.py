@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from commands import begin
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from hosts import Host
+from ports import free_port
 from warm_commands import Command
 
 pytestmark = [
@@ -98,8 +98,7 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     expected = train(job_in(tmp_path / "alone", ("localhost",) * len(HOSTS))).losses
     folder = job_in(tmp_path / "elastic").parent
     run = folder / "run"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
 
     def steps() -> int:
         with suppress(OSError, ValueError):
@@ -143,8 +142,7 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
 def test_the_rank_that_has_the_store_is_stopped(tmp_path, agents):
     """Alone on its host: nobody there can see it, and the store does not answer any more."""
     folder = job_in(tmp_path / "elastic", once=tmp_path / "stopped").parent
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     for host in HOSTS[:2]:
         agents[host] = start(host, folder, port)
     assert agents["one"].wait(320) == 0, (folder / "said-one").read_text()

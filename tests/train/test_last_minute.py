@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, trai
 from commands import begin
 from gpumix.spec.errors import Interrupted, MachineError
 from gpumix.train.last_minute import AT_ONCE, LastMinute, Moment
+from ports import free_port
 from warm_commands import Command
 
 EACH_STEP = {"memory_every_steps": 1}
@@ -142,8 +142,7 @@ def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
     job = write_job(tmp_path, model=slow, grace=2, restarts=3, checkpoint=EACH_STEP, **two)
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     run = tmp_path / "run"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     agents = [agent(tmp_path, port, number) for number in range(2)]
     try:
         while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:

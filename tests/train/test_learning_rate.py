@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpumix.engine.shards import Piece
+from gpumix.engine.shard import Piece
 from gpumix.engine.window import Window
 from gpumix.spec.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
 from gpumix.train.optimizer import learning_rate, optimizer_for

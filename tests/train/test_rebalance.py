@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import metrics, plan_for, toy, train, write_job
 
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.paces import Pace, split, with_samples
 from gpumix.train.rebalance import FAILED_STEPS, WINDOW_STEPS, Change, Fixed, Moved, Rebalancer
 from gpumix.train.rebalance_room import with_shares

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from profiles import Card, Network, block, line, profile, steady
 
 from gpumix.cost.predict import predict
-from gpumix.spec.plan import Collectives, Plan, Stage, Worker
+from gpumix.spec.plan import Collectives, Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.paces import Pace, split, with_samples
 from gpumix.train.rebalance_room import Movable, most_by_memory, settled, with_shares
 

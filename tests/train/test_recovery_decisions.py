@@ -11,7 +11,8 @@ from gpumix.spec.errors import (
     RankLost,
     TrainingError,
 )
-from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart
 
 

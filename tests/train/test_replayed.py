@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.replayed import TOLERANCE, comparable, not_replayed, tolerance, verdict
 
 LAST, FIRST = "block.1", "block.0"  # in the order of backward

@@ -15,9 +15,10 @@ from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import PlanOutdated
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.paces import with_samples_in
 from gpumix.train.restage import WINDOW_STEPS, Redealt, Restaging
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
-from gpumix.spec.plan import Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.account import Shares
 from gpumix.train.display import Display
 from gpumix.train.metrics import (

@@ -5,7 +5,17 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import pytest
-from jobs import BATCH, CLUSTER, OWN_PROFILES, metrics, staged_plan_for, toy, train, write_job
+from jobs import (
+    BATCH,
+    CLUSTER,
+    OWN_PROFILES,
+    metrics,
+    plan_for,
+    staged_plan_for,
+    toy,
+    train,
+    write_job,
+)
 from traces import slices, told
 
 from gpumix.simulate.events import simulate
@@ -109,6 +119,37 @@ def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
     assert evaluations(tmp_path / "team") == pytest.approx(
         evaluations(tmp_path / "alone"), rel=1e-5
     )
+
+
+def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
+    """Rank 1 computes both parts of units, into which ranks 0 and 2 divide them."""
+    model = toy() | {"tensor_plan": TENSOR_PLAN}
+    cluster = [CLUSTER[0], *PAIR]
+    settings = {"model": model, "cluster": cluster, "schedule": {"kind": "constant"}}
+    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
+    alone = train(job, f"output={tmp_path / 'alone'}")
+    there, plan = f"output={tmp_path / 'there'}", plan_in_unlike_teams(job)
+    train(job, there, "steps=3", plan=plan)
+    train(job, there, "steps=4", resume=True)
+    train(job, there, plan=plan, resume=True)
+    seen = [record["loss"] for record in metrics(tmp_path / "there")]
+    assert seen == pytest.approx(alone.losses, rel=1e-5)
+    assert evaluations(tmp_path / "there") == pytest.approx(
+        evaluations(tmp_path / "alone"), rel=1e-5
+    )
+
+
+def plan_in_unlike_teams(job) -> Plan:
+    plan = plan_for(job, samples=(5, 3, 0), shares=(0.6, 0.4, 0.0))
+    (stage,) = plan.stages
+    big, one, other = stage.workers
+    part = {"samples": 3, "micro_batch": 2, "state_share": 0.4}
+    big = big.model_copy(update={"parts": 2, "micro_batch": 2})
+    team = tuple(worker.model_copy(update=part) for worker in (one, other))
+    changed = stage.model_copy(update={"tensor": 2, "workers": (big, *team)})
+    ranks = (one.device, big.device, other.device)
+    dumped = plan.model_copy(update={"stages": (changed,), "ranks": ranks}).model_dump_json()
+    return Plan.model_validate_json(dumped)
 
 
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):

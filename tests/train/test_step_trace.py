@@ -13,7 +13,8 @@ from gpumix.engine.record import Activity, Moved, Recording
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of as simulated_trace
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.spec.trace import CAUSES, Trace
 from gpumix.train.pipeline import Pipeline
 from gpumix.train.trace import trace_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ from jobs import CLUSTER, EMULATED, OWN_PROFILES, metrics, plan_for, run, toy, t
 from commands import Done
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -40,11 +40,6 @@ def standalone(folder, processes: int, *arguments: str, restarts: int = 0, **set
         *GPUMIX_TRAIN,
     ]  # fmt: skip
     return torchrun(folder, *mine, *arguments, **settings)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def losses_by(plan: Plan, job, tmp_path) -> list[float]:

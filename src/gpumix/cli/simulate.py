@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from gpumix.simulate.replay import Alike, Event, Replay
     from gpumix.simulate.timeline import Use
-    from gpumix.spec.plan import Plan, Worker
+    from gpumix.spec.plan import Plan
     from gpumix.spec.profile import Profile
+    from gpumix.spec.stage import Worker
     from gpumix.spec.trace import Trace
 
 LINES = 12  # of the critical path

@@ -14,8 +14,8 @@ import numpy as np
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.cost.time import can, work_seconds
-from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.stage import Mode
 
 MODES = (Mode(), Mode(recompute=False))
 HEADS = ("whole", "chunked")

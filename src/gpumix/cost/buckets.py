@@ -23,8 +23,9 @@ from gpumix.cost.slots import (
     share_slots,
 )
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Plan, ZeroStage
+from gpumix.spec.plan import Plan, ZeroStage
 from gpumix.spec.profile import ROOT, End, ModelProfile
+from gpumix.spec.stage import DTYPE_BYTES
 
 BEFORE, AFTER = f"{ROOT} before", f"{ROOT} after"
 GRADIENT_BYTES = 4  # gradients are filled and reduced in fp32
@@ -115,6 +116,11 @@ class Buckets:
     runs: tuple[Run, ...]
     kinds: Names
     sizes: Mapping[str, UnitSize]
+    joining: Joining
+
+    def of_part(self, model: ModelProfile) -> Buckets:
+        """The same buckets, of what a rank has of the model."""
+        return buckets_of(model, self.joining)
 
     def kind(self, run: int) -> str:
         """The name of the bucket of a run."""
@@ -220,7 +226,7 @@ def buckets_of(model: ModelProfile, joining: Joining) -> Buckets:
     return _buckets(
         model.calls,
         model.kind_of_call,
-        joining.joined,
+        joining,
         tuple(unit_sizes(model).items()),
         tuple(UnitSize(end.trainable, end.frozen_bytes) for end in ends),
     )
@@ -230,17 +236,17 @@ def buckets_of(model: ModelProfile, joining: Joining) -> Buckets:
 def _buckets(
     calls: Names,
     kinds: Names,
-    joined: int,
+    joining: Joining,
     of_units: tuple[tuple[str, UnitSize], ...],
     ends: tuple[UnitSize, ...],
 ) -> Buckets:
-    runs, members = _laid_out(calls, kinds, joined)
+    runs, members = _laid_out(calls, kinds, joining.joined)
     units = dict(of_units)
     sizes = {_name(kinds): _sum([units[kind] for kind in kinds]) for kinds in set(members)}
     both, whole = _sum(ends), units[ROOT]
     sizes[BEFORE], sizes[AFTER] = ends
     sizes[ROOT] = UnitSize(whole.trainable - both.trainable, whole.frozen_bytes - both.frozen_bytes)
-    return Buckets(runs, tuple(map(_name, members)), sizes)
+    return Buckets(runs, tuple(map(_name, members)), sizes, joining)
 
 
 def _sum(sizes: Sequence[UnitSize]) -> UnitSize:

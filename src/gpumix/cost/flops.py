@@ -43,20 +43,22 @@ def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
     rank_of = {worker.device: rank for rank, worker in enumerate(plan.workers)}
     own = [Flops(0.0, 0.0)] * len(rank_of)
     for number, stage in enumerate(plan.stages):
-        model = profile.model
-        if stage.tensor > 1:
-            model = team_of(profile, stage.tensor, sequence=stage.sequence).model
-        kinds = {kind.name: kind for kind in model.kinds}
-        if model.root.backward_flops is None or any(
-            kind.backward_flops is None for kind in kinds.values()
-        ):
-            return None
-        first = plan.first_call(number)
-        calls = [kinds[name] for name in model.kind_of_call[first : first + len(stage.units)]]
-        root = _root(model, first=number == 0, last=number == len(plan.stages) - 1)
-        counted = cache(_Counted(calls, root))
+        of_size = {}
+        for size in {stage.team_size(worker) for worker in stage.leaders}:
+            model = profile.model
+            if size > 1:
+                model = team_of(profile, size, sequence=stage.sequence).model
+            kinds = {kind.name: kind for kind in model.kinds}
+            if model.root.backward_flops is None or any(
+                kind.backward_flops is None for kind in kinds.values()
+            ):
+                return None
+            first = plan.first_call(number)
+            calls = [kinds[name] for name in model.kind_of_call[first : first + len(stage.units)]]
+            root = _root(model, first=number == 0, last=number == len(plan.stages) - 1)
+            of_size[size] = cache(_Counted(calls, root))
         for worker in stage.workers:
-            found = counted(
+            found = of_size[stage.team_size(worker)](
                 worker.samples, worker.micro_batch, worker.mode.recompute, worker.kept_graphs
             )
             rank = rank_of[worker.device]

@@ -20,12 +20,15 @@ import numpy as np
 from gpumix.cost.buckets import GRADIENT_BYTES, Buckets, UnitSize
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at
 from gpumix.cost.network import Links
+from gpumix.cost.of_ranks import ModelOfRank, ProfileOfRanks
 from gpumix.cost.phases import Pass, Phase, phases
+from gpumix.cost.slots import ALIGNMENT
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.cut import cut_sizes
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Mode, Place, ZeroStage
+from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 
 # An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
 MASTER_BYTES = 4
@@ -36,6 +39,9 @@ SHARD_GRADIENT_BYTES = 4
 # the CPU is capped to the byte; 2 % covers the temporaries of the framework's own kernels.
 CUDA_RESERVE = 0.06
 CPU_RESERVE = 0.02
+
+# Where teams of unlike sizes divide a model, a bucket has up to so many buffers more.
+GROUPS_APART = 2
 
 # A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
 ROUNDING_ELEMENTS = 2
@@ -70,6 +76,12 @@ def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, .
         )
         for rank in range(len(shares))
     )
+
+
+def owned_by_each(buckets: Sequence[Buckets], shares: tuple[float, ...]) -> tuple[Owned, ...]:
+    """The same where ranks have unlike parts of a model: of each its buckets."""
+    found = {id(of_rank): owned_by_rank(of_rank, shares) for of_rank in buckets}
+    return tuple(found[id(of_rank)][rank] for rank, of_rank in enumerate(buckets))
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,7 @@ class MemoryModel:
 
     def demands(self, held: Activations, *, state_on: Place = "device") -> Demands:
         """What each choice takes at its peak, to compare with any amount of memory."""
-        state = self.state(held.compute_dtype, state_on)
+        state = self.state(held.model, state_on)
         divided = self.zero_stage > 0
         return Demands(
             fixed=sum(state.laid_out.values()) + held.most,
@@ -123,17 +135,17 @@ class MemoryModel:
             host_per_share=state.on_host_bytes if divided else 0,
         )
 
-    def state(self, compute_dtype: ComputeDtype, state_on: Place = "device") -> StateModel:
-        """What does not depend on samples, on a device that computes in this dtype."""
-        key = (compute_dtype, state_on)
+    def state(self, model: ModelProfile, state_on: Place = "device") -> StateModel:
+        """What does not depend on samples, on a device that computes this model."""
+        key = (id(model), state_on)
         if key not in self._states:
             self._states[key] = StateModel(
-                self.profile, self.links, self.ranks, self.zero_stage, compute_dtype, state_on
+                self.profile, self.links, self.ranks, self.zero_stage, model, state_on
             )
         return self._states[key]
 
     @cached_property
-    def _states(self) -> dict[tuple[ComputeDtype, Place], StateModel]:
+    def _states(self) -> dict[tuple[int, Place], StateModel]:
         return {}
 
     def ones_are_least(self, largest: int) -> bool:
@@ -142,7 +154,9 @@ class MemoryModel:
         True where keeping m samples at once takes at least m times what one takes, up to `largest`
         and but for the last digits.
         """
-        models = (self.profile.model, *self.profile.other_models)
+        models: list[ModelProfile] = [self.profile.model, *self.profile.other_models]
+        if isinstance(self.profile, ProfileOfRanks):
+            models = [*self.profile.models.values()]
         return all(_ones_are_least(model, largest) for model in models)
 
     def peaks(
@@ -150,7 +164,7 @@ class MemoryModel:
     ) -> list[dict[str, int]]:
         """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
         found: list[dict[str, int]] = []
-        state = self.state(held.compute_dtype, state_on)
+        state = self.state(held.model, state_on)
         of_samples = [held.by_cause(phase) for phase in held.phases]
         for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
             laid_out = state.laid_out
@@ -186,12 +200,22 @@ class StateModel:
     links: Links
     ranks: int
     zero_stage: ZeroStage
-    compute_dtype: ComputeDtype
+    model: ModelProfile
     state_on: Place = "device"
 
     @property
+    def compute_dtype(self) -> ComputeDtype:
+        return self.model.compute_dtype
+
+    @cached_property
     def buckets(self) -> Buckets:
-        return self.links.buckets
+        buckets = self.links.buckets
+        return buckets.of_part(self.model) if isinstance(self.model, ModelOfRank) else buckets
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether parameters arrive in parts, into which other ranks divide them."""
+        return isinstance(self.model, ModelOfRank) and self.model.in_parts
 
     @property
     def sizes(self) -> Mapping[str, UnitSize]:
@@ -215,9 +239,29 @@ class StateModel:
         if self.state_on == "host":
             return 0.0
         rounded = self._casts or self.compute_dtype != "fp32"
-        masters = MASTER_BYTES if self.zero_stage == 3 or rounded else 0
-        gradient = SHARD_GRADIENT_BYTES if self.zero_stage >= 2 else 0
+        masters = MASTER_BYTES * (1.0 if self.zero_stage == 3 or rounded else self._part_in_parts)
+        gradient = SHARD_GRADIENT_BYTES * (1.0 if self.zero_stage >= 2 else self._part_in_parts)
         return masters + gradient + self.profile.optimizer_bytes_per_element
+
+    @cached_property
+    def _part_in_parts(self) -> float:
+        """Of all elements, those that arrive in several parts: apart from where they are used."""
+        if not isinstance(self.model, ModelOfRank) or not self.model.in_parts:
+            return 0.0
+        return 1.0 - self.model.undivided.parameters / max(1, self.model.parameters)
+
+    @cached_property
+    def _divided(self) -> Mapping[str, UnitSize]:
+        """Of each bucket what is divided into parts; nothing where no teams are of unlike sizes."""
+        if not isinstance(self.model, ModelOfRank):
+            return dict.fromkeys(self.sizes, UnitSize(0, 0))
+        rest = self.buckets.of_part(self.model.undivided).sizes
+        return {
+            name: UnitSize(
+                size.trainable - rest[name].trainable, size.frozen_bytes - rest[name].frozen_bytes
+            )
+            for name, size in self.sizes.items()
+        }
 
     @cached_property
     def on_host_bytes(self) -> int:
@@ -269,12 +313,14 @@ class StateModel:
 
     @cached_property
     def _parameters(self) -> int:
+        if isinstance(self.model, ModelOfRank):
+            return self.model.parameters
         return self.profile.model.parameters
 
     @property
     def _stores_frozen(self) -> bool:
         """Whether frozen parameters are stored beside those that are computed with."""
-        return self.zero_stage == 3 or self._casts
+        return self.zero_stage == 3 or self._casts or self._in_parts
 
     @cached_property
     def _frozen_bytes(self) -> int:
@@ -290,6 +336,14 @@ class StateModel:
             gradients = self.buckets.gradient_bytes(self.zero_stage)
         if self._casts:
             gathered += self.buckets.arriving_bytes(self.gathered_dtype)
+        if isinstance(self.model, ModelOfRank):
+            gathered += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
+            gradients += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
+        if self._in_parts:  # of one bucket, as it arrives, and as it is handed over
+            divided, width = self._divided.values(), DTYPE_BYTES[self.gathered_dtype]
+            if not self._casts:
+                gathered += max(s.trainable * width + s.frozen_bytes for s in divided)
+            gradients += max(size.gradient_bytes for size in divided)
         return {
             "replicas": self.replicated_bytes,
             "buffers": self.profile.model.root.buffer_bytes,
@@ -327,7 +381,16 @@ class StateModel:
             return 0
         arriving = [own[name] for name in self.links.all_to_all] if ranks > 1 else []
         copied = self.links.copied_rows * max(own.values())
-        return (ranks * max(arriving, default=0) + copied) * GRADIENT_BYTES
+        most = ranks * max(arriving, default=0)
+        if isinstance(self.model, ModelOfRank):  # what no team divides arrives apart, from all
+            apart = (own[name] * self._part_undivided(name) for name in self.links.all_to_all)
+            most += ranks * self.model.degree * ceil(max(apart, default=0.0))
+        return (most + copied) * GRADIENT_BYTES
+
+    def _part_undivided(self, name: str) -> float:
+        """Of the elements of a bucket, those that no team divides."""
+        size = self.sizes[name].trainable
+        return 1.0 - self._divided[name].trainable / size if size else 0.0
 
 
 def _at(sizes: FloatArray | float, place: int) -> int:
@@ -353,7 +416,7 @@ class Activations:
         mode: Mode,
         kept_graphs: IntArray | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._micro = micro
         self._mode = mode
         self._kinds = {name: model.kind(name) for name in sorted(set(model.kind_of_call))}
@@ -380,13 +443,9 @@ class Activations:
             self._graphs = _KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
 
     @property
-    def compute_dtype(self) -> ComputeDtype:
-        return self._model.compute_dtype
-
-    @property
     def phases(self) -> tuple[Phase, ...]:
         """The moments of a step."""
-        return phases(self._model, every_call=self._graphs is not None)
+        return phases(self.model, every_call=self._graphs is not None)
 
     @cached_property
     def in_phases(self) -> FloatArray:

@@ -25,8 +25,9 @@ from gpumix.cost.buckets import (
 from gpumix.cost.wire import Operation, Wire
 from gpumix.spec.cut import cut_sizes
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype, Sharding, ZeroStage
+from gpumix.spec.plan import Collectives, Sharding, ZeroStage
 from gpumix.spec.profile import ROOT, Profile, RankGroup
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 
 
 @dataclass(frozen=True)

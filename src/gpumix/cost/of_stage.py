@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from gpumix.cost.of_ranks import ProfileOfRanks
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import of_several
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -23,6 +24,7 @@ from gpumix.spec.profile import (
     RootParameter,
     UnitTimes,
 )
+from gpumix.spec.stage import of_several
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,19 @@ class StagedModel:
     def profile_of(self, profile: Profile, stage: int) -> Profile:
         """A stage as a profile of its own."""
         first, last = stage == 0, stage == self.count - 1
-        return profile.model_copy(
-            update={
-                "model": self.of(stage, profile.model),
-                "other_models": tuple(self.of(stage, other) for other in profile.other_models),
-                "classes": tuple(_times(c, first=first, last=last) for c in profile.classes),
+        update: dict[str, Any] = {
+            "model": self.of(stage, profile.model),
+            "other_models": tuple(self.of(stage, other) for other in profile.other_models),
+            "classes": tuple(_times(c, first=first, last=last) for c in profile.classes),
+        }
+        if isinstance(profile, ProfileOfRanks):
+            update["models"] = {
+                name: self.of(stage, model).model_copy(
+                    update={"undivided": self.of(stage, model.undivided)}
+                )
+                for name, model in profile.models.items()
             }
-        )
+        return profile.model_copy(update=update)
 
 
 def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:

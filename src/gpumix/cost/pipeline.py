@@ -221,9 +221,10 @@ class Pipeline:
 
 
 def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
-    counts = [len(team[0].micro_batches) for team in plan.stages[stage].teams]
+    counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
-    leaders = plan.ranks_of(stage)[:: plan.stages[stage].tensor]
+    ranks = plan.ranks_of(stage)
+    leaders = [ranks[seats.start] for seats in plan.stages[stage].seats]
     return tuple(
         Seat(stage, rank, range(end - count, end))
         for rank, count, end in zip(leaders, counts, ends)

@@ -20,13 +20,14 @@ from gpumix.cost.memory import (
     Activations,
     MemoryModel,
     Owned,
+    owned_by_each,
     owned_by_rank,
     usable_bytes,
 )
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.of_model import check_units
 from gpumix.cost.staged import StagedStep, predict_stages
-from gpumix.cost.teams import in_team, of_members
+from gpumix.cost.teams import of_members, of_stage, sizes_of
 from gpumix.cost.time import (
     can,
     can_keep_state_on_host,
@@ -37,8 +38,9 @@ from gpumix.cost.time import (
 )
 from gpumix.cost.wire import on_hosts, wire_for
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype, Mode, Place, Plan, Prediction, Worker, WorkerPrediction
-from gpumix.spec.profile import Profile
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
+from gpumix.spec.profile import ModelProfile, Profile
+from gpumix.spec.stage import Mode, Place, Worker
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
@@ -63,7 +65,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 def _in_team(profile: Profile, plan: Plan) -> Profile:
     """What the ranks of a plan of one stage are."""
     (stage,) = plan.stages
-    return in_team(profile, stage.tensor, sequence=stage.sequence)
+    return of_stage(profile, stage)
 
 
 def plan_seconds(profile: Profile, plan: Plan) -> float:
@@ -90,8 +92,12 @@ class _Alike:
     kept_graphs: IntArray
 
 
-# Whether it keeps some graphs though it recomputes, and where its state is.
-_Holding = tuple[Mode, bool, ComputeDtype, Place]
+# Whether it keeps some graphs though it recomputes, what it has of the model, by its identity, and
+# where its state is.
+_Holding = tuple[Mode, bool, int, Place]
+NOTHING_FORETOLD = (
+    "train this plan as it is, with nothing foretold: gpumix train JOB.yaml --plan PLAN.json"
+)
 
 
 class _Step:
@@ -171,22 +177,25 @@ class _Step:
         """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
         owned = self._owned()
         same: dict[_Holding, dict[tuple[int, int, int, Owned], list[int]]] = {}
+        models: dict[int, ModelProfile] = {}
         for rank, worker in enumerate(self._workers):
             kept = worker.kept_graphs
-            key = (worker.samples, worker.micro_batch, kept, owned[rank])
-            holding = (worker.mode, kept > 0, worker.compute_dtype, worker.state_on)
-            same.setdefault(holding, {}).setdefault(key, []).append(rank)
+            case = (worker.samples, worker.micro_batch, kept, owned[rank])
+            model = self._profile.model_of(worker.device_class)
+            models[id(model)] = model
+            holding = (worker.mode, kept > 0, id(model), worker.state_on)
+            same.setdefault(holding, {}).setdefault(case, []).append(rank)
         peaks: list[dict[str, int]] = [{}] * len(self._workers)
         host = [0] * len(self._workers)
         framework = {c.device_class: c.framework_bytes for c in self._profile.classes}
-        for (mode, _, dtype, state_on), alike in same.items():
+        for (mode, _, key, state_on), alike in same.items():
             samples, sizes, graphs, stored = zip(*alike)
             micro = MicroBatches.of(samples, sizes)
-            held = Activations(self._profile.model_in(dtype), micro, mode, np.asarray(graphs))
+            held = Activations(models[key], micro, mode, np.asarray(graphs))
             found = self._memory.peaks(held, stored, state_on=state_on)
             for ranks, own, peak, on_host in zip(alike.values(), stored, found, held.on_host):
                 causes = {name: peak | {"framework": size} for name, size in framework.items()}
-                state_there = self._memory.state(dtype, state_on).owned_bytes_on_host(own)
+                state_there = self._memory.state(models[key], state_on).owned_bytes_on_host(own)
                 for rank in ranks:
                     peaks[rank] = causes[self._workers[rank].device_class]
                     host[rank] = int(on_host) + state_there
@@ -194,7 +203,10 @@ class _Step:
 
     def _owned(self) -> list[Owned]:
         if self._plan.sharding == "all":
-            return list(owned_by_rank(self._links.buckets, self._plan.stages[0].shares))
+            models = (self._profile.model_of(worker.device_class) for worker in self._workers)
+            buckets = [self._memory.state(model).buckets for model in models]
+            shares = tuple(worker.state_share for worker in self._workers)
+            return list(owned_by_each(buckets, shares))
         owned: dict[int, Owned] = {}
         known: dict[tuple[float, ...], tuple[Owned, ...]] = {}
         for ranks in by_host(self._workers).values():
@@ -318,11 +330,20 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
 
 def _check_teams(plan: Plan) -> None:
     """A team is counted as its first worker, over links inside one host: see `cost.teams`."""
+    for number, stage in enumerate(plan.stages, 1):
+        for team in stage.teams if stage.unlike_teams else ():
+            name, size = team[0].device_class, len(team)
+            if (other := sizes_of(stage)[name]) != size:
+                raise InputError(
+                    f"class '{name}' has teams of {size} and of {other} in one stage, of which the "
+                    "cost model knows nothing",
+                    where=f"stage {number}",
+                    fix=f"make them alike, or {NOTHING_FORETOLD}",
+                )
     for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
             raise InputError(
                 "a team of several hosts or device classes was not measured",
                 where=f"the team of {', '.join(worker.device for worker in team)}",
-                fix="make teams of devices of one class on one host, or train this plan as it is, "
-                "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",
+                fix=f"make teams of devices of one class on one host, or {NOTHING_FORETOLD}",
             )

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpumix.cost.buckets import BEFORE, Joining
 from gpumix.cost.curves import MicroBatches, bytes_at
-from gpumix.cost.memory import Activations, MemoryModel, Owned, owned_by_rank
+from gpumix.cost.memory import Activations, MemoryModel, Owned, StateModel, owned_by_each
 from gpumix.cost.network import Cuts, Layout, free_links, links_for
 from gpumix.cost.of_stage import StagedModel
 from gpumix.cost.phases import Pass
@@ -22,8 +22,9 @@ from gpumix.cost.time import optimizer_seconds, pass_seconds
 from gpumix.cost.wire import wire_among
 from gpumix.spec.errors import InputError
 from gpumix.spec.islands import Near
-from gpumix.spec.plan import DTYPE_BYTES, Mode, Plan, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.stage import DTYPE_BYTES, Mode, Worker
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class StageCost:
         return self._held[key]
 
     def _counted(self, worker: Worker, samples: int, size: int) -> Held:
-        model = self.profile.model_in(worker.compute_dtype)
+        model = self.profile.model_of(worker.device_class)
         micro = MicroBatches.of([samples], [size])
         held = _held(Activations(model, micro, in_layers(worker.mode)))
         if self.plan.schedule == "zero-bubble":
@@ -185,24 +186,27 @@ class StageCost:
         whole = optimizer_seconds(self.profile, one.device_class, zero_stage, one.state_on)
         return whole * (one.state_share if zero_stage else 1.0)
 
+    def _state(self, worker: Worker) -> StateModel:
+        return self.memory.state(self.profile.model_of(worker.device_class), worker.state_on)
+
     @cached_property
     def _owned(self) -> tuple[Owned, ...]:
-        return owned_by_rank(self.links.buckets, tuple(w.state_share for w in self.workers))
+        shares = tuple(worker.state_share for worker in self.workers)
+        return owned_by_each([self._state(worker).buckets for worker in self.workers], shares)
 
     @cached_property
     def state(self) -> list[dict[str, int]]:
         """Of each worker, bytes of state and of what collectives fill."""
         found = []
         for worker, own in zip(self.workers, self._owned):
-            state = self.memory.state(worker.compute_dtype, worker.state_on)
+            state = self._state(worker)
             causes = {"state": state.owned_bytes(own)} | state.laid_out
             causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
             found.append(causes)
         return found
 
     def host_bytes(self, worker: int) -> int:
-        one = self.workers[worker]
-        state = self.memory.state(one.compute_dtype, one.state_on)
+        state = self._state(self.workers[worker])
         return state.owned_bytes_on_host(self._owned[worker])
 
 

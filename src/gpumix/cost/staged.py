@@ -33,20 +33,13 @@ from gpumix.cost.of_stage import Shared, staged_model
 from gpumix.cost.pipeline import NOTHING_SENT, Action, Kind, Pipeline, Times, Transfer, replay
 from gpumix.cost.slots import aligned
 from gpumix.cost.stage_cost import StageCost, larger
-from gpumix.cost.teams import end_seconds, in_team
+from gpumix.cost.teams import end_seconds, of_stage
 from gpumix.cost.wire import Messages, wire_among
 from gpumix.spec.cut import cut_sizes
 from gpumix.spec.islands import near
-from gpumix.spec.plan import (
-    DTYPE_BYTES,
-    MicroBatchOf,
-    Plan,
-    Prediction,
-    Taken,
-    Worker,
-    WorkerPrediction,
-)
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import DTYPE_BYTES, MicroBatchOf, Taken, Worker
 
 MESSAGES_AHEAD = 2  # actions whose messages are expected, or on their way, at once
 
@@ -86,7 +79,6 @@ class StagedStep:
     """
 
     def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
-        teams = [(stage.tensor, stage.sequence) for stage in plan.stages]
         self._whole, plan = plan, plan.of_leaders
         self.profile, self.plan = profile, plan
         self.pipeline = Pipeline.of(plan)
@@ -94,14 +86,14 @@ class StagedStep:
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
             StageCost(
-                in_team(profile, degree, sequence=sequence, in_stages=True),
+                of_stage(profile, stage, in_stages=True),
                 self.cut,
                 plan,
                 number,
                 near=near([self._device_of[w.device] for w in plan.stages[number].workers]),
                 moved=moved,
             )
-            for number, (degree, sequence) in enumerate(teams)
+            for number, stage in enumerate(self._whole.stages)
         ]
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
@@ -219,7 +211,8 @@ class StagedStep:
     def _told_s(self, action: Action, worker: int) -> float:
         """What a team tells each other at the ends of its stage."""
         cost = self.stages[action.stage]
-        samples, one = cost.micro_batches(worker, action.batch)[0], cost.workers[worker]
+        samples = cost.micro_batches(worker, action.batch)[0]
+        one = self._whole.stages[action.stage].leaders[worker]
         ends = end_seconds(self.profile, self._whole, action.stage, one, samples)
         return {"forward": ends[0], "backward": ends[1], "weights": 0.0}[action.kind]
 
@@ -269,7 +262,6 @@ class StagedStep:
         team its own."""
         if action.stage == other.stage:
             return NOTHING_SENT
-        members = self._whole.stages[other.stage].tensor
         over: dict[Hashable, float] = {}
         for giver, taker, size in self.sent(action, other):
             if giver.device == taker.device:
@@ -280,7 +272,7 @@ class StagedStep:
             if one.over is None:
                 over[None] = max(before, one.seconds)
             else:
-                over[one.over] = before + members * one.seconds
+                over[one.over] = before + self._team_size[taker.device] * one.seconds
         link, seconds = max(over.items(), key=itemgetter(1), default=(None, 0.0))
         return Transfer(seconds, link)
 
@@ -407,7 +399,7 @@ class StagedStep:
                 self.stages[0].links,
                 len(ranks),
                 zero_stage,
-                worker.compute_dtype,
+                self.profile.model_of(worker.device_class),
                 worker.state_on,
             )
             numel = shared.trainable
@@ -421,6 +413,15 @@ class StagedStep:
             if zero_stage and len(ranks) > 1:  # what arrives, to be summed
                 found["replicas"] += len(ranks) * own * MASTER_BYTES
         return found
+
+    @cached_property
+    def _team_size(self) -> dict[str, int]:
+        """Of each leader's team."""
+        return {
+            leader.device: stage.team_size(leader)
+            for stage in self._whole.stages
+            for leader in stage.leaders
+        }
 
     @cached_property
     def _whole_rank(self) -> dict[str, int]:

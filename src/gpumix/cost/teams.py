@@ -7,14 +7,15 @@ with teams is counted as that of their first workers, on such a profile; the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
+from gpumix.cost.of_ranks import ModelOfRank, ProfileOfRanks, undivided
 from gpumix.cost.wire import team_seconds
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction, Taken, Worker
+from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -24,6 +25,7 @@ from gpumix.spec.profile import (
     TeamTraffic,
     UnitTimes,
 )
+from gpumix.spec.stage import Stage, Taken, Worker
 
 
 def in_team(
@@ -69,6 +71,64 @@ def in_team(
     )
 
 
+def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> Profile:
+    """The profile of the leaders of a stage's teams; see `in_team`.
+
+    Raises:
+        InputError: such teams were not measured.
+    """
+    return of_sizes(profile, sizes_of(stage), sequence=stage.sequence, in_stages=in_stages)
+
+
+def of_sizes(
+    profile: Profile, sizes: Mapping[str, int], *, sequence: bool, in_stages: bool = False
+) -> Profile:
+    """The profile of leaders of teams of so many ranks, by class; see `in_team`."""
+    first, *others = set(sizes.values())
+    if others:
+        return in_teams(profile, sizes, sequence=sequence, in_stages=in_stages)
+    return in_team(profile, first, sequence=sequence, in_stages=in_stages)
+
+
+def sizes_of(stage: Stage) -> dict[str, int]:
+    """How many ranks compute units together, by class of device."""
+    return {worker.device_class: stage.team_size(worker) for worker in stage.workers}
+
+
+def in_teams(
+    profile: Profile, sizes: Mapping[str, int], *, sequence: bool, in_stages: bool = False
+) -> ProfileOfRanks:
+    """The same of teams of unlike sizes."""
+    of_size = {
+        size: in_team(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
+        for size in set(sizes.values())
+    }
+    largest, least = max(of_size), min(of_size)
+    for name, size in sizes.items():
+        if all(one.device_class != name for one in of_size[size].classes):
+            raise _not_measured(name, size)
+    whole = undivided(of_size[least].model, of_size[largest].model, (least, largest))
+    models = {
+        name: ModelOfRank.model_construct(
+            **dict(of_size[size].model_of(name)),
+            in_parts=size < largest,
+            undivided=whole,
+            degree=largest,
+        )
+        for name, size in sizes.items()
+    }
+    classes = tuple(of_size[size].of_class(name) for name, size in sizes.items())
+    more = {"classes": classes, "models": models}
+    return ProfileOfRanks.model_construct(**dict(of_size[least]) | more)
+
+
+def _not_measured(name: str, size: int) -> InputError:
+    return InputError(
+        f"teams of {size} of class '{name}' were not measured",
+        fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree",
+    )
+
+
 def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
     """What was measured of teams of so many ranks; see `in_team`."""
     for team in profile.teams:
@@ -88,7 +148,7 @@ def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     """A prediction of `plan.of_leaders` for all workers of the plan."""
     leaders = {w.device: expected for w, expected in zip(plan.of_leaders.workers, found.workers)}
     for number, stage in enumerate(plan.stages):
-        for worker in stage.workers[:: stage.tensor] if stage.tensor > 1 else ():
+        for worker in (leader for leader in stage.leaders if stage.team_size(leader) > 1):
             expected = leaders[worker.device]
             memory = expected.memory_bytes | {"team": buffer_bytes(profile, plan, number, worker)}
             leaders[worker.device] = expected.model_copy(update={"memory_bytes": memory})
@@ -108,15 +168,15 @@ def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     )
 
 
-def told_in(profile: Profile, plan: Plan, stage: int, name: str) -> list[TeamTraffic]:
-    """What a team of a class tells each other, by the unit calls of a stage; then between them: of
+def told_in(profile: Profile, plan: Plan, stage: int, worker: Worker) -> list[TeamTraffic]:
+    """What a worker's team tells each other, by the unit calls of a stage; then between them: of
     the root, as far as the stage computes it, and where positions are divided."""
-    one = plan.stages[stage]
-    team, first = team_of(profile, one.tensor, sequence=one.sequence), plan.first_call(stage)
+    one, name = plan.stages[stage], worker.device_class
+    team, first = _team_of(profile, one, worker), plan.first_call(stage)
     calls = profile.model.kind_of_call[first : first + len(one.units)]
     of_class, nothing = team.told[name], TeamTraffic()
     root = of_class.get(ROOT, nothing)
-    ends = _Ends.of(profile, plan, stage, name)
+    ends = _Ends.of(profile, plan, stage, team, name)
     forward, backward = (*ends.sent, *ends.left), ends.entered
     if stage == 0:
         forward = (*root.forward, *forward)
@@ -136,9 +196,8 @@ class _Ends(NamedTuple):
     entered: tuple[TeamCollective, ...]
 
     @classmethod
-    def of(cls, profile: Profile, plan: Plan, stage: int, name: str) -> _Ends:
+    def of(cls, profile: Profile, plan: Plan, stage: int, team: TeamProfile, name: str) -> _Ends:
         one, first = plan.stages[stage], plan.first_call(stage)
-        team = team_of(profile, one.tensor, sequence=one.sequence)
         calls = range(first, first + len(one.units))
         entered = {*team.enters, *([first] if first else [])}
         taken = {t for later in plan.stages[stage + 1 :] for t in later.takes if t.call in calls}
@@ -173,11 +232,11 @@ def end_seconds(
     """That a micro-batch waits forward and backward in one stage of several, where hidden states
     come whole and leave whole."""
     one = plan.stages[stage]
-    if not one.sequence:
+    if not one.sequence or one.team_size(worker) == 1:
         return 0.0, 0.0
-    team = team_of(profile, one.tensor, sequence=True)
+    team = _team_of(profile, one, worker)
     device = profile.of_class(worker.device_class)
-    ends = _Ends.of(profile, plan, stage, worker.device_class)
+    ends = _Ends.of(profile, plan, stage, team, worker.device_class)
     forward = _seconds(profile, team, device, samples, (*ends.sent, *ends.left))
     return forward, _seconds(profile, team, device, samples, ends.entered)
 
@@ -186,14 +245,18 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     """What a worker keeps to tell its team things in: over gloo, which CPUs use."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
         return 0
-    degree = plan.stages[stage].tensor
+    degree = plan.stages[stage].team_size(worker)
     largest = {"all_reduce": 0, "exchange": 0, "reduce": 0}
-    for told in told_in(profile, plan, stage, worker.device_class):
+    for told in told_in(profile, plan, stage, worker):
         for one in (*told.forward, *told.backward):
             size = int(float(bytes_at(one.bytes, worker.micro_batch))) // max(1, one.times)
             largest[one.operation] = max(largest[one.operation], size)
     # What is reduced lies there in rows, and what of it arrives.
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
+
+
+def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TeamProfile:
+    return team_of(profile, stage.team_size(worker), sequence=stage.sequence)
 
 
 def _with_waits(

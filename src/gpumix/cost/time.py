@@ -53,8 +53,9 @@ from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, sec
 from gpumix.cost.memory import MASTER_BYTES
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import Mode, Place, ZeroStage
+from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
+from gpumix.spec.stage import Mode, Place
 
 
 def pass_seconds(
@@ -116,7 +117,7 @@ def optimizer_seconds(
 ) -> float:
     """Seconds that a device of this class would need to update the whole model. State on the host
     is updated there: gradients are copied to it and parameters, for each gather, back."""
-    device, elements = profile.of_class(device_class), profile.model.parameters
+    device, elements = profile.of_class(device_class), profile.model_of(device_class).parameters
     if state_on == "device":
         return device.optimizer_s_per_element * elements
     assert device.host_optimizer_s_per_element is not None, "no state on the host was measured"

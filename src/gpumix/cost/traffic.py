@@ -7,19 +7,21 @@ the first one, which also gathers what is frozen below ZeRO stage 3.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.memory import owned_by_rank
+from gpumix.cost.of_ranks import ModelOfRank, Sized
 from gpumix.cost.pipeline import Action
 from gpumix.cost.predict import by_host, check_match, links_of_plan
 from gpumix.cost.staged import StagedStep
-from gpumix.cost.teams import in_team, told_in
-from gpumix.spec.plan import DTYPE_BYTES, Plan, Worker, between_teams
+from gpumix.cost.teams import of_stage, sizes_of, told_in
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.stage import DTYPE_BYTES, Worker, between_teams
 
 EXCHANGE_BYTES = 5 * 8  # loss, count, notice, report, norm
 OVERFLOW_BYTES = 4
@@ -42,9 +44,7 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """
     check_match(profile, plan)
     if len(plan.stages) == 1:
-        (first,) = plan.stages
-        alone = _in_one(in_team(profile, first.tensor, sequence=first.sequence), plan.of_leaders)
-        return _with_members(profile, plan, list(alone))
+        return _with_members(profile, plan, list(_in_one(profile, plan)))
     in_stages = _InStages(profile, plan)
     found = _with_members(profile, plan, list(in_stages.of_leaders()))
     for giver, taker, size in in_stages.messages():
@@ -53,15 +53,62 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     return found
 
 
-def _in_one(profile: Profile, plan: Plan) -> Iterator[Traffic]:
-    """Of each rank of a plan of one stage."""
-    buckets = links_of_plan(profile, plan).buckets
-    counts, sizes = Counter[str](), Counter[str]()
-    for operation, size in _of_all(profile, plan, buckets):
-        counts[operation] += 1
-        sizes[operation] += size
-    for of_rank, bytes_of_rank in _over_hosts(plan, buckets):
-        yield Traffic(counts + Counter(of_rank), sizes + Counter(bytes_of_rank))
+def _in_one(profile: Profile, whole: Plan) -> Iterator[Traffic]:
+    """Of each leader of a plan of one stage."""
+    plan, of_leaders = whole.of_leaders, of_stage(profile, whole.stages[0])
+    buckets = links_of_plan(of_leaders, plan).buckets
+    over_hosts = _over_hosts(plan, buckets)
+    known: dict[str, Traffic] = {}
+    for worker, (of_rank, bytes_of_rank) in zip(plan.workers, over_hosts):
+        if worker.device_class not in known:
+            found = known[worker.device_class] = Traffic(Counter(), Counter())
+            for operation, size in _at_ends(plan):
+                _add(found, operation, size)
+            for part in _apart(profile, whole, 0, of_leaders, buckets, worker):
+                for operation, size in _of_all(plan, part):
+                    _add(found, operation, size)
+        alike = known[worker.device_class]
+        yield Traffic(alike.counts + Counter(of_rank), alike.bytes + Counter(bytes_of_rank))
+
+
+def _apart(
+    profile: Profile, plan: Plan, number: int, of_leaders: Profile, buckets: Buckets, worker: Worker
+) -> list[Buckets]:
+    """The buckets of a stage, or where its teams differ in size those of each part that a rank has,
+    and those of what no team divides: of which each rank comes to all of the gradient, or to a part
+    of it."""
+    model = of_leaders.model_of(worker.device_class)
+    if not isinstance(model, ModelOfRank):
+        return [buckets]
+    stage = plan.stages[number]
+    largest = next(leader for leader in stage.leaders if stage.team_size(leader) == stage.tensor)
+    *of_calls, root = told_in(profile, plan, number, largest)
+    summed = dict(zip(of_leaders.model.kind_of_call, (told.summed for told in of_calls)))
+    summed[ROOT] = root.summed
+    parts = model.degree // sizes_of(stage)[worker.device_class]
+    rest = model.undivided
+
+    def with_sizes(of: Callable[[str, int, int], int]) -> Buckets:
+        """`of` a kind's name, what a rank has of it, and what of that is not divided."""
+
+        def sized(name: str, own: Sized, undivided: Sized) -> Sized:
+            trainable = of(name, own.trainable, undivided.trainable)
+            frozen = of("", own.frozen_bytes, undivided.frozen_bytes)
+            return own.model_copy(update={"trainable": trainable, "frozen_bytes": frozen})
+
+        root = sized(ROOT, model.root, rest.root)
+        ends = {
+            "before": sized("", model.root.before, rest.root.before),
+            "after": sized("", model.root.after, rest.root.after),
+        }
+        kinds = tuple(sized(kind.name, kind, rest.kind(kind.name)) for kind in model.kinds)
+        root = root.model_copy(update=ends)
+        return buckets.of_part(model.model_copy(update={"kinds": kinds, "root": root}))
+
+    of_part = with_sizes(lambda name, own, left: (own - left) // parts)
+    whole = with_sizes(lambda name, own, left: left - summed.get(name, 0))
+    in_sum = with_sizes(lambda name, own, left: summed.get(name, 0))
+    return [*[of_part] * parts, whole, in_sum]
 
 
 def _with_members(
@@ -86,29 +133,33 @@ def _told(
     profile: Profile, plan: Plan, number: int, worker: Worker
 ) -> Iterator[tuple[str, int, int]]:
     """The operation, how often, and the bytes of what a team tells each other in a step."""
-    if plan.stages[number].tensor == 1:
+    if plan.stages[number].team_size(worker) == 1:
         return
-    *of_units, root = told_in(profile, plan, number, worker.device_class)
+    *of_units, root = told_in(profile, plan, number, worker)
     passes = [*root.forward, *root.backward]
     for told in of_units:
         passes += told.forward
         passes += told.backward if worker.mode.recompute else told.gradient
     stage, times = plan.stages[number], plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
     summed = list({name: t.summed for name, t in zip(stage.units, of_units)}.values())
-    for first in range(0, len(summed), stage.joined):
+    for first in range(0, len(summed), stage.joined) if not stage.unlike_teams else ():
         if size := sum(summed[first : first + stage.joined]):
             yield "all_reduce", times, times * size * GRADIENT_BYTES
     for one, size in product(passes, worker.micro_batches):
         yield one.operation, one.times, int(float(bytes_at(one.bytes, size)))
 
 
-def _of_all(profile: Profile, plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
-    """The operation and the bytes of each collective that every rank gives as much."""
-    sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
-    every = [sizes[name] for name in buckets.names if sizes[name].trainable]
+def _at_ends(plan: Plan) -> Iterator[tuple[str, int]]:
+    """The operation and the bytes of what all ranks tell each other at a step's end."""
     yield "exchange", EXCHANGE_BYTES
     if any(worker.compute_dtype == "fp16" for worker in plan.workers):
         yield "all_reduce", OVERFLOW_BYTES
+
+
+def _of_all(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
+    """The same of each collective that every rank gives as much."""
+    sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
+    every = [sizes[name] for name in buckets.names if sizes[name].trainable]
     for size in every:
         yield "all_reduce" if plan.zero_stage == 0 else "reduce", size.gradient_bytes
     if plan.zero_stage in (1, 2):
@@ -170,8 +221,8 @@ class _InStages:
                 made = stage_of[taken.call]
                 for here, there in zip(cuts[made], cuts[to]):
                     size = step.taken_bytes(taken, len(here.rows))
-                    givers = plan.ranks_of(made)[here.worker :][: plan.stages[made].tensor]
-                    takers = plan.ranks_of(to)[there.worker :][: stage.tensor]
+                    givers = plan.ranks_of(made)[here.seats.start : here.seats.stop]
+                    takers = plan.ranks_of(to)[there.seats.start : there.seats.stop]
                     pairs = [*between_teams(givers, takers)]
                     if taken.differentiable:
                         pairs += between_teams(takers, givers)
@@ -180,9 +231,7 @@ class _InStages:
     def _collectives(self, rank: int) -> Iterator[tuple[str, int]]:
         plan, step = self._plan, self._step
         width = DTYPE_BYTES[plan.communication_dtype]
-        yield "exchange", EXCHANGE_BYTES
-        if any(worker.compute_dtype == "fp16" for worker in plan.workers):
-            yield "all_reduce", OVERFLOW_BYTES
+        yield from _at_ends(plan)
         for shared in step.cut.shared:
             if set(shared.stages) & set(plan.stages_of(rank)):
                 yield (
@@ -195,7 +244,15 @@ class _InStages:
             yield from self._of_stage(rank, number)
 
     def _of_stage(self, rank: int, number: int) -> Iterator[tuple[str, int]]:
-        plan, buckets = self._plan, self._step.stages[number].links.buckets
+        cost, worker = self._step.stages[number], self._plan.worker_of(rank, number)
+        every = _apart(
+            self._step.profile, self._whole, number, cost.profile, cost.links.buckets, worker
+        )
+        for buckets in every:
+            yield from self._of_buckets(rank, number, buckets)
+
+    def _of_buckets(self, rank: int, number: int, buckets: Buckets) -> Iterator[tuple[str, int]]:
+        plan = self._plan
         width, sizes = DTYPE_BYTES[plan.communication_dtype], buckets.sizes
         of_units = [sizes[name] for name in buckets.kinds]
         root = sizes[ROOT]

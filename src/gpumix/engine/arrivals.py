@@ -6,6 +6,7 @@ values. A rank that computes in it gathers straight into its flat buffers and ne
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -27,7 +28,8 @@ class Arrivals:
     def __init__(self, sizes: Sequence[Sequence[int]], device: torch.device) -> None:
         size = max(map(sum, sizes), default=0)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._last: Bucket | None = None
+        # Which holds this: neither is to outlive the engine.
+        self._last: weakref.ref[Bucket] | None = None
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Memory for the flat groups of one bucket."""
@@ -36,6 +38,7 @@ class Arrivals:
     def take(self, bucket: Bucket) -> None:
         """Let `bucket` arrive: first wait for the one that may still be arriving. Only where a step
         begins are several under way at once, so nothing is lost by that."""
-        if self._last is not None and self._last is not bucket:
-            self._last.arrived()
-        self._last = bucket
+        last = self._last() if self._last is not None else None
+        if last is not None and last is not bucket:
+            last.arrived()
+        self._last = weakref.ref(bucket)

@@ -13,7 +13,8 @@ from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.own_gradients import See
-from gpumix.engine.shards import FlatGroup, Piece, Scale
+from gpumix.engine.shard import Piece, Scale
+from gpumix.engine.shards import FlatGroup
 
 
 class Bucket:
@@ -61,7 +62,7 @@ class Bucket:
         self._gathering = []
         for group in self.groups:  # one by one: what has begun is known if the next one fails
             if not self._ever_gathered or not self._resident or group.diverges:
-                self._gathering.append(group.gather())
+                self._gathering += group.gather()
             group.install()
         self._ever_gathered = True
         self._comm.record.issued("gather", self.name, self._gathering)
@@ -137,9 +138,9 @@ class Bucket:
         self.leave()
 
 
-def _together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
-    """The n-th collective of all of them at once."""
-    while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
+def _together(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pending]]:
+    """The n-th collectives of all of them at once."""
+    while started := [pending for one in reductions for pending in next(one, [])]:
         yield started
 
 

@@ -11,13 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.spec.cut import cut
-from gpumix.spec.plan import Plan, Worker, ZeroStage
+from gpumix.spec.plan import Plan, ZeroStage
+from gpumix.spec.stage import Worker
+
+if TYPE_CHECKING:
+    from gpumix.engine.units import Slot
+
+Kind = Literal["divided", "whole", "summed"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,10 @@ class Division:
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
         team: the ranks that compute the units together with this one.
         repeats: so many ranks of `comm` come to each gradient, all of them to the same.
+        part, parts: which part of units it is of, and of how many.
+        others: of the other parts that this rank has.
+        undivided: of parameters that no team divides, where teams differ in size: all ranks of all
+            teams divide these.
     """
 
     zero_stage: ZeroStage
@@ -44,6 +54,23 @@ class Division:
     on_host: bool = False
     team: Communicator | None = None
     repeats: int = 1
+    part: int = 0
+    parts: int = 1
+    others: tuple[Division, ...] = ()
+    undivided: Division | None = None
+
+    def kind_of(self, slot: Slot) -> Kind:
+        """With which other parameters one is divided."""
+        if self.undivided is None or slot.divided:
+            return "divided"
+        return "summed" if slot.summed else "whole"
+
+    def by_kind(self, kind: Kind) -> tuple[Division, ...]:
+        """How parameters of a kind are divided: of each part that this rank has."""
+        if self.undivided is None or kind == "divided":
+            return (self, *self.others)
+        # Of these each rank of a team has a part of the gradient.
+        return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
     @property
     def whole_parameters(self) -> bool:
@@ -87,16 +114,25 @@ class Division:
     ) -> Division | None:
         """Of what one stage divides between its workers; None where this rank is none of them.
         Collective: it makes process groups."""
-        found = None
-        for member in range(plan.stages[stage].tensor):
-            shares = plan.shares_among([stage], member)
-            found = cls._among(plan, comm, shares, plan.zero_stage, team=team) or found
-        return found
+        parts, zero_stage = plan.stages[stage].tensor, plan.zero_stage
+        together = team if team is not None and team.world > 1 else None
+        of_parts = []
+        for part in range(parts):
+            shares, which = plan.shares_among([stage], part), {"part": part, "parts": parts}
+            of_parts.append(cls._among(plan, comm, shares, zero_stage, team=together, **which))
+        undivided = None
+        if plan.stages[stage].unlike_teams:
+            repeats = team.world if team is not None else 1
+            shares = plan.shares_among([stage])
+            undivided = cls._among(plan, comm, shares, zero_stage, repeats=repeats)
+        own = [division for division in of_parts if division is not None]
+        return replace(own[0], others=tuple(own[1:]), undivided=undivided) if own else None
 
     @classmethod
     def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
         """Of what several stages divide between them; see `of_stage`."""
-        repeats = [plan.stages[n].tensor for n in plan.stages_of(comm.rank) if n in stages]
+        own = [number for number in plan.stages_of(comm.rank) if number in stages]
+        repeats = [len(plan.team_of(comm.rank, number)) for number in own]
         # Ranks of several stages do not meet in the middle of a step.
         zero_stage = min(plan.zero_stage, 1)
         return cls._among(

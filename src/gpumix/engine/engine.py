@@ -52,8 +52,9 @@ from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of
+from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -229,7 +230,7 @@ class Engine(ShardedModel):
     ) -> Reductions:
         return Reductions(
             gradient_scale,
-            at_once=self._parts.division.replicated,
+            at_once=self._parts.division.replicated and not self._parts.division.others,
             done=None if updates is None else updates.update,
         )
 
@@ -590,7 +591,8 @@ class Engine(ShardedModel):
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        finite = [torch.isfinite(g.master_gradient).all() for g in self.groups() if g.trainable]
+        own = [shard.gradient for g in self.groups() if g.trainable for shard in g.shards]
+        finite = [torch.isfinite(gradient).all() for gradient in own]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)

@@ -17,7 +17,7 @@ from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.randomness import Randomness
 from gpumix.engine.split_backward import SplitBackward
-from gpumix.spec.plan import Worker
+from gpumix.spec.stage import Worker
 
 Loss = tuple[torch.Tensor, torch.Tensor]
 

@@ -28,10 +28,11 @@ from gpumix.engine.buckets import Bucket
 from gpumix.engine.division import Division
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.record import Record
-from gpumix.engine.shards import Alike, Dtypes, FlatGroup, Source
+from gpumix.engine.shard import Source
+from gpumix.engine.shards import Alike, Dtypes, FlatGroup, expect_largest
 from gpumix.engine.units import Anatomy, Slot, Unit
-from gpumix.spec.plan import Stage
 from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import Stage
 
 IN_USE = BucketUses(gathered=ALWAYS, gradient=ALWAYS)  # throughout
 
@@ -176,7 +177,7 @@ def shard(
     after = [others.pop(name) for name in stage.after]
 
     def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
-        return _Request(name, Alike.among(slots, storage.dtypes), *uses)
+        return _Request(name, Alike.among(slots, storage.dtypes, division), *uses)
 
     of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
     requests = [
@@ -206,24 +207,23 @@ def shard(
 
 def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket:
     """Parameters of the root that several stages have; see `shard`."""
-    request = _Request(ROOT, Alike.among(list(slots), storage.dtypes))
+    request = _Request(ROOT, Alike.among(list(slots), storage.dtypes, division))
     (bucket,) = _place([request], division, storage)
     _expect_reductions([bucket], storage.head)
     return bucket
 
 
 def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> None:
-    """Have the memory for what is reduced, of buckets of one division, which take turns in it."""
+    """Have the memory for what is reduced, of buckets that take turns in it."""
     trained = [group for bucket in buckets for group in bucket.trainable]
-    if trained:
-        max(trained, key=lambda group: group.numel).expect_reduce()
+    expect_largest(trained)
     if head is not None:
         head.add_to_gradients_of(trained)
 
 
 def alone(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
     """One unit in memory of its own; see `shard`."""
-    request = _Request(unit.name, Alike.among(list(unit.slots), storage.dtypes))
+    request = _Request(unit.name, Alike.among(list(unit.slots), storage.dtypes, division))
     return ShardedUnit(unit, *_place([request], division, storage))
 
 
@@ -265,7 +265,6 @@ class _Request:
                 FlatGroup(
                     self.name,
                     alike,
-                    division,
                     full=full[: alike.full_bytes].view(alike.dtype),
                     gradient=gradient[: alike.gradient_bytes].view(torch.float32),
                     arriving=_arriving(alike, memory),

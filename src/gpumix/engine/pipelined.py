@@ -26,7 +26,8 @@ from gpumix.engine.layered import Begun, Turns
 from gpumix.engine.micro_batch import Loss, MicroBatch
 from gpumix.engine.parts import Parts
 from gpumix.engine.wires import Message, Wires
-from gpumix.spec.plan import Plan, Taken, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Taken, Worker
 
 Looks = object
 """What tells micro-batches apart whose tensors differ in shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 TORCH_DTYPE: dict[ComputeDtype, torch.dtype] = {
     "fp32": torch.float32,

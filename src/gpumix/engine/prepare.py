@@ -43,8 +43,9 @@ from gpumix.engine.weights import load_buffers, source_of
 from gpumix.engine.wires import Wires
 from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.space import EVERYTHING
+from gpumix.spec.stage import Worker
 
 # Where modules keep what they register; recurrent ones look there for weights that were replaced.
 REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
@@ -155,6 +156,7 @@ def _divided(
         part=own_parts(anatomy, plan, rank),
         whole=[head.layer] if head is not None and head.layer is not None else [],
         sequence={name for stage in own if stage.sequence for name in stage.units},
+        degree=own[0].tensor,
     )
 
 
@@ -236,8 +238,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
     check_names(plan, [unit.name for unit in anatomy.units])
     root = [slot.name for slot in anatomy.root.slots]
     check_ends(plan, root, root)
-    degrees = tuple(stage.tensor for stage in plan.stages)
-    if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
+    if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

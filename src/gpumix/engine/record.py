@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from gpumix.cost.pipeline import Action
-from gpumix.spec.plan import Worker
 from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Move, Work, stage_name
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
 from gpumix.engine.division import Division
 from gpumix.engine.host import empty_on_host
-from gpumix.engine.shards import FlatGroup
+from gpumix.engine.shard import Shard
+from gpumix.engine.shards import expect_largest
 from gpumix.engine.updates import updates_elements
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -97,44 +98,43 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
         )
     for bucket in buckets:
         for group in bucket.groups:
-            _move(group, division, optimizer)
+            for shard in group.shards:
+                _move(shard, division, optimizer)
         bucket.values_changed()
-    trained = [group for bucket in buckets for group in bucket.trainable]
-    if trained:
-        max(trained, key=lambda group: group.numel).expect_reduce()
+    expect_largest([group for bucket in buckets for group in bucket.trainable])
 
 
-def _move(group: FlatGroup, division: Division, optimizer: Optimizer) -> None:
-    before, after = group.offsets, division.offsets(group.numel)
+def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
+    before, after = shard.offsets, division.offsets(shard.numel)
     if before == after:
         return
     comm = division.comm
-    label = f"move of the state of unit '{group.label}'"
+    label = f"move of the state of unit '{shard.label}'"
     # All ranks have the same keys: each of them has a piece of every parameter.
     kept = {}
-    for key in _keys(group, optimizer):
-        parts = [optimizer.state[piece.local].pop(key) for piece in group.pieces]
+    for key in _keys(shard, optimizer):
+        parts = [optimizer.state[piece.local].pop(key) for piece in shard.pieces]
         moved = _moved(torch.cat(parts), before, after, comm, label)
         if division.on_host:
             there = empty_on_host(moved.numel(), moved.dtype, comm.device)
             moved = there.copy_(moved)
         kept[key] = moved
         del parts
-    group.divide(division, _moved(group.master, before, after, comm, label))
+    shard.divide(division, _moved(shard.master, before, after, comm, label))
     for key, flat in kept.items():
-        sizes = [piece.end - piece.start for piece in group.pieces]
-        for piece, part in zip(group.pieces, flat.split(sizes)):
+        sizes = [piece.end - piece.start for piece in shard.pieces]
+        for piece, part in zip(shard.pieces, flat.split(sizes)):
             optimizer.state[piece.local][key] = part
 
 
-def _keys(group: FlatGroup, optimizer: Optimizer) -> list[str]:
-    """Under which the optimizer keeps a value for each element of a group."""
-    if not group.trainable or any(p.local not in optimizer.state for p in group.pieces):
+def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
+    """Under which the optimizer keeps a value for each element of a shard."""
+    if not shard.trainable or any(p.local not in optimizer.state for p in shard.pieces):
         return []
     return sorted(
         key
-        for key, value in optimizer.state[group.pieces[0].local].items()
-        if isinstance(value, torch.Tensor) and value.shape == group.pieces[0].local.shape
+        for key, value in optimizer.state[shard.pieces[0].local].items()
+        if isinstance(value, torch.Tensor) and value.shape == shard.pieces[0].local.shape
     )
 
 

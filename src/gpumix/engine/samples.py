@@ -149,10 +149,10 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     sums = []
     for number, stage in enumerate(plan.stages):
         ranks = plan.ranks_of(number)
-        for first in range(0, len(ranks), stage.tensor):
-            team = ranks[first : first + stage.tensor]
+        for seats in stage.seats:
+            team = ranks[seats.start : seats.stop]
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[rank] for rank in ranks[:: stage.tensor]) & DIGITS)
+        sums.append(sum(digests[ranks[seats.start]] for seats in stage.seats) & DIGITS)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

@@ -13,7 +13,8 @@ from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.optimizers import check
-from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.shard import Piece
+from gpumix.engine.shards import FlatGroup
 from gpumix.engine.state import OptimizerState
 
 
@@ -68,7 +69,9 @@ class ShardedModel:
 
     def finite(self) -> bool:
         """Whether all trained parameters are finite. Collective."""
-        masters = [group.master for group in self.groups() if group.trainable]
+        masters = [
+            shard.master for group in self.groups() if group.trainable for shard in group.shards
+        ]
         bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
 

@@ -4,75 +4,31 @@ The gathered buffer *is* the unit: its parameters are views into it, and their g
 into one gradient buffer, so nothing is copied in or out. Buffers lie in memory that is given out
 once, before the first step; at ZeRO stage 3 several units take turns in the same memory.
 
-Who owns what, and when it is valid: `master` (this rank's interval in fp32, the whole run; a view
-of `full` where that is resident and in fp32); `full` (from gather to release, or the whole run);
-`gradient` (from the first backward of a step until its reduction is done), and this rank's
-interval of the sum (at stages 0 and 1 a view of `gradient`).
+Who owns what, and when it is valid: a shard's `master` (this rank's interval in fp32, the whole
+run; a view of `full` where that is resident and in fp32); `full` (from gather to release, or the
+whole run); `gradient` (from the first backward of a step until its reduction is done), and this
+rank's interval of the sum (at stages 0 and 1 a view of `gradient`).
+
+A rank that computes several of the parts into which others divide units has a shard of each part;
+then, and only then, parameters and gradients are copied between the buffers and these parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from zlib import crc32
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.away import Away
-from gpumix.engine.comm import Pending
-from gpumix.engine.division import Division
-from gpumix.engine.host import empty_on_host
+from gpumix.engine.comm import Borrowed, Pending
+from gpumix.engine.division import Division, Kind
+from gpumix.engine.shard import Member, Piece, Scale, Shard, Source
 from gpumix.engine.units import Slot
 from gpumix.engine.window import Window
-
-# Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
-Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
-
-
-# What gradients are multiplied with, once it is known.
-Scale = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's part of one parameter: elements [start, end) of its window, flattened.
-
-    `local` is what the optimizer sees: 1-D, a view into the master shard; empty where this rank
-    owns none of the parameter, so that every rank has a piece of every parameter. Of the ranks that
-    have the same elements one is the `first`, which stands for them; of their `copies` this one is
-    that of number `copy`.
-    """
-
-    name: str
-    window: Window
-    start: int
-    end: int
-    local: nn.Parameter
-    copy: int = 0
-    copies: int = 1
-
-    @property
-    def first(self) -> bool:
-        return self.copy == 0
-
-    @property
-    def has_begin(self) -> bool:
-        """Whether this rank has the parameter's first element, of whatever is there once for all of
-        it."""
-        return self.start == 0 and self.window.part == 0
-
-    @property
-    def is_saved_here(self) -> bool:
-        """Of several copies of a piece one is saved, by its name, so that each rank saves some."""
-        return self.copy == crc32(self.name.encode()) % self.copies
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole parameter."""
-        return self.window.shape
 
 
 @dataclass(frozen=True)
@@ -87,17 +43,20 @@ ROUND_NUMEL = 64  # of which a multiple keeps the next parameter aligned, in eve
 
 
 class Alike:
-    """Parameters that lie in one flat buffer: alike in dtype and in being trained or not.
+    """Parameters that lie in one flat buffer: alike in dtype, in being trained or not, and in who
+    divides them.
 
     Args:
         slots: the parameters.
         dtypes: of the buffer, and in which it is gathered; frozen parameters that are not floats
             keep theirs.
+        divisions: of each part of the parameters that this rank has; usually one.
     """
 
-    def __init__(self, slots: list[Slot], dtypes: Dtypes) -> None:
+    def __init__(self, slots: list[Slot], dtypes: Dtypes, divisions: tuple[Division, ...]) -> None:
         first = slots[0].parameter
         self.slots = sorted(slots, key=lambda slot: slot.summed)
+        self.divisions = divisions
         self.trainable = first.requires_grad
         self.numels = [slot.window.numel for slot in self.slots]
         self.numel = sum(self.numels)
@@ -110,16 +69,21 @@ class Alike:
         self.master_dtype = torch.float32 if self.trainable else self.gathered_dtype
 
     @classmethod
-    def among(cls, slots: list[Slot], dtypes: Dtypes) -> list[Alike]:
+    def among(cls, slots: list[Slot], dtypes: Dtypes, division: Division) -> list[Alike]:
         """Group parameters; trained ones first."""
-        alike: dict[tuple[bool, torch.dtype | None], list[Slot]] = {}
+        alike: dict[tuple[bool, torch.dtype | None, Kind], list[Slot]] = {}
         # Odd sizes last: kernels want the others to begin at round addresses.
         for slot in sorted(slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
             p = slot.parameter
             kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
-            alike.setdefault(kind, []).append(slot)
+            alike.setdefault((*kind, division.kind_of(slot)), []).append(slot)
         ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
-        return [cls(of_kind, dtypes) for _, of_kind in ordered]
+        return [cls(of_kind, dtypes, division.by_kind(kind[-1])) for kind, of_kind in ordered]
+
+    def members(self, number: int) -> list[Member]:
+        """What is in the vector of a division."""
+        windows = [(s.parts[number] if len(self.divisions) > 1 else s.window) for s in self.slots]
+        return [Member(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
 
     @property
     def full_bytes(self) -> int:
@@ -127,12 +91,12 @@ class Alike:
 
     @property
     def arriving_bytes(self) -> int:
-        """Of what is gathered in another dtype than it is computed with."""
+        """Of what is gathered in another dtype than it is computed with, or in parts."""
         return 0 if self._as_gathered else self.numel * self.gathered_dtype.itemsize
 
     @property
     def _as_gathered(self) -> bool:
-        return self.dtype == self.gathered_dtype
+        return self.dtype == self.gathered_dtype and len(self.divisions) == 1
 
     @property
     def own_masters(self) -> bool:
@@ -162,15 +126,14 @@ class FlatGroup:
         label: for error messages: the unit's name.
         alike: the parameters; their places in the modules get views of the buffer instead.
         full, gradient: 1-D memory for the gathered parameters and, if trained, their gradients.
-        arriving: memory in which the parameters are gathered, where that is in another dtype; it is
-            this group's from its gather's beginning to its end.
+        arriving: memory in which the parameters are gathered, where that is in another dtype or in
+            parts; it is this group's from its gather's beginning to its end.
     """
 
     def __init__(
         self,
         label: str,
         alike: Alike,
-        division: Division,
         *,
         full: torch.Tensor,
         gradient: torch.Tensor,
@@ -184,58 +147,40 @@ class FlatGroup:
         self.full = full
         self.gradient = gradient
         self._arriving = arriving
-        self._division = division
-        self.offsets = division.offsets(self.numel)
-        self.start, self.end = division.interval(self.numel)
-        self._on_host = division.on_host and alike.trainable
-        own_masters = alike.own_masters and not self._on_host
+        self._division = alike.divisions[0]
+        on_host = self._division.on_host and alike.trainable
+        own_masters = alike.own_masters and not on_host
         # Whether an update of the masters is none of `full` yet.
-        self.diverges = alike.trainable and not (division.replicated and own_masters)
-        self._masters_in_full = division.whole_parameters and own_masters
-        self.master = self._masters(alike.master_dtype)
-        self.pieces = list(self._fill(alike, source))
+        self.diverges = alike.trainable and not (self._division.replicated and own_masters)
+        in_parts = len(alike.divisions) > 1
+        in_place = self._division.whole_gradients and not (on_host or in_parts)
+        self.shards = [
+            Shard(
+                label,
+                alike.members(number),
+                division,
+                dtype=alike.master_dtype,
+                device=full.device,
+                masters_in=full if division.whole_parameters and own_masters else None,
+                sums_in=gradient if in_place else None,
+                source=source,
+            )
+            for number, division in enumerate(alike.divisions)
+        ]
         self._install(alike)
+        self._parts = _Parts(self.views, alike) if in_parts else None
         self._gradients: list[_Gradient] = []
-        self._carried: torch.Tensor | None = None
-        self._summed = False
-        self._in_place = division.whole_gradients and not self._on_host
         if self.trainable:
             self._point_gradients(alike.numels)
 
-    def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's interval alone, uninitialised."""
-        if self._on_host:
-            return empty_on_host(numel, dtype, self.full.device)
-        return torch.empty(numel, dtype=dtype, device=self.full.device)
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for shard in self.shards for piece in shard.pieces]
 
-    def _masters(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's interval of the masters."""
-        if self._masters_in_full:
-            return self.full[self.start : self.end]
-        return self._own(self.end - self.start, dtype)
-
-    def _fill(self, alike: Alike, source: Source) -> Iterator[Piece]:
-        """Put initial values into the master shard, and cut it into pieces."""
-        begin, division = 0, self._division
-        for slot, numel in zip(alike.slots, alike.numels):
-            start, end, offset = self._part(begin, numel)
-            view = self.master[offset : offset + end - start]
-            if end > start:
-                view.copy_(_values(source, slot, start, end))
-            local = nn.Parameter(view.detach(), requires_grad=self.trainable)
-            copy, copies = division.copy
-            if division.team is not None and slot.window.whole:
-                copy = copy * division.team.world + division.team.rank
-                copies *= division.team.world
-            yield Piece(slot.name, slot.window, start, end, local, copy, copies)
-            begin += numel
-
-    def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
-        """Of a parameter at `begin` of the buffer: where this rank's part of it starts and ends,
-        and where that is in the masters."""
-        start = min(max(self.start - begin, 0), numel)
-        end = min(max(self.end - begin, start), numel)
-        return start, end, min(max(begin + start - self.start, 0), self.end - self.start)
+    @property
+    def division(self) -> Division:
+        """Who divides it; of several parts, the first."""
+        return self._division
 
     def _install(self, alike: Alike) -> None:
         """Put views of the buffer in the places of the parameters."""
@@ -262,41 +207,11 @@ class FlatGroup:
         for view in self.views:
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        self._own_gradients()
         for view, gradient in zip(self.views, self.gradient.split(numels)):
             place = gradient.view(view.shape)
             view.grad = place
             put = view.register_post_accumulate_grad_hook(partial(_put, place))
             self._gradients.append(_Gradient(view, place, put))
-
-    def _own_gradients(self) -> None:
-        """Memory for this rank's interval of the gradients' sums."""
-        own, size = self.gradient[self.start : self.end], self.end - self.start
-        self.master_gradient = own if self._in_place else self._own(size, torch.float32).zero_()
-        self._piece_gradients = self.master_gradient.split(
-            [piece.end - piece.start for piece in self.pieces]
-        )
-
-    def divide(self, division: Division, masters: torch.Tensor) -> None:
-        """From now on this rank has what `division` says, and there these values. Pieces' `local`
-        are the same parameters, of other elements. Between two steps, without gradients."""
-        self._division = division
-        self.offsets = division.offsets(self.numel)
-        self.start, self.end = division.interval(self.numel)
-        dtype = self.master.dtype
-        del self.master
-        self.master = self._masters(dtype).copy_(masters)
-        begin, pieces = 0, []
-        for piece in self.pieces:
-            numel = piece.window.numel
-            start, end, offset = self._part(begin, numel)
-            piece.local.grad = None
-            piece.local.data = self.master[offset : offset + end - start]
-            pieces.append(replace(piece, start=start, end=end))
-            begin += numel
-        self.pieces = pieces
-        if self.trainable:
-            self._own_gradients()
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """What the modules may hold in the places of parameters, with the name of the piece."""
@@ -306,22 +221,23 @@ class FlatGroup:
 
     # -- parameters ---------------------------------------------------------------------------
 
-    def gather(self) -> Pending:
+    def gather(self) -> list[Pending]:
         """Start to fill the buffer from all ranks' shards."""
-        label = f"all-gather of unit '{self.label}'"
-        comm = self._division.comm
         into = self.full if self._arriving is None else self._arriving
-        if self._division.replicated:
-            into.copy_(self.master)
-            pending = Pending((), label, comm)
-        else:
-            pending = comm.gather(into, self.master, self.offsets, label)
-        return pending if into is self.full else pending.then(self._cast)
+        parts = into.split([shard.numel for shard in self.shards])
+        pending = [shard.gather(part) for shard, part in zip(self.shards, parts)]
+        if into is not self.full:
+            pending[-1].then(self._take)
+        return pending
 
-    def _cast(self) -> None:
-        """What has arrived, in the dtype that this rank computes in."""
+    def _take(self) -> None:
+        """All has arrived: it is put where this rank computes with it, in its dtype."""
         assert self._arriving is not None
-        self.full.copy_(self._arriving)
+        if self._parts is None:
+            self.full.copy_(self._arriving)
+            return
+        for number, part in enumerate(self._arriving.split([s.numel for s in self.shards])):
+            self._parts.put(number, part)
 
     def install(self) -> None:
         """Give the modules their parameters."""
@@ -335,33 +251,27 @@ class FlatGroup:
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every parameter, whole: views of temporary memory. Collective."""
-        flat, team = self._all_masters(), self._division.team
-        if team is None:
-            rows = flat[None]
-        else:
-            rows, told = team.exchange(flat, f"exchange of the state of unit '{self.label}'")
-            told.wait()
-        numels = [piece.window.numel for piece in self.pieces]
-        for piece, *parts in zip(self.pieces, *(row.split(numels) for row in rows)):
+        rows, team = [shard.all_masters() for shard in self.shards], self._division.team
+        if team is not None:
+            label = f"exchange of the state of unit '{self.label}'"
+            tables = []
+            for flat in rows:
+                table, told = team.exchange(flat, label)
+                told.wait()
+                tables.append(table)
+            rows = [table[member] for member in range(team.world) for table in tables]
+        pieces = self.shards[0].pieces
+        numels = [piece.window.numel for piece in pieces]
+        for piece, *parts in zip(pieces, *(row.split(numels) for row in rows)):
             yield piece, _put_together(piece.window, parts)
-
-    def _all_masters(self) -> torch.Tensor:
-        """Those of all ranks, in memory of its own. Collective."""
-        if self._division.replicated:
-            return self.master.clone()
-        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self.full.device)
-        label = f"all-gather of the state of unit '{self.label}'"
-        self._division.comm.gather(buffer, self.master, self.offsets, label).wait()
-        return buffer
 
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
         """Nothing is in the gradient buffer yet; but remember what earlier steps have left to be
         added."""
-        if self._in_place and not all(fresh := self._fresh()):
-            self._zero(fresh)
-            self._carried = self.master_gradient.clone()
+        for shard in self.shards:
+            shard.begin_gradient()
         for gradient in self._gradients:
             gradient.view.grad = gradient.place.zero_() if gradient.put is None else None
 
@@ -379,122 +289,107 @@ class FlatGroup:
                 gradient.put.remove()
                 gradient.put = None
 
-    def reduce(self, scale: Scale | None) -> Iterator[Pending]:
-        """Sum the gradient over ranks; each collective begins when the next value is asked for.
+    def reduce(self, scale: Scale | None) -> Iterator[list[Pending]]:
+        """Sum the gradient over ranks; collectives begin when the next value is asked for.
         At the end this rank's part, times `scale`, is in the pieces' `grad`: added to those that
         there are, as autograd does. Without a scale it is added to those of this step, and not
         theirs before it is `settle`d."""
-        division, label = self._division, f"reduction of unit '{self.label}'"
+        division = self._division
         if division.team is not None and self._summed_from < self.numel:
             # At once, for the buffer is another bucket's soon; and it is little.
             parts = self.gradient[self._summed_from :]
-            division.team.all_reduce(parts, f"{label} in its team")
+            division.team.all_reduce(parts, f"reduction of unit '{self.label}' in its team")
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
-        if division.replicated:
-            yield division.comm.start_all_reduce(self.gradient, label)
-            self._deliver(self.gradient[None], scale)
-        elif division.copies is None:
-            yield division.comm.reduce(
-                self.gradient, self.offsets, label, lambda rows: self._deliver(rows, scale)
-            )
-        else:
-            room = division.comm.borrow("copies", self.gradient, 1, self.end - self.start)
-            part = room.tensor[0]
-            yield division.comm.reduce(
-                self.gradient, self.offsets, label, lambda rows: _sum(rows, part)
-            )
-            yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
-            self._deliver(room.tensor, scale)
+        if self._parts is None:
+            yield from together([self.shards[0].reduce(self.gradient, scale)])
+            return
+        # All at once: others, who have one part, go on to what comes after it.
+        rooms = self._rooms()
+        for number, room in enumerate(rooms):
+            self._parts.copy_gradient(number, room.tensor[0])
+        yield from together([s.reduce(r.tensor[0], scale) for s, r in zip(self.shards, rooms)])
+        for room in rooms:
             room.give_back()
+
+    def _rooms(self) -> list[Borrowed]:
+        """Memory for the gradients of each part."""
+        comm = self._division.comm
+        return [comm.borrow("parts", self.gradient, 1, shard.numel) for shard in self.shards]
 
     def expect_reduce(self) -> None:
         """This is the largest group that will be reduced: let all memory for it be there."""
-        division = self._division
-        if division.replicated:
+        if self._parts is None:
+            self.shards[0].expect_reduce(self.gradient)
             return
-        division.comm.expect_reduce(self.gradient, self.offsets)
-        if division.copies is not None:  # one bucket is summed over hosts, the next inside them
-            own = self.end - self.start
-            rooms = [division.comm.borrow("copies", self.gradient, 1, own) for _ in range(2)]
-            division.copies.expect_sum(rooms[0].tensor[0], self.numel)
-            for room in rooms:
-                room.give_back()
-
-    def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
-        """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
-        if scale is None:
-            self._add(rows)
-            return
-        fresh, own = self._fresh(), self.master_gradient
-        if self._on_host:
-            part = _summed(rows).mul_(scale())
-            if all(fresh):
-                own.copy_(part, non_blocking=True)
-            else:
-                self._zero(fresh)
-                own.add_(part.to(own.device))
-        elif all(fresh) or self._in_place:
-            _sum(rows, own)
-            _multiply(own, scale())
-            if self._carried is not None:
-                own.add_(self._carried)
-                self._carried = None
-        else:
-            self._zero(fresh)
-            own.addcmul_(_summed(rows), scale())
-        self._hand_out()
-
-    def _add(self, rows: torch.Tensor) -> None:
-        own = self.master_gradient
-        if not self._summed and not self._in_place:
-            fresh = self._fresh()
-            if not all(fresh):
-                self._zero(fresh)
-                self._carried = own.clone()
-        if rows.device != own.device:
-            rows = _summed(rows)[None].to(own.device)
-        if self._summed:
-            own.add_(_summed(rows))
-        else:
-            _sum(rows, own)
-        self._summed = True
+        rooms = self._rooms()
+        for shard, room in zip(self.shards, rooms):
+            shard.expect_reduce(room.tensor[0])
+        for room in rooms:
+            room.give_back()
 
     def settle(self, scale: Scale) -> None:
         """All that a step reduced without a scale is there: it is multiplied with it, and in the
         pieces' `grad`."""
-        if self._summed:
-            _multiply(self.master_gradient, scale().to(self.master_gradient.device))
-            if self._carried is not None:
-                self.master_gradient.add_(self._carried)
-            self._hand_out()
-        self.forget_sums()
+        for shard in self.shards:
+            shard.settle(scale)
 
     def forget_sums(self) -> None:
         """Nothing of this step counts."""
-        self._summed, self._carried = False, None
-
-    def _hand_out(self) -> None:
-        for piece, gradient in zip(self.pieces, self._piece_gradients):
-            piece.local.grad = gradient
-
-    def _fresh(self) -> list[bool]:
-        """Of each piece, whether nothing is there to be added to."""
-        return [piece.local.grad is None for piece in self.pieces]
-
-    def _zero(self, fresh: list[bool]) -> None:
-        for is_fresh, gradient in zip(fresh, self._piece_gradients):
-            if is_fresh:
-                gradient.zero_()
+        for shard in self.shards:
+            shard.forget_sums()
 
 
-def _values(source: Source, slot: Slot, start: int, end: int) -> torch.Tensor:
-    """Initial values of elements [start, end) of a parameter's window."""
-    parameter = slot.parameter
-    if slot.window.whole:
-        return source(slot.name, parameter, start, end)
-    every = source(slot.name, parameter, 0, parameter.numel()).view(parameter.shape)
-    return slot.window.of(every).reshape(-1)[start:end]
+def together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
+    """The n-th collective of all of them at once."""
+    while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
+        yield started
+
+
+def expect_largest(trained: Sequence[FlatGroup]) -> None:
+    """These will be reduced: let all memory for it be there; of those that the same ranks divide,
+    the largest has it for all."""
+    largest: dict[int, FlatGroup] = {}
+    for group in trained:
+        ranks = id(group.division.comm)
+        if ranks not in largest or largest[ranks].numel < group.numel:
+            largest[ranks] = group
+    for group in largest.values():
+        group.expect_reduce()
+
+
+class _Parts:
+    """Where the parts of parameters are that other ranks divide, and this one has several of.
+
+    Args:
+        views: of the parameters, as this rank computes with them.
+    """
+
+    def __init__(self, views: Sequence[nn.Parameter], alike: Alike) -> None:
+        parts = len(alike.divisions)
+        self._views = views
+        self._windows = [
+            [
+                Window(s.window.local_shape, s.parts[0].dim, parts, number, s.parts[0].packed)
+                for s in alike.slots
+            ]
+            for number in range(parts)
+        ]
+
+    def put(self, number: int, flat: torch.Tensor) -> None:
+        """Write a part of each parameter from a vector of them."""
+        windows = self._windows[number]
+        rows = flat.split([window.numel for window in windows])
+        for view, window, row in zip(self._views, windows, rows):
+            window.put(row.view(window.local_shape), view.data)
+
+    def copy_gradient(self, number: int, flat: torch.Tensor) -> None:
+        """Write a part of each gradient into a vector of them."""
+        windows = self._windows[number]
+        rows = flat.split([window.numel for window in windows])
+        for view, window, row in zip(self._views, windows, rows):
+            assert view.grad is not None, "what got no gradient has one of zero"
+            row.view(window.local_shape).copy_(window.of(view.grad))
 
 
 def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -514,23 +409,3 @@ def _put(place: torch.Tensor, view: torch.Tensor) -> None:
         assert view.grad is not None, "it has just been accumulated"
         place.copy_(view.grad)
         view.grad = place
-
-
-def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
-    """In place; by 1 not at all, where looking at it does not wait for a device."""
-    if scale.device.type != "cpu" or scale.item() != 1.0:
-        value.mul_(scale)
-
-
-def _summed(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows, in the first of them."""
-    for row in rows[1:]:
-        rows[0].add_(row)
-    return rows[0]
-
-
-def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
-    if rows.shape[0] > 1:
-        torch.sum(rows, 0, out=out)
-    elif rows.data_ptr() != out.data_ptr():
-        out.copy_(rows[0])

@@ -11,7 +11,8 @@ from gpumix.engine.elsewhere import Elsewhere
 from gpumix.engine.parts import Storage
 from gpumix.engine.tensor import Changes, Part, all_of
 from gpumix.engine.units import Anatomy, Unit
-from gpumix.spec.plan import Plan, Stage, of_several
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, of_several
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator])
 
 
 def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
-    """By stage, who computes its units together with this rank, where anybody does. Collective: it
+    """By stage whose units are divided, who computes them together with this rank. Collective: it
     makes process groups."""
     found = {}
     for number, stage in enumerate(plan.stages):
-        ranks = plan.ranks_of(number) if stage.tensor > 1 else ()
-        for first in range(0, len(ranks), stage.tensor):
-            team = comm.among(ranks[first : first + stage.tensor])
+        ranks = plan.ranks_of(number)
+        for seats in stage.seats if stage.tensor > 1 else ():
+            team = comm.among(ranks[seats.start : seats.stop])
             if team is not None:
                 found[number] = team
     return found

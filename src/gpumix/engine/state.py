@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +17,13 @@ from torch.optim import Optimizer
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.comm import Communicator
 from gpumix.engine.inventory import Inventory
-from gpumix.engine.shards import FlatGroup, Piece
+from gpumix.engine.shard import Piece
+from gpumix.engine.shards import FlatGroup
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 
 Scalar = torch.Tensor | bool | int | float
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Part:
     local: torch.Tensor
 
 
+Cut = tuple[Part, ...]
+"""What this rank has of a tensor: a part of each window of it that it has, usually one."""
+
+
 @dataclass(frozen=True)
 class Whole:
     """A tensor that belongs to a whole parameter and is not cut: the same on every rank."""
@@ -44,7 +51,7 @@ class Whole:
 
 
 # Parameter name -> name of a state -> its value.
-OptimizerState = dict[str, dict[str, Part | Whole | Scalar]]
+OptimizerState = dict[str, dict[str, Cut | Whole | Scalar]]
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -163,15 +170,24 @@ def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerS
     pieces = list(pieces)
     _check_ours(pieces, optimizer)
     wholes: Collection[str] = getattr(optimizer, "whole_states", ())
-    return {
-        piece.name: {
-            name: Whole(value.detach()) if name in wholes else _value(piece, name, value)
-            for name, value in optimizer.state[piece.local].items()
-            if value is not None
-        }
-        for piece in pieces
-        if piece.local in optimizer.state
-    }
+    found: OptimizerState = {}
+    for piece in pieces:
+        if piece.local not in optimizer.state:
+            continue
+        states = found.setdefault(piece.name, {})
+        for name, value in optimizer.state[piece.local].items():
+            if value is None:
+                continue
+            new = Whole(value.detach()) if name in wholes else _value(piece, name, value)
+            states[name] = beside(states.get(name), new)
+    return found
+
+
+def beside(before: Cut | T | None, more: Cut | T) -> Cut | T:
+    """What is cut, with one more part of it; else `more`."""
+    if isinstance(before, tuple) and isinstance(more, tuple):
+        return (*before, *more)
+    return more
 
 
 def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
@@ -185,10 +201,10 @@ def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
         )
 
 
-def _value(piece: Piece, name: str, value: object) -> Part | Scalar:
+def _value(piece: Piece, name: str, value: object) -> Cut | Scalar:
     if isinstance(value, torch.Tensor):
         if value.shape == piece.local.shape:
-            return Part(piece.window, piece.start, piece.end, value.detach())
+            return (Part(piece.window, piece.start, piece.end, value.detach()),)
         if value.dim() == 0:
             return value.detach()
     elif isinstance(value, (bool, int, float)):
@@ -215,8 +231,9 @@ def load_optimizer_state(
     _check_ours(pieces, optimizer)
     by_local = {id(piece.local): piece for piece in pieces}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbered = {by_local[id(p)].name: (i, by_local[id(p)]) for i, p in enumerate(parameters)}
-    absent = [name for name in state if name not in numbered]
+    updated = [by_local[id(p)] for p in parameters]
+    names = {piece.name for piece in updated}
+    absent = [name for name in state if name not in names]
     if absent:
         raise InputError(
             f"the optimizer does not update {some_of(absent)}, for which there is state",
@@ -224,25 +241,26 @@ def load_optimizer_state(
         )
     packed = optimizer.state_dict()
     packed["state"] = {
-        numbered[name][0]: {
-            key: _local(numbered[name][1], key, value) for key, value in values.items()
-        }
-        for name, values in state.items()
+        number: {key: _local(piece, key, value) for key, value in state[piece.name].items()}
+        for number, piece in enumerate(updated)
+        if piece.name in state
     }
     optimizer.load_state_dict(packed)
 
 
-def _local(piece: Piece, key: str, value: Part | Whole | Scalar) -> Scalar:
+def _local(piece: Piece, key: str, value: Cut | Whole | Scalar) -> Scalar:
     if isinstance(value, Whole):
         return value.tensor
-    if not isinstance(value, Part):
+    if not isinstance(value, tuple):
         # Optimizers count in place: no two parameters may share a tensor.
         return value.clone() if isinstance(value, torch.Tensor) else value
-    if (value.window, value.start, value.end) != (piece.window, piece.start, piece.end):
-        raise InputError(
-            f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
-            why=f"it holds elements {value.start} to {value.end}, this rank stores {piece.start} "
-            f"to {piece.end}",
-            fix="take it through a checkpoint, which any plan can load",
-        )
-    return value.local
+    wanted = (piece.window, piece.start, piece.end)
+    for part in value:
+        if (part.window, part.start, part.end) == wanted:
+            return part.local
+    held = ", ".join(f"{part.start} to {part.end}" for part in value)
+    raise InputError(
+        f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
+        why=f"it holds elements {held}, this rank stores {piece.start} to {piece.end}",
+        fix="take it through a checkpoint, which any plan can load",
+    )

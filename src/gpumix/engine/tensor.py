@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +35,13 @@ from gpumix.spec.profile import ROOT
 Forward = Callable[..., Any]
 
 
+class Seat(NamedTuple):
+    """One of so many equal parts that modules are divided into."""
+
+    part: int
+    parts: int
+
+
 class Style:
     """How a module is divided.
 
@@ -44,8 +51,8 @@ class Style:
 
     begins: ClassVar[bool] = False
 
-    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
-        """What this rank has of those of its parameters that are divided.
+    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+        """The part of a seat, of those of its parameters that are divided.
 
         Raises:
             ValueError: they cannot be divided so.
@@ -78,10 +85,10 @@ class Colwise(Style):
     packed: int = 1
     begins: ClassVar[bool] = True
 
-    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
-        found = {"weight": _window(module, "weight", _outputs(module), team, self.packed)}
+    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+        found = {"weight": _window(module, "weight", _outputs(module), seat, self.packed)}
         if module._parameters.get("bias") is not None:
-            found["bias"] = _window(module, "bias", 0, team, self.packed)
+            found["bias"] = _window(module, "bias", 0, seat, self.packed)
         return found
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
@@ -98,8 +105,8 @@ class Colwise(Style):
 class Rowwise(Style):
     """A linear layer by its inputs, of which each rank has its part."""
 
-    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
-        return {"weight": _window(module, "weight", 1 - _outputs(module), team)}
+    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+        return {"weight": _window(module, "weight", 1 - _outputs(module), seat)}
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
         parameters, transposed = module._parameters, _transposed(module)
@@ -116,11 +123,11 @@ class EmbeddingRowwise(Style):
     """A table by its rows: each rank looks up what it has. What the module's class does with that
     (Gemma's scales it) each does with its own."""
 
-    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
         _require(module, nn.Embedding)
         if module.max_norm is not None:
             raise ValueError("a table with `max_norm` is changed by looking things up")
-        return {"weight": _window(module, "weight", 0, team)}
+        return {"weight": _window(module, "weight", 0, seat)}
 
     def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
         padding = getattr(module, "padding_idx", None)
@@ -142,9 +149,9 @@ class EmbeddingRowwise(Style):
 class EmbeddingColwise(Style):
     """A table by its columns, inside of a region."""
 
-    def windows(self, module: nn.Module, team: Communicator) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
         _require(module, nn.Embedding)
-        return {"weight": _window(module, "weight", 1, team)}
+        return {"weight": _window(module, "weight", 1, seat)}
 
 
 class Repeated(Style):
@@ -240,6 +247,7 @@ def divide(
     part: Part,
     whole: Collection[nn.Module] = (),
     sequence: Collection[str] = (),
+    degree: int | None = None,
 ) -> tuple[Anatomy, Changes]:
     """Make a team's ranks compute parts of a model together, as a plan says.
 
@@ -249,6 +257,8 @@ def divide(
         whole: modules of the root that are not divided.
         sequence: units between whose divided modules, if they have any, each rank has its part of
             the positions.
+        degree: into so many parts other teams divide what this one does, or has whole; default: as
+            many as it has ranks.
 
     Returns:
         The anatomy with the windows of this rank, and what was changed.
@@ -258,16 +268,20 @@ def divide(
             number of ranks, or nothing of the units is divided.
     """
     model = anatomy.root.module
-    check_heads(getattr(model, "config", None), team.world)
+    degree = degree or team.world
+    check_heads(getattr(model, "config", None), degree)
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
     own = _own_modules(anatomy, part, inside, whole)
     styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
-    windows = _windows(styles, slots, team, names, inside)
+    each = degree // team.world
+    windows = _windows(styles, slots, Seat(team.rank * each, degree), names, inside)
     # A stage may have nothing that can be divided: BERT's embeddings are a unit.
     others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
-    divided = any(number in inside and s.windows(m, team) for number, (m, s) in styles.items())
+    divided = any(
+        number in inside and s.windows(m, Seat(0, degree)) for number, (m, s) in styles.items()
+    )
     if not divided and not any(style_of(name, plan) for name in others):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
@@ -275,12 +289,14 @@ def divide(
             fix="give patterns of the names of linear layers inside of the units",
         )
     changes = Changes()
+    found = _with_windows(anatomy, windows, styles, team)
+    apart = _Apart.of(team, found, sequence, styles, names) if sequence else None
+    if team.world == 1:
+        return (found if apart is None else apart.marked(found)), changes
     for name, module in own if "divided" in plan.values() else ():
         for key in [key for key, value in vars(module).items() if type(value) is int]:
             if style_of(f"{name}.{key}", plan) == "divided":
                 changes.make(module, key, _divided(module, key, team, name))
-    found = _with_windows(anatomy, windows, styles)
-    apart = _Apart.of(team, found, sequence, styles, names) if sequence else None
     entrances: dict[str, Entrances] = {}
     for number, (module, style) in styles.items():
         parent = names[number].rpartition(".")[0]
@@ -346,7 +362,7 @@ class _Apart:
         styles: Mapping[int, tuple[nn.Module, Style]],
         names: Mapping[int, str],
     ) -> None:
-        if slot.summed or not slot.window.whole or not slot.parameter.requires_grad:
+        if slot.summed or slot.divided or not slot.parameter.requires_grad:
             return
         for module, attribute in slot.places:
             name = names[id(module)]
@@ -365,29 +381,40 @@ class _Apart:
                 fix="make a plan without: `techniques: {sequence: false}`",
             )
 
-    def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
+    def marked(self, anatomy: Anatomy) -> Anatomy:
         """The same anatomy, of which these units compute a part of the positions: each rank comes
         to a part of the gradient of what is not divided."""
 
         def changed(unit: Unit) -> Unit:
             if unit.name not in self.units:
                 return unit
-            inner = plain_forward(unit.module)
             slots = tuple(
-                replace(slot, summed=slot.window.whole and slot.parameter.requires_grad)
+                replace(slot, summed=not slot.divided and slot.parameter.requires_grad)
                 for slot in unit.slots
             )
+            return replace(unit, slots=slots)
+
+        return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
+
+    def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
+        """Make units do so; the anatomy that is `marked`."""
+
+        def changed(before: Unit, unit: Unit) -> Unit:
+            if unit.name not in self.units:
+                return unit
             # Inside of regions each rank has a part of a gradient anyway.
             parts = [
                 now.name.removeprefix(f"{unit.name}.")
-                for slot, now in zip(unit.slots, slots)
+                for slot, now in zip(before.slots, unit.slots)
                 if now.summed and not slot.summed
             ]
+            inner = plain_forward(unit.module)
             forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner, parts)
             changes.make(unit.module, "forward", forward)
-            return replace(unit, slots=slots, positions=self.positions)
+            return replace(unit, positions=self.positions)
 
-        return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
+        marked = self.marked(anatomy)
+        return Anatomy(tuple(map(changed, anatomy.units, marked.units)), marked.root)
 
 
 def _own_modules(
@@ -437,7 +464,7 @@ def _style(name: str, wanted: str | None) -> Style | None:
 def _windows(
     styles: dict[int, tuple[nn.Module, Style]],
     slots: list[Slot],
-    team: Communicator,
+    seat: Seat,
     names: Mapping[int, str],
     inside: Mapping[int, str],
 ) -> dict[str, Window]:
@@ -448,11 +475,11 @@ def _windows(
         undone: set[int] = set()
         for key, (module, style) in styles.items():
             try:
-                windows = style.windows(module, team)
+                windows = style.windows(module, seat)
             except ValueError as error:
                 if key in inside:
                     raise InputError(
-                        f"module '{names[key]}' cannot be divided over {team.world} ranks",
+                        f"module '{names[key]}' cannot be divided over {seat.parts} ranks",
                         why=str(error),
                         fix="take another tensor parallel degree, or leave it out of the plan",
                     ) from error
@@ -476,14 +503,29 @@ def _with_windows(
     anatomy: Anatomy,
     windows: Mapping[str, Window],
     styles: Mapping[int, tuple[nn.Module, Style]],
+    team: Communicator,
 ) -> Anatomy:
+    """
+    Args:
+        windows: the first of the parts that this rank has.
+    """
     parts = {(k, name) for k, (module, style) in styles.items() for name in style.summed(module)}
+
+    def in_window(slot: Slot) -> Slot:
+        first = windows.get(slot.name)
+        if first is None:
+            return slot
+        each = first.parts // team.world
+        if each == 1:
+            return replace(slot, window=first)
+        own = replace(first, parts=team.world, part=team.rank)
+        of_parts = tuple(first.of_member(first.part + number) for number in range(each))
+        return replace(slot, window=own, parts=of_parts)
 
     def changed(unit: Unit) -> Unit:
         slots = tuple(
             replace(
-                slot,
-                window=windows.get(slot.name, slot.window),
+                in_window(slot),
                 summed=any((id(module), name) in parts for module, name in slot.places),
             )
             for slot in unit.slots
@@ -558,7 +600,7 @@ def _rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
     return team.rank * count, count
 
 
-def _window(module: nn.Module, name: str, dim: int, team: Communicator, packed: int = 1) -> Window:
+def _window(module: nn.Module, name: str, dim: int, seat: Seat, packed: int = 1) -> Window:
     whole = module._parameters[name]
     assert whole is not None
-    return Window(whole.shape, dim, team.world, team.rank, packed)
+    return Window(whole.shape, dim, seat.parts, seat.part, packed)

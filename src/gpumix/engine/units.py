@@ -26,6 +26,7 @@ class Slot:
 
     Attributes:
         window: what this rank computes with.
+        parts: that in as many parts as other ranks divide it into, where it is several of them.
         summed: whether ranks that compute together each have a part of its gradient only.
     """
 
@@ -34,6 +35,12 @@ class Slot:
     places: tuple[tuple[nn.Module, str], ...]
     window: Window
     summed: bool = False
+    parts: tuple[Window, ...] = ()
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks that compute together each have a part of it; these ranks, or others."""
+        return bool(self.parts) or not self.window.whole
 
 
 @dataclass(frozen=True)

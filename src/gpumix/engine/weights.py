@@ -14,7 +14,7 @@ from torch import nn
 
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.deferred import log_of
-from gpumix.engine.shards import Source
+from gpumix.engine.shard import Source
 from gpumix.engine.state import check_names_and_shapes
 from gpumix.spec.errors import InputError
 

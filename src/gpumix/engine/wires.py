@@ -16,7 +16,8 @@ import torch
 from gpumix.cost.pipeline import Action
 from gpumix.engine.comm import Communicator, Pending
 from gpumix.engine.elsewhere import Look
-from gpumix.spec.plan import Plan, Taken, between_teams
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Taken, between_teams
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -76,7 +77,7 @@ class Wires:
         """Go on by a plan of the same stages, whose workers have other micro-batches. Collective,
         between two steps."""
         self._team_of = {
-            (number, batch): plan.ranks_of(number)[one.worker : one.worker + stage.tensor]
+            (number, batch): plan.ranks_of(number)[one.seats.start : one.seats.stop]
             for number, stage in enumerate(plan.stages)
             for batch, one in enumerate(stage.micro_batches(plan.waves))
         }

@@ -15,7 +15,6 @@ from gpumix.cost.head import chunk_bytes
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import MOST_LAYERS
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype, Taken
 from gpumix.spec.profile import (
     ROOT,
     End,
@@ -28,6 +27,7 @@ from gpumix.spec.profile import (
     UnitKind,
 )
 from gpumix.spec.read_yaml import show_value
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 from gpumix.spec.units import LARGEST, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.

@@ -18,7 +18,7 @@ from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, LinkOf, Network, link
 from gpumix.spec.placed import placed
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
 _CARDS = re.compile(r"^(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9].*)$")

@@ -15,7 +15,7 @@ from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.dtypes import reason
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency, EfficiencySpec
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 # Of GPUs: what flash-attn and Liger are written for, and what Triton makes code for.
 AMPERE, VOLTA = (8, 0), (7, 0)

@@ -19,7 +19,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision, compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
-from gpumix.spec.plan import DTYPE_BYTES, Collectives, ComputeDtype
+from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import (
     ROOT,
     ClassProfile,
@@ -29,6 +29,7 @@ from gpumix.spec.profile import (
     UnitTimes,
 )
 from gpumix.spec.space import EVERYTHING
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.teams import degrees_of
 
 # CUDA's context, the kernels of torch and cuBLAS, NCCL's buffers: what a process takes on a GPU

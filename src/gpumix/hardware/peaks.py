@@ -10,7 +10,7 @@ from gpumix.hardware.roofline import flops_per_s
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 
 def stated_peak(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gpumix.hardware.catalogue import Card, CoherentLink
 from gpumix.spec.curve import Curve
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 LAUNCH_S = 2e-4  # of one unit's kernels, however small they are
 MEMORY_PART = 0.8  # of the stated bandwidth

@@ -20,7 +20,6 @@ from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import support_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Link, Network, link
-from gpumix.spec.plan import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.profile import (
     ClassProfile,
     End,
@@ -30,6 +29,7 @@ from gpumix.spec.profile import (
     TeamProfile,
     UnitKind,
 )
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 
 U = TypeVar("U", UnitKind, RootUnit)
 S = TypeVar("S", End, RootParameter)

@@ -6,12 +6,16 @@ for the questions that only gpumix itself can answer.
 
 import hashlib
 import json
+import random
 import socket
 import sys
 from pathlib import Path
 
 MARK = "gpumix-facts: "
 # Libraries of scripts, which must be alike on all hosts.
+# Outgoing connections get their ports from above these: until it is used, nobody takes one of them.
+PORTS = range(20000, 30000)
+TRIES = 20
 LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning")
 
 
@@ -58,14 +62,17 @@ def devices() -> "int | str":
 
 def listening(address: str, port: int) -> "dict[str, object]":
     """A free port at an address of this host, or whether this one is; or why there is none."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, 0, socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(place)
-            return {"ip": place[0], "port": server.getsockname()[1]}
-    except OSError as error:
-        return {"error": error.strerror or str(error)}
+    found = {}  # type: dict[str, object]
+    for number in [port] if port else [*random.sample(PORTS, TRIES), 0]:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, number, 0, socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(place)
+                return {"ip": place[0], "port": server.getsockname()[1]}
+        except OSError as error:
+            found = {"error": error.strerror or str(error)}
+    return found
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ from gpumix.planner.setting import Setting
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import PLAIN, Mode, Plan, Prediction, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import PLAIN, Mode, Stage, Worker
 from gpumix.spec.units import LARGEST_BATCH
 
 

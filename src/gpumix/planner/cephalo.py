@@ -33,8 +33,9 @@ from gpumix.planner.setting import Setting, setting_of
 from gpumix.planner.weigh import Load, capacities
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 
 # What one plan may take, in cells of the table that are looked at, some tenths of a second; and
 # what looking at any number of cells costs beside, in cells.

@@ -168,8 +168,8 @@ class Counting:
             told = {
                 worker.device: buffer_bytes(self._profile, plan, number, worker)
                 for number, stage in enumerate(plan.stages)
-                for worker in stage.workers[:: stage.tensor]
-                if stage.tensor > 1
+                for worker in stage.leaders
+                if stage.team_size(worker) > 1
             }
             found = [
                 w.model_copy(update={"memory_bytes": w.memory_bytes | {"team": told[w.device]}})
@@ -185,9 +185,10 @@ def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -
     free = {w.device: w.memory_limit_bytes - w.peak_bytes for w in expected}
     stages = []
     for number, stage in enumerate(plan.stages):
-        model, most = step.stages[number].memory, []
-        for worker in stage.workers[:: stage.tensor]:
-            per_share = model.state(worker.compute_dtype).bytes_per_share
+        cost, most = step.stages[number], []
+        for worker in stage.leaders:
+            model = cost.profile.model_of(worker.device_class)
+            per_share = cost.memory.state(model).bytes_per_share
             room = (free[worker.device] - ROUNDING_BYTES) / per_share
             most.append(min(1.0, worker.state_share + room))
         if min(most) < 0.0 or sum(most) < 1.0:

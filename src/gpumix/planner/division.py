@@ -14,7 +14,8 @@ from itertools import chain, repeat
 from gpumix.planner.base import Part, assemble
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import Load, step_seconds
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
 
 # So many samples for each of so many devices of one class.
 Runs = tuple[tuple[int, int], ...]

@@ -21,8 +21,9 @@ from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import Load, even_settings, host_excess, step_seconds
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 
 
 def even(profile: Profile, request: PlanRequest) -> Plan:

@@ -19,8 +19,9 @@ from gpumix.cost.time import can, pass_seconds
 from gpumix.planner.base import PlanRequest, bounded, fit, predicted
 from gpumix.planner.optimal import optimal_below
 from gpumix.planner.options import Paces
-from gpumix.spec.plan import Mode, Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode, Stage, Worker
 
 AS_FAST = 1e-3
 JOINED = (2, 3, 4, 6, 8)
@@ -95,7 +96,7 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
     pairs = len(profile.model.calls) * len(worker.micro_batches)
     kept: IntArray = np.unique(np.linspace(0, pairs, min(pairs, MANY_GRAPHS) + 1).astype(np.int64))
     micro = MicroBatches.of(np.full(len(kept), worker.samples), worker.micro_batch)
-    model = profile.model_in(worker.compute_dtype)
+    model = profile.model_of(worker.device_class)
     held = Activations(model, micro, worker.mode, kept).most
     links = links_of_plan(profile, plan)
     seconds = sum(

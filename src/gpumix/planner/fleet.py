@@ -12,8 +12,8 @@ from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.cost.wire import OnHosts, Remembered, Wire, like_hosts, on_hosts, wire_for
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import ComputeDtype, Mode
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import ComputeDtype, Mode
 
 FEW_CLASSES = 4  # of which all subsets are tried
 FEW_HOSTS = 8  # of a kind: one more or less may matter

@@ -13,9 +13,10 @@ from gpumix.cost.time import can, chunks_cost_nothing
 from gpumix.planner.no_stages import Refusal
 from gpumix.spec.cluster import Device
 from gpumix.spec.islands import Near, near
-from gpumix.spec.plan import Head, Mode, Schedule
+from gpumix.spec.plan import Schedule
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Head, Mode
 
 
 class Kind(NamedTuple):

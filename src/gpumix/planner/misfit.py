@@ -17,8 +17,9 @@ from gpumix.planner.no_stages import ONE_STAGE
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import host_excess, peak_bytes
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Mode, Plan, WorkerPrediction
+from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 from gpumix.spec.units import show_bytes, show_exact_bytes
 
 

@@ -22,8 +22,9 @@ from gpumix.cost.network import free_links
 from gpumix.cost.time import pass_seconds, passes_meet, work_seconds
 from gpumix.planner.setting import Setting
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype, Mode, Place, ZeroStage
+from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode, Place
 
 FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
 
@@ -184,13 +185,13 @@ class Grid:
         # Of the sizes that take all samples at once only the first is an option of its own.
         self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
         self._profile = profile
-        self._held: dict[tuple[ComputeDtype, Mode], Activations] = {}
+        self._held: dict[tuple[int, Mode], Activations] = {}
         self._work: dict[tuple[str, Mode], FloatArray] = {}
 
     def held(self, name: str, mode: Mode) -> Activations:
-        """What samples hold on a device of class `name`; all that compute in its dtype hold it."""
+        """What samples hold on a device of class `name`; all that have its model hold it."""
         model = self._profile.model_of(name)
-        key = (model.compute_dtype, mode)
+        key = (id(model), mode)
         if key not in self._held:
             self._held[key] = Activations(model, self.micro, mode)
         return self._held[key]
@@ -323,7 +324,7 @@ class Paces:
         self.grids = Grids(profile, batch)
         self._free = free_links(buckets_of(profile.model, SINGLE))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
-        self._alone: dict[tuple[int, ComputeDtype, Mode], tuple[IntArray, Activations]] = {}
+        self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
         self._paces: dict[tuple[str, ZeroStage, Place], _Pace] = {}
         self._least: dict[tuple[str, ZeroStage, Place], _Least] = {}
 
@@ -408,7 +409,7 @@ class Paces:
         if limit <= FEW_SIZES:
             return limit
         model = setting.profile.model_of(name)
-        key = (limit, model.compute_dtype, mode)
+        key = (limit, id(model), mode)
         if key not in self._alone:
             sizes = np.unique(np.geomspace(1, limit, FEW_SIZES).astype(np.int64))
             held = Activations(model, MicroBatches.of(sizes, sizes), mode)

@@ -17,8 +17,8 @@ from gpumix.cost.wire import Messages, Operation, forms_for, wire_among
 from gpumix.planner.manner import ALONE, Kind, Team
 from gpumix.planner.stage_room import StageRoom
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Mode
 from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.stage import Mode
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from gpumix.planner.misfit import lacks, too_large
 from gpumix.planner.options import TOLERANCE
 from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import capacities, even_settings
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 
 
 def poplar(profile: Profile, request: PlanRequest) -> Plan:

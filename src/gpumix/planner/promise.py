@@ -25,8 +25,9 @@ from gpumix.planner.counted import Candidate
 from gpumix.planner.manner import ALONE, Kind, Manner, Manners, Team, kind_of, teams_of
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.way import Way, rounds_of
-from gpumix.spec.plan import Mode, Schedule, ZeroStage
+from gpumix.spec.plan import Schedule, ZeroStage
 from gpumix.spec.profile import ModelProfile
+from gpumix.spec.stage import Mode
 
 MOST_EDGES = 65  # calls between which the model may be cut; of more, so many; 128 at most
 WAVES = 2  # there are at least as many where stages gather and sum in the middle of a step

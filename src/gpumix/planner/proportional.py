@@ -24,8 +24,9 @@ from gpumix.planner.setting import Setting
 from gpumix.planner.weigh import Load, capacities, even_settings, peak_bytes
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Mode, Plan
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
 
 
 def proportional(profile: Profile, request: PlanRequest) -> Plan:

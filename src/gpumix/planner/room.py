@@ -11,7 +11,7 @@ from gpumix.cost.memory import Activations
 from gpumix.planner.knapsack import Undecided, select_in_pools, staircase
 from gpumix.planner.options import ClassOptions, Limits, pool_options
 from gpumix.planner.setting import Setting
-from gpumix.spec.plan import ComputeDtype, Mode
+from gpumix.spec.stage import Mode
 
 STEPS = 128  # numbers of samples that are looked at
 
@@ -40,23 +40,24 @@ def may_fit(setting: Setting, batch: int) -> bool:
         return True
 
 
-def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[ComputeDtype, Mode], Activations]:
-    """What samples hold in each dtype and mode that there is."""
-    profile = setting.profile
-    dtypes = {name: profile.of_class(name).compute_dtype for name in setting.classes}
-    ways = {(dtype, mode) for name, dtype in dtypes.items() for mode in setting.modes[name]}
-    return {(d, mode): Activations(profile.model_in(d), ones, mode) for d, mode in ways}
+def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[int, Mode], Activations]:
+    """What samples hold of each model, by its identity, and in each mode that there is."""
+    models = {name: setting.profile.model_of(name) for name in setting.classes}
+    ways = {
+        (id(model), mode): model for name, model in models.items() for mode in setting.modes[name]
+    }
+    return {(key, mode): Activations(model, ones, mode) for (key, mode), model in ways.items()}
 
 
 def _roomiest(
     setting: Setting,
     name: str,
     samples: IntArray,
-    held: Mapping[tuple[ComputeDtype, Mode], Activations],
+    held: Mapping[tuple[int, Mode], Activations],
 ) -> ClassOptions:
     """The most room that a class has in any mode, as options that take no time."""
-    dtype = setting.profile.of_class(name).compute_dtype
-    rooms = [setting.room(name, held[dtype, mode]) for mode in setting.modes[name]]
+    model = id(setting.profile.model_of(name))
+    rooms = [setting.room(name, held[model, mode]) for mode in setting.modes[name]]
     nothing = np.zeros(len(samples))
     return ClassOptions(
         name=name,

@@ -20,9 +20,10 @@ from gpumix.cost.time import can_keep_state_on_host, moved_seconds, optimizer_se
 from gpumix.cost.wire import Operation, forms_for
 from gpumix.planner.fleet import Fleet, Pool
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import PLAIN, Collectives, Mode, Place, Sharding, ZeroStage
+from gpumix.spec.plan import Collectives, Sharding, ZeroStage
 from gpumix.spec.profile import Profile, RankGroup
 from gpumix.spec.space import Space
+from gpumix.spec.stage import PLAIN, Mode, Place
 
 # How long padded intervals may be, against equal ones. Per-owner collectives cost a quarter more
 # than native ones (`cost.wire`), so padding by more than that hardly ever pays.

@@ -21,9 +21,9 @@ from gpumix.planner.setting import Setting, places_of_state, setting_of, setting
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import ComputeDtype, Mode, Place
 from gpumix.spec.profile import ModelProfile, Profile, RootUnit, UnitKind
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode, Place
 from gpumix.spec.units import show_bytes, show_exact_bytes
 
 U = TypeVar("U", UnitKind, RootUnit)
@@ -85,8 +85,7 @@ class _Shortage:
         if self._unmeasured():
             return self._nothing_measured()
         setting = self.needs[0].setting
-        dtypes = {setting.profile.of_class(name).compute_dtype for name in self.counts}
-        states = [setting.memory.state(dtype) for dtype in dtypes]
+        states = [setting.memory.state(setting.profile.model_of(name)) for name in self.counts]
         state = show_bytes(max(s.sharded_bytes + s.replicated_bytes for s in states))
         reasons = [
             f"with ZeRO-{setting.zero_stage} the state takes {state} "
@@ -232,12 +231,12 @@ class _Needs:
         self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
         profile = setting.profile
-        alike: dict[tuple[ComputeDtype, Mode, Place], Demands] = {}
+        alike: dict[tuple[int, Mode, Place], Demands] = {}
         self._tables: dict[tuple[str, Mode], Demands] = {}
         for name in setting.classes:
             model, state_on = profile.model_of(name), setting.state_on(name)
             for mode in setting.modes[name]:
-                key = (model.compute_dtype, mode, state_on)
+                key = (id(model), mode, state_on)
                 if key not in alike:
                     held = Activations(model, micro, mode)
                     alike[key] = setting.memory.demands(held, state_on=state_on)

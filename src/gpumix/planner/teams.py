@@ -7,10 +7,14 @@ teams too, one degree at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
+from gpumix.cost.alone import samples_per_s_alone
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import in_team, team_of
+from gpumix.cost.teams import in_teams, of_sizes, team_of
 from gpumix.planner.arrange import Cell, cell_of
 from gpumix.planner.base import (
     PlanRequest,
@@ -25,10 +29,13 @@ from gpumix.planner.manner import ALONE, Team, measured_teams, teams_of_space
 from gpumix.planner.way import members
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan, Prediction, Stage
+from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Stage
 from gpumix.spec.teams import refuse_too_large
 
+# So many mixtures of teams are looked at: each takes a search of its own.
+MIXTURES = 8
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
 
@@ -56,14 +63,30 @@ def of_any_degree(
     failures: list[InputError | NoFeasiblePlanError] = []
     refuse_too_large(profile.cluster, request.space)
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
+    devices = ranked_devices(profile, request)
     for team in wanted:
         others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
         if team != ALONE and team not in measured and others:
             continue  # the model, or the cluster, has no such teams
         try:
-            found = alone() if team == ALONE else _in_teams(profile, request, strategy, team)
+            found = (
+                alone()
+                if team == ALONE
+                else _in_teams(profile, request, strategy, _all_of(profile, team, devices))
+            )
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
+            continue
+        bounds_s.append(predicted(found).bound_s)
+        if best is None or predicted(found).step_s < worth_leaving(best):
+            best = found
+    for mixture in _mixtures(profile, request, devices):
+        if (best is not None and mixture.least_s >= worth_leaving(best)) or mixture.late:
+            bounds_s.append(mixture.least_s)
+            continue
+        try:
+            found = _in_teams(profile, request, strategy, mixture.teams)
+        except (InputError, NoFeasiblePlanError):
             continue
         bounds_s.append(predicted(found).bound_s)
         if best is None or predicted(found).step_s < worth_leaving(best):
@@ -122,16 +145,86 @@ def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
     )
 
 
-def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: Team) -> Plan:
+class _Sizes(NamedTuple):
+    """How many devices compute units together, by class; and whether they divide positions too."""
+
+    of_class: dict[str, int]
+    sequence: bool
+
+
+def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
+    """Such teams of all classes of which they were measured."""
+    measured = team_of(profile, team.degree, sequence=team.sequence).classes
+    there = {device.device_class for device in devices}
+    names = [one.device_class for one in measured if one.device_class in there]
+    if not names:
+        raise _undivided([team.degree])
+    return _Sizes(dict.fromkeys(names, team.degree), team.sequence)
+
+
+class _Mixture(NamedTuple):
+    """Teams whose size depends on the class; no plan for them takes less than `least_s`. So many
+    come before that this one is not looked at, if it is `late`."""
+
+    teams: _Sizes
+    least_s: float
+    late: bool = False
+
+
+def _mixtures(
+    profile: Profile, request: PlanRequest, devices: Sequence[Device]
+) -> Iterator[_Mixture]:
+    """Of all classes, with teams of several sizes; those that may be fastest first."""
+    counts = Counter(device.device_class for device in devices)
+    sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
+    found = []
+    for sequence in sorted(sequences):
+        sizes = [_sizes_of(profile, request, name, sequence=sequence) for name in counts]
+        for chosen in product(*sizes):
+            of_class = dict(zip(counts, chosen))
+            if len(set(chosen)) > 1 and not any(max(chosen) % size for size in chosen):
+                least_s = _least_s(profile, request, counts, _Sizes(of_class, sequence))
+                found.append(_Mixture(_Sizes(of_class, sequence), least_s))
+    for number, one in enumerate(sorted(found, key=lambda mixture: mixture.least_s)):
+        yield one._replace(late=number >= MIXTURES)
+
+
+def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bool) -> list[int]:
+    """Those of a class that the request's space has, as far as they were measured."""
+    measured = {
+        team.degree
+        for team in profile.teams
+        if team.sequence == sequence and any(c.device_class == name for c in team.classes)
+    }
+    return sorted(set(request.space.tensor) & (measured | {1}))
+
+
+def _least_s(
+    profile: Profile, request: PlanRequest, counts: Mapping[str, int], teams: _Sizes
+) -> float:
+    """That a step takes where all teams compute without a pause."""
+    leaders = in_teams(profile, teams.of_class, sequence=teams.sequence)
+    speed = sum(
+        counts[name] // size * samples_per_s_alone(leaders, name)
+        for name, size in teams.of_class.items()
+    )
+    return request.global_batch / speed if speed else 0.0
+
+
+def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes: _Sizes) -> Plan:
     """The strategy's plan for such teams."""
-    degree, sequence = size
-    of_team = in_team(profile, degree, sequence=sequence)
+    of_team = of_sizes(profile, sizes.of_class, sequence=sizes.sequence)
     devices = ranked_devices(profile, request)
-    teams = {team[0].id: team for team in members(devices, degree)}
-    measured = {c.device_class for c in of_team.classes}
-    leaders = [leader for leader, team in teams.items() if team[0].device_class in measured]
-    if not leaders or (len(leaders) * degree < len(devices) and request.space.leave_out is False):
-        raise _undivided([degree])
+    teams = {
+        team[0].id: team
+        for name, size in sizes.of_class.items()
+        for team in members(tuple(d for d in devices if d.device_class == name), size)
+    }
+    places = {device.id: place for place, device in enumerate(devices)}
+    leaders = sorted(teams, key=places.__getitem__)
+    used = sum(map(len, teams.values()))
+    if not leaders or (used < len(devices) and request.space.leave_out is False):
+        raise _undivided(sorted(set(sizes.of_class.values())))
     request = request.model_copy(
         update={
             "devices": tuple(leaders),
@@ -141,7 +234,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: 
     of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
 
     def expanded(found: Plan) -> tuple[Plan, Prediction]:
-        plan = _expanded(found, teams, size, devices)
+        plan = _expanded(found, teams, devices, sequence=sizes.sequence)
         return plan, predict(profile, plan)
 
     found = strategy(of_team, request)
@@ -151,7 +244,8 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, size: 
         plan, expected = expanded(found)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
-            f"teams of {degree} have no room for what their ranks tell each other in",
+            f"teams of {' and '.join(map(str, sorted(set(sizes.of_class.values()))))} have no room "
+            "for what their ranks tell each other in",
             fix="take a smaller batch, or another tensor parallel degree",
         )
     return bounded(plan.model_copy(update={"prediction": expected}), predicted(found).bound_s)
@@ -169,17 +263,19 @@ def _with_room(of_team: Profile, expected: Prediction) -> Profile:
     return of_team.model_copy(update={"cluster": smaller})
 
 
-def _expanded(plan: Plan, teams: Teams, size: Team, devices: tuple[Device, ...]) -> Plan:
+def _expanded(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
     """A plan for the first devices of teams, for all of them."""
 
     def with_members(stage: Stage) -> Stage:
+        degree = max(len(teams[worker.device]) for worker in stage.workers)
         workers = tuple(
-            worker.model_copy(update={"device": device.id})
+            worker.model_copy(
+                update={"device": device.id, "parts": degree // len(teams[worker.device])}
+            )
             for worker in stage.workers
             for device in teams[worker.device]
         )
-        degree, sequence = size
-        update = {"workers": workers, "tensor": degree, "sequence": sequence}
+        update = {"workers": workers, "tensor": degree, "sequence": sequence and degree > 1}
         return stage.model_copy(update=update)
 
     stages = tuple(map(with_members, plan.stages))

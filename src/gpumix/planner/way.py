@@ -12,8 +12,9 @@ from gpumix.planner.arrange import Cell, Group, Row, cell_of
 from gpumix.planner.manner import Manner, Teams, kind_of, teams_of
 from gpumix.spec.cluster import Device
 from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Plan, Schedule, Stage, Worker, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Stage, Worker
 
 Cut = tuple[int, ...]
 """The call behind each stage's last one."""

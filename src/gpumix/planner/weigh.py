@@ -16,9 +16,10 @@ from gpumix.cost.memory import Activations
 from gpumix.cost.time import exposed_seconds, pass_seconds, passes_meet
 from gpumix.planner.setting import Setting, setting_of
 from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Mode, ZeroStage
+from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.spec.stage import Mode
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gpumix.profiler.compute import Progress, on_device
 from gpumix.profiler.specimen import Outputs, Specimens
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import first_line
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 if TYPE_CHECKING:
     from gpumix.profiler.measure import Subject

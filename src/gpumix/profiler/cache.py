@@ -31,7 +31,6 @@ from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.islands import Links, placed
 from gpumix.spec.job import Job
-from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ClassMeasurement,
     ClassProfile,
@@ -43,6 +42,7 @@ from gpumix.spec.profile import (
     TeamProfile,
     UnitKind,
 )
+from gpumix.spec.stage import ComputeDtype
 from gpumix.spec.teams import degrees_of, refuse_too_large
 
 U = TypeVar("U", UnitKind, RootUnit)

@@ -26,8 +26,8 @@ from gpumix.engine.elsewhere import Returned, hand_over
 from gpumix.engine.glue import hand, without_memory
 from gpumix.engine.units import frozen_bytes
 from gpumix.profiler.specimen import Specimens
-from gpumix.spec.plan import Taken
 from gpumix.spec.profile import End, Needs
+from gpumix.spec.stage import Taken
 
 LOOKUPS = (nn.functional.embedding, torch.embedding)
 INSIDE = -1  # of a unit

@@ -40,7 +40,6 @@ from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
-from gpumix.spec.plan import ComputeDtype
 from gpumix.spec.profile import (
     ROOT,
     ClassMeasurement,
@@ -54,6 +53,7 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
+from gpumix.spec.stage import ComputeDtype
 from gpumix.spec.units import show_bytes
 
 NOT_COMPARED = (

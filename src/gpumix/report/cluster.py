@@ -19,8 +19,9 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.islands import near
 from gpumix.spec.network import Link, Where
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Stage, Worker
 
 MOST_ALONE = 24  # devices that are told one by one; of more those of a class on a host are one
 
@@ -281,11 +282,11 @@ def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> Part:
         stages=(number,) if len(plan.stages) > 1 else (),
         samples=worker.samples,
         # A team's workers divide what is their team's.
-        computed=worker.samples / stage.tensor / plan.global_batch,
+        computed=worker.samples / stage.team_size(worker) / plan.global_batch,
         even_computed=1 / len(stage.workers),
-        stored=worker.state_share / stage.tensor if plan.zero_stage else None,
+        stored=stage.stored_by(worker) if plan.zero_stage else None,
         even_stored=1 / divide if plan.zero_stage else None,
-        team=stage.tensor,
+        team=stage.team_size(worker),
     )
 
 

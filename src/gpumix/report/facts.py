@@ -14,7 +14,8 @@ from gpumix.report.history import Happened
 from gpumix.report.ranges import Range
 from gpumix.report.run import Run
 from gpumix.report.speed import Answer, answer_of
-from gpumix.spec.plan import Plan, Stage, Worker, WorkerPrediction
+from gpumix.spec.plan import Plan, WorkerPrediction
+from gpumix.spec.stage import Stage, Worker
 from gpumix.train.account import Shares
 from gpumix.train.metrics import ClassRecord, utilisation
 from gpumix.train.plan_change import EVENT, split_anew
@@ -193,12 +194,12 @@ def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Grou
         # Where hosts repeat the state, shares add up to one on each of them.
         stored=shares / (len(hosts) if plan.sharding == "host" else 1) if plan.zero_stage else None,
         # A team's workers divide what is their team's.
-        stored_each=Range.of([worker.state_share / stage.tensor for worker in workers]),
+        stored_each=Range.of([stage.stored_by(worker) for worker in workers]),
         micro_batch=max(worker.micro_batch for worker in workers),
         mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
         compute_dtype=first.compute_dtype,
         state_on=first.state_on,
-        team=stage.tensor,
+        team=stage.team_size(first),
     )
 
 

@@ -23,8 +23,9 @@ from gpumix.cost.predict import check_match, links_of_plan, update_seconds
 from gpumix.cost.time import Computing
 from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, Alike
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Worker, ZeroStage
+from gpumix.spec.plan import Plan, ZeroStage
 from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Move, Work
 
 

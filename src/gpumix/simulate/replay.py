@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from gpumix.cost.buckets import AFTER, BEFORE
 from gpumix.spec import trace
-from gpumix.spec.plan import Worker
 from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Cause
 
 # In the place of a unit's number: the root unit, and what is used at one of its ends only.

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from gpumix.spec.cluster import CLASS_NAME, Cluster, DeviceClass
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import ComputeDtype
+from gpumix.spec.stage import ComputeDtype
 
 Precision = (
     Literal["auto", "fp32", "bf16", "fp16"]

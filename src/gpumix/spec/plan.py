@@ -8,22 +8,17 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
-from gpumix.spec.cut import split_micro_batches
-from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.reasons import Reasons
+from gpumix.spec.stage import ComputeDtype, Stage, Worker
 from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
-
-ComputeDtype = Literal["fp32", "bf16", "fp16"]
-DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 GatherForm = Literal["native", "padded", "broadcast", "list"]
 ReduceForm = Literal["native", "padded", "all_to_all", "list"]
@@ -36,8 +31,6 @@ TokenRate = Annotated[
 """Tokens a second: infinite where a step takes no time."""
 Seconds = Annotated[float, Field(ge=0)]
 Sharding = Literal["all", "host"]
-Place = Literal["device", "host"]
-Head = Literal["whole", "chunked"]
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
 
 
@@ -52,203 +45,6 @@ class Collectives(Value):
     gather: GatherForm = "broadcast"
     reduce: ReduceForm = "all_to_all"
     padding: float = Field(default=1.0, ge=1, description="no share is larger, times the ranks")
-
-
-class Mode(Value):
-    """How a worker runs its micro-batches, and what it keeps for their backward.
-
-    With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
-    on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
-    forward and backward of one micro-batch after the other, the smaller one first, `layered` each
-    unit for all of them. A `chunked` head makes some rows of a micro-batch's logits at a time, if
-    the model takes nothing but its loss of them.
-    """
-
-    recompute: bool = True
-    boundary: Place = "device"
-    order: Literal["layered", "sequential"] = "layered"
-    head: Head = "whole"
-
-    @model_validator(mode="after")
-    def _only_boundaries_go_to_the_host(self) -> Self:
-        if self.boundary == "host" and not self.recompute:
-            raise ValueError("the host keeps inputs to recompute from, no graphs")
-        return self
-
-    def describe(self) -> str:
-        """A few words for tables."""
-        kept = "recompute" if self.recompute else "keep graphs"
-        where = " from host" if self.boundary == "host" else ""
-        order = ", sequential" if self.order == "sequential" else ""
-        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
-
-
-PLAIN = Mode()
-
-
-class Worker(Value):
-    """One device's part: its samples of each global batch, and its share of the state.
-
-    `samples` may be zero (it only stores) and `state_share` may be zero (it only computes).
-    """
-
-    device: str
-    device_class: str
-    host: str = "localhost"
-    samples: int = Field(ge=0)
-    micro_batch: int = Field(ge=0, description="the most samples that run at once; 0 for none")
-    state_share: float = Field(
-        ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
-    )
-    mode: Mode = PLAIN
-    kept_graphs: int = Field(
-        default=0,
-        ge=0,
-        description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
-        "mode recomputes: the last ones of the forward pass",
-    )
-    state_on: Place = Field(
-        default="device",
-        description="where its share of fp32 parameters, of their gradients and of the optimizer's "
-        "state lies, and is updated",
-    )
-    compile: bool = Field(default=False, description="whether its units run in compiled code")
-    compute_dtype: ComputeDtype = "fp32"
-    efficiency: Efficiency = PLAIN_EFFICIENCY
-
-    @model_validator(mode="after")
-    def _micro_batch_fits(self) -> Self:
-        if (self.samples == 0) != (self.micro_batch == 0) or self.micro_batch > self.samples:
-            raise ValueError(
-                f"worker '{self.device}' has {self.samples} samples in micro-batches of "
-                f"{self.micro_batch}"
-            )
-        return self
-
-    @property
-    def micro_batches(self) -> tuple[int, ...]:
-        """Samples in each micro-batch; only the last may be smaller."""
-        return split_micro_batches(self.samples, self.micro_batch)
-
-
-class Taken(Value):
-    """What a stage needs of an earlier one: a tensor that a unit call returns."""
-
-    call: int = Field(ge=0, description="number of the call, counted over all stages")
-    output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
-    differentiable: bool = Field(default=True, description="whether its gradient goes back")
-
-
-@dataclass(frozen=True)
-class MicroBatchOf:
-    """A micro-batch of a stage: which of its workers computes it (of a team the first), in which
-    wave, and its rows of the global batch."""
-
-    worker: int
-    wave: int
-    rows: range
-
-
-class Stage(Value):
-    """A contiguous run of units, and the workers that compute them, in rank order.
-
-    With tensor parallelism so many workers in a row are a *team*: each has its part of every unit,
-    they compute the same micro-batches together, and divide the state with the workers who have
-    the same part in other teams.
-
-    `units` are the module names of the unit calls in the order of the forward pass, without the
-    root unit; a unit that is called twice is named twice. Where there are several stages, `takes`
-    and `root` are all that a stage needs of what lies outside of its units.
-    """
-
-    units: tuple[str, ...]
-    workers: tuple[Worker, ...]
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        description="workers in a row that compute each unit together: the tensor parallel degree",
-    )
-    sequence: bool = Field(
-        default=False,
-        description="whether each worker of a team has a part of the positions of a sample where "
-        "units are not divided: sequence parallelism",
-    )
-    joined: int = Field(
-        default=1, ge=1, description="units in a row that are gathered and reduced as one"
-    )
-    before: tuple[str, ...] = Field(
-        default=(),
-        description="parameters of the root that only the code before the units looks up",
-    )
-    after: tuple[str, ...] = Field(
-        default=(), description="parameters of the root that only head and loss use"
-    )
-    takes: tuple[Taken, ...] = ()
-    root: tuple[str, ...] | None = Field(
-        default=None, description="parameters of the root that the stage uses; null: all"
-    )
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> Self:
-        if not self.workers:
-            raise ValueError("a stage without devices: nobody computes its units")
-        if not self.units:
-            raise ValueError("a stage without units: there are more stages than units to compute")
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_twice(self) -> Self:
-        refuse_twins("parameter of 'root'", self.root or ())
-        refuse_twins("entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes))
-        return self
-
-    @model_validator(mode="after")
-    def _whole_teams(self) -> Self:
-        if self.sequence and self.tensor == 1:
-            raise ValueError("only workers that are a team divide the positions of a sample")
-        if len(self.workers) % self.tensor:
-            raise ValueError(
-                f"{len(self.workers)} workers cannot form teams of {self.tensor}, the stage's "
-                "tensor parallel degree"
-            )
-        for team in self.teams if self.tensor > 1 else ():
-            parts = {
-                (w.samples, w.micro_batch, w.state_share, w.mode, w.kept_graphs, w.compute_dtype)
-                for w in team
-            }
-            if len(parts) > 1:
-                raise ValueError(
-                    f"the workers of a team ({', '.join(w.device for w in team)}) must have the "
-                    "same samples, micro-batch, state share, mode, kept graphs and dtype"
-                )
-            if any(w.compile for w in team):
-                raise ValueError("units that several workers compute together are not compiled")
-        return self
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        return tuple(w.state_share for w in self.workers)
-
-    @property
-    def teams(self) -> tuple[tuple[Worker, ...], ...]:
-        """The workers that compute together; of one each without tensor parallelism."""
-        return tuple(
-            self.workers[n : n + self.tensor] for n in range(0, len(self.workers), self.tensor)
-        )
-
-    def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
-        """Those of the global batch, in the order of its samples: wave after wave, and of each
-        wave worker after worker."""
-        found: list[MicroBatchOf] = []
-        begin = 0
-        for wave in range(waves):
-            for number in range(0, len(self.workers), self.tensor):
-                sizes = self.workers[number].micro_batches
-                first, last = (len(sizes) * w // waves for w in (wave, wave + 1))
-                for size in sizes[first:last]:
-                    found.append(MicroBatchOf(number, wave, range(begin, begin + size)))
-                    begin += size
-        return tuple(found)
 
 
 class WorkerPrediction(Value):
@@ -358,7 +154,7 @@ class Plan(Document):
                 f"than a whole buffer over {len(self.workers)} workers"
             )
         for stage in self.stages:
-            samples = sum(w.samples for w in stage.workers[:: stage.tensor])
+            samples = sum(w.samples for w in stage.leaders)
             if samples != self.global_batch:
                 raise ValueError(
                     f"the workers' samples add up to {samples}, not to the global batch of "
@@ -398,7 +194,10 @@ class Plan(Document):
         )
         self._check_takes()
         if self.schedule == "interleaved":
-            rows = [(s.tensor, *((w.device, w.samples) for w in s.workers)) for s in self.stages]
+            rows = [
+                (s.tensor, *((w.device, w.samples, w.parts) for w in s.workers))
+                for s in self.stages
+            ]
             around = len(set(rows))
             if len(rows) % around or rows != rows[:around] * (len(rows) // around):
                 raise ValueError(
@@ -436,7 +235,7 @@ class Plan(Document):
     def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
         """The sum of the shares of those that divide the state between them."""
         if self.sharding == "all":
-            yield "a stage", sum(stage.shares[:: stage.tensor])
+            yield "a stage", sum(w.state_share for w in stage.leaders)
             return
         sums: dict[str, float] = {}
         for worker in stage.workers:
@@ -464,6 +263,12 @@ class Plan(Document):
         return any(stage.tensor > 1 for stage in self.stages)
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of how many ranks its teams are, each number once."""
+        sizes = {stage.team_size(worker) for stage in self.stages for worker in stage.workers}
+        return tuple(sorted(sizes))
+
+    @property
     def of_leaders(self) -> Plan:
         """The same with the first worker of each team alone, which stands for it."""
         if not self.in_teams:
@@ -471,7 +276,10 @@ class Plan(Document):
         stages = tuple(
             stage.model_copy(
                 update={
-                    "workers": stage.workers[:: stage.tensor],
+                    "workers": tuple(
+                        worker.model_copy(update={"parts": 1}) if worker.parts > 1 else worker
+                        for worker in stage.leaders
+                    ),
                     "tensor": 1,
                     "sequence": False,
                 }
@@ -491,22 +299,34 @@ class Plan(Document):
 
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""
-        ranks, size = self.ranks_of(stage), self.stages[stage].tensor
-        first = ranks.index(rank) // size * size
-        return ranks[first : first + size]
+        ranks = self.ranks_of(stage)
+        seat = ranks.index(rank)
+        seats = next(seats for seats in self.stages[stage].seats if seat in seats)
+        return ranks[seats.start : seats.stop]
 
-    def shares_among(self, stages: Sequence[int], member: int = 0) -> dict[int, float]:
-        """By rank, in their order: its share of what these stages divide between them. Of one
-        stage alone those do who are number `member` of their teams; of several, all of them."""
-        if len(stages) == 1:
-            size, ranks = self.stages[stages[0]].tensor, self.ranks_of(stages[0])
-            workers = zip(ranks[member::size], self.stages[stages[0]].shares[member::size])
-            return dict(sorted(workers))
+    def parts_of(self, rank: int, stage: int) -> range:
+        """Which of the parts into which a stage divides units a rank computes."""
+        parts = self.worker_of(rank, stage).parts
+        first = self.team_of(rank, stage).index(rank) * parts
+        return range(first, first + parts)
+
+    def shares_among(self, stages: Sequence[int], part: int | None = None) -> dict[int, float]:
+        """By rank, in their order: its share of what these stages divide between them.
+
+        Args:
+            part: those divide it who have this part of units; None: all of them.
+        """
         shares: dict[int, float] = {}
-        for stage in stages:
-            parts = len(stages) * self.stages[stage].tensor
-            for rank, share in zip(self.ranks_of(stage), self.stages[stage].shares):
-                shares[rank] = shares.get(rank, 0.0) + share / parts
+        for number in stages:
+            ranks, stage = self.ranks_of(number), self.stages[number]
+            for seats in stage.seats:
+                among = seats
+                if part is not None:
+                    seat = seats.start + part // stage.workers[seats.start].parts
+                    among = range(seat, seat + 1)
+                for seat in among:
+                    share = stage.workers[seat].state_share / (len(stages) * len(among))
+                    shares[ranks[seat]] = shares.get(ranks[seat], 0.0) + share
         return dict(sorted(shares.items()))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -570,22 +390,3 @@ class Plan(Document):
         ]
         ranks = tuple(devices) if len(stages) > 1 or self.in_teams else ()
         return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})
-
-
-def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Who gives to whom where all members of a team have what those of another need: giver and
-    taker, each taker once."""
-    return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
-
-
-def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
-    """Of the names that each stage has of the root, those that several have, by these stages."""
-    users: dict[str, list[int]] = {}
-    for stage, names in enumerate(roots):
-        for name in names:
-            users.setdefault(name, []).append(stage)
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in users.items():
-        if len(stages) > 1:
-            found.setdefault(tuple(stages), []).append(name)
-    return found

@@ -20,7 +20,8 @@ from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
 from gpumix.spec.islands import Links, PairTimes
 from gpumix.spec.peak import Peak
-from gpumix.spec.plan import Collectives, ComputeDtype, Taken
+from gpumix.spec.plan import Collectives
+from gpumix.spec.stage import ComputeDtype, Taken
 from gpumix.spec.units import LARGEST_LENGTH, Count, show_seconds
 
 ROOT = "(root)"

@@ -13,7 +13,8 @@ from numbers import Integral
 
 from gpumix.spec.cut import cut, cut_rows
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Worker
 
 Shares = Sequence[int] | Plan
 """Samples of each global batch per rank, in rank order; or the plan that says so."""
@@ -82,7 +83,7 @@ def workers_of(shares: Shares) -> tuple[Taker, ...]:
             tuple(n for n, part in enumerate(parts) if part.worker == number),
             _speed(shares, stage.workers[number]),
         )
-        for number in range(0, len(stage.workers), stage.tensor)
+        for number in (seats.start for seats in stage.seats)
     )
 
 

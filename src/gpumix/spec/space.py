@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
-from gpumix.spec.plan import Head, Mode, Place, Plan, Schedule, Sharding, ZeroStage
+from gpumix.spec.plan import Plan, Schedule, Sharding, ZeroStage
+from gpumix.spec.stage import Head, Mode, Place
 
 T = TypeVar("T")
 
@@ -123,7 +124,7 @@ class Space(Value):
         """What `plan` uses that is not in this space, in words; empty if nothing."""
         if plan.zero_stage not in self.zero_stages:
             return f"ZeRO stage {plan.zero_stage}"
-        if other := {stage.tensor for stage in plan.stages} - set(self.tensor):
+        if other := set(plan.degrees) - set(self.tensor):
             return f"tensor parallel degree {min(other)}"
         ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
         if unwanted := ways - set(self.sequence):

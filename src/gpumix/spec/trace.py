@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import ClassVar, Literal, get_args
 
 from gpumix.spec.base import Document, Value
-from gpumix.spec.plan import Worker
+from gpumix.spec.stage import Worker
 
 Work = Literal["forward", "head", "backward", "weights", "optimizer"]
 Move = Literal[

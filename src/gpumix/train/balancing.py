@@ -171,8 +171,7 @@ class Balancing:
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
             return [self._planned.global_batch] * len(stage.teams)
-        size = stage.tensor
-        of_teams = [min(parts[n : n + size]) for n in range(0, len(parts), size)]
+        of_teams = [min(parts[seat] for seat in seats) for seats in stage.seats]
         now = [team[0].samples for team in stage.teams]
         return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +20,14 @@ from torch.optim import Optimizer
 import gpumix
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.engine import Engine
-from gpumix.engine.shards import Piece
+from gpumix.engine.shard import Piece
 from gpumix.engine.state import (
+    Cut,
     OptimizerState,
     Part,
     Scalar,
     Whole,
+    beside,
     check_names_and_shapes,
 )
 from gpumix.hardware.memory import host_memory
@@ -105,7 +108,7 @@ def copying_stream(device: torch.device) -> torch.cuda.Stream | None:
 def model_to_save(engine: Engine) -> dict[str, Boxed]:
     """This rank's part of the model; rank 0 has the buffers, copied: the next forward pass may
     change them."""
-    tensors = {piece.name: _boxed(piece, piece.local) for piece in _stored(engine)}
+    tensors = _by_name((piece.name, _boxed(piece, piece.local)) for piece in _stored(engine))
     if engine.comm.rank == 0:
         buffers = persistent_buffers(engine.model)
         tensors |= {name: Boxed.whole(buffer.clone()) for name, buffer in buffers.items()}
@@ -115,16 +118,25 @@ def model_to_save(engine: Engine) -> dict[str, Boxed]:
 def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[str, Boxed]]:
     """This rank's part of the optimizer's state. What there is once per parameter is written by
     the rank that stores its first element: a rank that stores none of it may not know."""
-    return {
-        piece.name: {
-            name: _boxed(piece, value.local)
-            if isinstance(value, Part)
-            else Boxed.whole(_tensor(value))
-            for name, value in state.get(piece.name, {}).items()
-            if isinstance(value, Part) or piece.has_begin
-        }
-        for piece in _stored(engine)
-    }
+    found: dict[str, dict[str, Boxed]] = {}
+    for piece in _stored(engine):
+        states = found.setdefault(piece.name, {})
+        for name, value in state.get(piece.name, {}).items():
+            if isinstance(value, tuple):
+                own = next(part for part in value if part.window == piece.window)
+                boxed = _boxed(piece, own.local)
+                states[name] = states[name].beside(boxed) if name in states else boxed
+            elif piece.has_begin:
+                states[name] = Boxed.whole(_tensor(value))
+    return found
+
+
+def _by_name(named: Iterable[tuple[str, Boxed]]) -> dict[str, Boxed]:
+    """Of each tensor all boxes."""
+    found: dict[str, Boxed] = {}
+    for name, boxed in named:
+        found[name] = found[name].beside(boxed) if name in found else boxed
+    return found
 
 
 def _stored(engine: Engine) -> Iterator[Piece]:
@@ -175,8 +187,8 @@ def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
     return merged
 
 
-def _kind(value: Part | Whole | Scalar) -> StateKind:
-    if isinstance(value, Part):
+def _kind(value: Cut | Whole | Scalar) -> StateKind:
+    if isinstance(value, tuple):
         return "elements"
     if isinstance(value, Whole):
         return "whole"
@@ -253,10 +265,15 @@ def restore(
 
 def model_to_load(engine: Engine) -> dict[str, Boxed]:
     """Where this rank's part of the model goes: into the engine itself."""
-    boxed = {f"{MODEL}.{piece.name}": _boxed(piece, piece.local) for piece in engine.pieces()}
+    boxed = _by_name(
+        (f"{MODEL}.{piece.name}", _boxed(piece, piece.local)) for piece in engine.pieces()
+    )
     for name, buffer in persistent_buffers(engine.model).items():
         boxed[f"{MODEL}.{name}"] = Boxed.whole(buffer)
     return boxed
+
+
+Room = Cut | Whole | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -264,27 +281,25 @@ class OptimizerRoom:
     """Where this rank's part of the optimizer's state goes, until it is all there."""
 
     kinds: dict[str, StateKind]
-    tensors: dict[str, dict[str, Part | Whole | torch.Tensor]]
+    tensors: dict[str, dict[str, Room]]
 
     @classmethod
     def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerRoom:
         """Room for all state that is stored for parameters, also those of which this rank stores
         nothing: optimizers keep state for empty tensors too."""
-        tensors: dict[str, dict[str, Part | Whole | torch.Tensor]] = {}
+        tensors: dict[str, dict[str, Room]] = {}
         for piece in engine.pieces():
             for name, kind in kinds.items():
                 stored = index.tensors.get(f"{OPTIMIZER}.{piece.name}.{name}")
                 if stored is None:
                     continue
-                room = _room(piece, kind, stored)
-                tensors.setdefault(piece.name, {})[name] = room
+                room, rooms = _room(piece, kind, stored), tensors.setdefault(piece.name, {})
+                rooms[name] = beside(rooms.get(name), room)
         return cls(kinds, tensors)
 
     def boxed(self) -> dict[str, Boxed]:
         return {
-            f"{OPTIMIZER}.{parameter}.{name}": Boxed.interval(room.window, room.start, room.local)
-            if isinstance(room, Part)
-            else Boxed.whole(room.tensor if isinstance(room, Whole) else room)
+            f"{OPTIMIZER}.{parameter}.{name}": _boxed_room(room)
             for parameter, states in self.tensors.items()
             for name, room in states.items()
         }
@@ -296,17 +311,26 @@ class OptimizerRoom:
             for parameter, states in self.tensors.items()
         }
 
-    def _typed(self, name: str, room: Part | Whole | torch.Tensor) -> Part | Whole | Scalar:
+    def _typed(self, name: str, room: Room) -> Cut | Whole | Scalar:
         number = _NUMBERS.get(self.kinds[name])
         if number is None or not isinstance(room, torch.Tensor):
             return room
         return number(room.item())
 
 
-def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Part | Whole | torch.Tensor:
+def _boxed_room(room: Room) -> Boxed:
+    if isinstance(room, Whole):
+        return Boxed.whole(room.tensor)
+    if isinstance(room, torch.Tensor):
+        return Boxed.whole(room)
+    first, *others = [Boxed.interval(part.window, part.start, part.local) for part in room]
+    return reduce(Boxed.beside, others, first)
+
+
+def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Room:
     if kind == "elements":
         flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
-        return Part(piece.window, piece.start, piece.end, flat.detach())
+        return (Part(piece.window, piece.start, piece.end, flat.detach()),)
     if kind == "whole":
         device = piece.local.device
         return Whole(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))

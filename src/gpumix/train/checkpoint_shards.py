@@ -73,6 +73,10 @@ class Boxed:
     def whole(cls, tensor: torch.Tensor) -> Boxed:
         return cls(tensor.shape, {torch.Size((0,) * tensor.dim()): tensor.detach()})
 
+    def beside(self, other: Boxed) -> Boxed:
+        """The boxes of both, of the same tensor."""
+        return Boxed(self.shape, {**self.views, **other.views})
+
     def size(self) -> torch.Size:
         return self.shape
 

@@ -48,8 +48,7 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
             why="with another dtype another model is trained",
             fix=f'set "communication_dtype" to "{sent}"',
         )
-    degrees = tuple(stage.tensor for stage in plan.stages)
-    if missing := EVERYTHING.model_copy(update={"tensor": degrees}).missing(plan):
+    if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

@@ -114,7 +114,7 @@ def speed_of(plan: Plan, rank: int, step_s: float, tokens: float) -> Speed:
     if step_s <= 0:
         return Speed()
     worker = plan.workers[rank]
-    team = plan.stages[plan.stages_of(rank)[0]].tensor
+    team = len(plan.team_of(rank, plan.stages_of(rank)[0]))
     tokens_per_s = tokens / team / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
     return Speed(tokens_per_s, *utilisation(expected, peak, step_s))

@@ -14,7 +14,7 @@ from gpumix.engine.optimizers.adafactor import Adafactor
 from gpumix.engine.optimizers.groups import matches
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.optimizers.muon import Muon
-from gpumix.engine.shards import Piece
+from gpumix.engine.shard import Piece
 from gpumix.spec.job import Job, OptimizerSpec, ParameterGroup, ScheduleSpec
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 
 
 class Pace(NamedTuple):
@@ -110,7 +111,7 @@ def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
         worker.model_copy(
             update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
         )
-        for number, worker in enumerate(stage.workers)
-        for count in [samples[number // stage.tensor]]
+        for count, team in zip(samples, stage.teams, strict=True)
+        for worker in team
     )
     return stage.model_copy(update={"workers": workers})

@@ -16,7 +16,8 @@ from typing import Any
 
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import read_text
-from gpumix.spec.plan import Plan, Stage, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Worker
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.metrics import Told
@@ -52,7 +53,7 @@ class Parts:
                 placed.setdefault(worker.device, []).append((number, stage, worker))
         first = {device: own[0][2] for device, own in placed.items()}
         shares = {
-            device: fmean(worker.state_share / stage.tensor for _, stage, worker in own)
+            device: fmean(stage.stored_by(worker) for _, stage, worker in own)
             for device, own in placed.items()
         }
         return cls(
@@ -129,18 +130,19 @@ def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
     """The plan with the samples and shares that an event tells; as it is, if they are of another.
     What is predicted stays that of the plan as it was."""
 
-    def now(worker: Worker, tensor: int) -> dict[str, Any]:
+    def now(worker: Worker, stage: Stage) -> dict[str, Any]:
         device = worker.device
         samples = told["samples"][device]
-        share = told["shares"][device] * tensor if plan.zero_stage else worker.state_share
+        share = worker.state_share
+        if plan.zero_stage:
+            share = told["shares"][device] * stage.tensor / worker.parts
         most = told.get("micro_batches", {}).get(device, worker.micro_batch)
         changed = {"samples": samples, "micro_batch": min(most, samples), "state_share": share}
         return worker.model_dump() | changed
 
     with suppress(LookupError, TypeError, AttributeError, ValueError):
         stages = [
-            stage.model_dump()
-            | {"workers": [now(worker, stage.tensor) for worker in stage.workers]}
+            stage.model_dump() | {"workers": [now(worker, stage) for worker in stage.workers]}
             for stage in plan.stages
         ]
         return Plan.model_validate(plan.model_dump() | {"stages": stages})

@@ -29,8 +29,8 @@ def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
 
     def fits(samples: Sequence[int]) -> list[bool]:
         expected = predict(profile, with_samples(plan, samples)).workers
-        by_team = [expected[n : n + stage.tensor] for n in range(0, len(expected), stage.tensor)]
-        return [all(w.peak_bytes <= w.memory_limit_bytes for w in team) for team in by_team]
+        fits = [worker.peak_bytes <= worker.memory_limit_bytes for worker in expected]
+        return [all(fits[seat] for seat in seats) for seats in stage.seats]
 
     return _most([team[0].samples for team in stage.teams], plan.global_batch, fits)
 

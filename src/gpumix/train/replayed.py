@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Worker
 
 Prints = Mapping[str, Sequence[float]]
 """Of a rank, by bucket: the norm of its gradient, then sums of parts of it."""
@@ -33,9 +34,12 @@ def comparable(plan: Plan) -> list[list[int]]:
     samples, and not alone."""
     places: dict[int, tuple[int, ...]] = {}
     for number, stage in enumerate(plan.stages):
-        for seat, (rank, worker) in enumerate(zip(plan.ranks_of(number), stage.workers)):
-            if worker.samples:
-                places[rank] = (*places.get(rank, ()), number, seat % stage.tensor)
+        ranks = plan.ranks_of(number)
+        for seats in stage.seats:
+            for place, seat in enumerate(seats):
+                if stage.workers[seat].samples:
+                    rank = ranks[seat]
+                    places[rank] = (*places.get(rank, ()), number, len(seats), place)
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(places):
         found.setdefault(places[rank], []).append(rank)

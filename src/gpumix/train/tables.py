@@ -13,9 +13,10 @@ from rich.text import Text
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.efficiency import Choice
-from gpumix.spec.plan import PLAIN, Plan, Prediction, Stage, Worker
+from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.reasons import Binding, Mixing, Worth
+from gpumix.spec.stage import PLAIN, Stage, Worker
 from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
@@ -258,8 +259,8 @@ def _how(plan: Plan) -> str:
 
 def _schedule(plan: Plan) -> str:
     """How micro-batches go through teams and stages."""
-    degrees = dict.fromkeys(str(stage.tensor) for stage in plan.stages)
-    teams = f"; blocks computed by teams of {', '.join(degrees)}" if plan.in_teams else ""
+    sizes = ", ".join(map(str, plan.degrees))
+    teams = f"; blocks computed by teams of {sizes}" if plan.in_teams else ""
     if any(stage.sequence for stage in plan.stages):
         teams += ", which divide the sequence too"
     if len(plan.stages) == 1:

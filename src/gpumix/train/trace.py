@@ -13,8 +13,9 @@ from itertools import chain
 from operator import itemgetter
 
 from gpumix.engine.record import Activity, Moved, Recording
-from gpumix.spec.plan import Plan, Worker
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Cause, Span, Trace, cause_of, event, process_of, wait
 
 

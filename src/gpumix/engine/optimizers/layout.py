@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.shards import Piece
+from gpumix.engine.shard import Piece
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 

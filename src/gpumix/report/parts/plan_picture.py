@@ -9,7 +9,7 @@ from gpumix.report.draw import bar, colour, picture
 from gpumix.report.facts import Facts, Group
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
-from gpumix.spec.plan import Stage
+from gpumix.spec.stage import Stage
 from gpumix.spec.units import plural
 from gpumix.train.tables import why
 

@@ -1,0 +1,337 @@
+"""What a rank has of one flat vector: an interval of its elements in fp32, and of their gradients.
+
+Ranks divide such a vector in unequal parts; or, at ZeRO stage 0, each of them has it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from gpumix.engine.comm import Pending
+from gpumix.engine.division import Division
+from gpumix.engine.host import empty_on_host
+from gpumix.engine.window import Window
+
+# Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
+Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
+
+
+# What gradients are multiplied with, once it is known.
+Scale = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of one parameter: elements [start, end) of its window, flattened.
+
+    `local` is what the optimizer sees: 1-D, a view into the master shard; empty where this rank
+    owns none of the parameter, so that every rank has a piece of every parameter. Of the ranks that
+    have the same elements one is the `first`, which stands for them; of their `copies` this one is
+    that of number `copy`.
+    """
+
+    name: str
+    window: Window
+    start: int
+    end: int
+    local: nn.Parameter
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.copy == 0
+
+    @property
+    def has_begin(self) -> bool:
+        """Whether this rank has the parameter's first element, of whatever is there once for all of
+        it."""
+        return self.start == 0 and self.window.part == 0
+
+    @property
+    def is_saved_here(self) -> bool:
+        """Of several copies of a piece one is saved, by its name, so that each rank saves some."""
+        return self.copy == crc32(self.name.encode()) % self.copies
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.window.shape
+
+
+class Member(NamedTuple):
+    """A parameter in a flat vector: what its window shows, flattened."""
+
+    name: str
+    parameter: nn.Parameter
+    window: Window
+
+
+class Shard:
+    """This rank's interval of a flat vector.
+
+    Args:
+        label: for error messages: the unit's name.
+        members: what the vector is of, in order.
+        dtype: of the masters.
+        device: where the vector is gathered.
+        masters_in, sums_in: whole vectors of which this rank's interval is to be that of the
+            masters, or of the gradients' sums; None: these have memory of their own.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        members: Sequence[Member],
+        division: Division,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        masters_in: torch.Tensor | None,
+        sums_in: torch.Tensor | None,
+        source: Source,
+    ) -> None:
+        self.label = label
+        self.numel = sum(member.window.numel for member in members)
+        self.trainable = members[0].parameter.requires_grad
+        self._device = device
+        self._on_host = division.on_host and self.trainable
+        self._masters_in = masters_in
+        self._sums_in = sums_in
+        self._set_division(division)
+        self.master = self._masters(dtype)
+        self.pieces = list(self._fill(members, source))
+        self._carried: torch.Tensor | None = None
+        self._summed = False
+        if self.trainable:
+            self._own_gradients()
+
+    def _set_division(self, division: Division) -> None:
+        self._division = division
+        self.offsets = division.offsets(self.numel)
+        self.start, self.end = division.interval(self.numel)
+
+    def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's interval alone, uninitialised."""
+        if self._on_host:
+            return empty_on_host(numel, dtype, self._device)
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _masters(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's interval of the masters."""
+        if self._masters_in is not None:
+            return self._masters_in[self.start : self.end]
+        return self._own(self.end - self.start, dtype)
+
+    def _fill(self, members: Sequence[Member], source: Source) -> Iterator[Piece]:
+        """Put initial values into the masters, and cut them into pieces."""
+        begin, division = 0, self._division
+        for member in members:
+            numel = member.window.numel
+            start, end, offset = self._part(begin, numel)
+            view = self.master[offset : offset + end - start]
+            if end > start:
+                view.copy_(_values(source, member, start, end))
+            local = nn.Parameter(view.detach(), requires_grad=self.trainable)
+            copy, copies = division.copy
+            if member.window.whole:
+                copy = copy * division.parts + division.part
+                copies *= division.parts
+            yield Piece(member.name, member.window, start, end, local, copy, copies)
+            begin += numel
+
+    def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
+        """Of a parameter at `begin` of the vector: where this rank's part of it starts and ends,
+        and where that is in the masters."""
+        start = min(max(self.start - begin, 0), numel)
+        end = min(max(self.end - begin, start), numel)
+        return start, end, min(max(begin + start - self.start, 0), self.end - self.start)
+
+    def _own_gradients(self) -> None:
+        """Memory for this rank's interval of the gradients' sums."""
+        if self._sums_in is not None:
+            self.gradient = self._sums_in[self.start : self.end]
+        else:
+            self.gradient = self._own(self.end - self.start, torch.float32).zero_()
+        self._piece_gradients = self.gradient.split(
+            [piece.end - piece.start for piece in self.pieces]
+        )
+
+    def divide(self, division: Division, masters: torch.Tensor) -> None:
+        """From now on this rank has what `division` says, and there these values. Pieces' `local`
+        are the same parameters, of other elements. Between two steps, without gradients."""
+        self._set_division(division)
+        dtype = self.master.dtype
+        del self.master
+        self.master = self._masters(dtype).copy_(masters)
+        begin, pieces = 0, []
+        for piece in self.pieces:
+            numel = piece.window.numel
+            start, end, offset = self._part(begin, numel)
+            piece.local.grad = None
+            piece.local.data = self.master[offset : offset + end - start]
+            pieces.append(replace(piece, start=start, end=end))
+            begin += numel
+        self.pieces = pieces
+        if self.trainable:
+            self._own_gradients()
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def gather(self, into: torch.Tensor) -> Pending:
+        """Start to fill a vector from all ranks' masters."""
+        label, comm = f"all-gather of unit '{self.label}'", self._division.comm
+        if self._division.replicated:
+            into.copy_(self.master)
+            return Pending((), label, comm)
+        return comm.gather(into, self.master, self.offsets, label)
+
+    def all_masters(self) -> torch.Tensor:
+        """Those of all ranks, in memory of its own. Collective."""
+        if self._division.replicated:
+            return self.master.clone()
+        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._device)
+        label = f"all-gather of the state of unit '{self.label}'"
+        self._division.comm.gather(buffer, self.master, self.offsets, label).wait()
+        return buffer
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def begin_gradient(self) -> None:
+        """A step begins, which sums where the sums are, if these lie in the gradients themselves:
+        remember what earlier steps have left to be added."""
+        if self._sums_in is not None and not all(fresh := self._fresh()):
+            self._zero(fresh)
+            self._carried = self.gradient.clone()
+
+    def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
+        """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
+        division, label = self._division, f"reduction of unit '{self.label}'"
+        if division.replicated:
+            yield division.comm.start_all_reduce(flat, label)
+            self._deliver(flat[None], scale)
+        elif division.copies is None:
+            yield division.comm.reduce(
+                flat, self.offsets, label, lambda rows: self._deliver(rows, scale)
+            )
+        else:
+            room = division.comm.borrow("copies", flat, 1, self.end - self.start)
+            part = room.tensor[0]
+            yield division.comm.reduce(flat, self.offsets, label, lambda rows: _sum(rows, part))
+            yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
+            self._deliver(room.tensor, scale)
+            room.give_back()
+
+    def expect_reduce(self, flat: torch.Tensor) -> None:
+        """This is the largest vector that will be reduced: let all memory for it be there."""
+        division = self._division
+        if division.replicated:
+            return
+        division.comm.expect_reduce(flat, self.offsets)
+        if division.copies is not None:  # one bucket is summed over hosts, the next inside them
+            own = self.end - self.start
+            rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
+            division.copies.expect_sum(rooms[0].tensor[0], self.numel)
+            for room in rooms:
+                room.give_back()
+
+    def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
+        """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
+        if scale is None:
+            self._add(rows)
+            return
+        fresh, own = self._fresh(), self.gradient
+        if self._on_host:
+            part = _summed(rows).mul_(scale())
+            if all(fresh):
+                own.copy_(part, non_blocking=True)
+            else:
+                self._zero(fresh)
+                own.add_(part.to(own.device))
+        elif all(fresh) or self._sums_in is not None:
+            _sum(rows, own)
+            _multiply(own, scale())
+            if self._carried is not None:
+                own.add_(self._carried)
+                self._carried = None
+        else:
+            self._zero(fresh)
+            own.addcmul_(_summed(rows), scale())
+        self._hand_out()
+
+    def _add(self, rows: torch.Tensor) -> None:
+        own = self.gradient
+        if not self._summed and self._sums_in is None:
+            fresh = self._fresh()
+            if not all(fresh):
+                self._zero(fresh)
+                self._carried = own.clone()
+        if rows.device != own.device:
+            rows = _summed(rows)[None].to(own.device)
+        if self._summed:
+            own.add_(_summed(rows))
+        else:
+            _sum(rows, own)
+        self._summed = True
+
+    def settle(self, scale: Scale) -> None:
+        """All that a step reduced without a scale is there: it is multiplied with it, and in the
+        pieces' `grad`."""
+        if self._summed:
+            _multiply(self.gradient, scale().to(self.gradient.device))
+            if self._carried is not None:
+                self.gradient.add_(self._carried)
+            self._hand_out()
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """Nothing of this step counts."""
+        self._summed, self._carried = False, None
+
+    def _hand_out(self) -> None:
+        for piece, gradient in zip(self.pieces, self._piece_gradients):
+            piece.local.grad = gradient
+
+    def _fresh(self) -> list[bool]:
+        """Of each piece, whether nothing is there to be added to."""
+        return [piece.local.grad is None for piece in self.pieces]
+
+    def _zero(self, fresh: list[bool]) -> None:
+        for is_fresh, gradient in zip(fresh, self._piece_gradients):
+            if is_fresh:
+                gradient.zero_()
+
+
+def _values(source: Source, member: Member, start: int, end: int) -> torch.Tensor:
+    """Initial values of elements [start, end) of a parameter's window."""
+    parameter = member.parameter
+    if member.window.whole:
+        return source(member.name, parameter, start, end)
+    every = source(member.name, parameter, 0, parameter.numel()).view(parameter.shape)
+    return member.window.of(every).reshape(-1)[start:end]
+
+
+def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
+    """In place; by 1 not at all, where looking at it does not wait for a device."""
+    if scale.device.type != "cpu" or scale.item() != 1.0:
+        value.mul_(scale)
+
+
+def _summed(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows, in the first of them."""
+    for row in rows[1:]:
+        rows[0].add_(row)
+    return rows[0]
+
+
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    if rows.shape[0] > 1:
+        torch.sum(rows, 0, out=out)
+    elif rows.data_ptr() != out.data_ptr():
+        out.copy_(rows[0])

@@ -1,0 +1,284 @@
+"""One stage of a plan: a run of units, and what each of its workers computes and stores of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gpumix.spec.base import Value, refuse_twins
+from gpumix.spec.cut import split_micro_batches
+from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+Place = Literal["device", "host"]
+Head = Literal["whole", "chunked"]
+
+
+class Mode(Value):
+    """How a worker runs its micro-batches, and what it keeps for their backward.
+
+    With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
+    on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
+    forward and backward of one micro-batch after the other, the smaller one first, `layered` each
+    unit for all of them. A `chunked` head makes some rows of a micro-batch's logits at a time, if
+    the model takes nothing but its loss of them.
+    """
+
+    recompute: bool = True
+    boundary: Place = "device"
+    order: Literal["layered", "sequential"] = "layered"
+    head: Head = "whole"
+
+    @model_validator(mode="after")
+    def _only_boundaries_go_to_the_host(self) -> Self:
+        if self.boundary == "host" and not self.recompute:
+            raise ValueError("the host keeps inputs to recompute from, no graphs")
+        return self
+
+    def describe(self) -> str:
+        """A few words for tables."""
+        kept = "recompute" if self.recompute else "keep graphs"
+        where = " from host" if self.boundary == "host" else ""
+        order = ", sequential" if self.order == "sequential" else ""
+        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
+
+
+PLAIN = Mode()
+
+
+class Worker(Value):
+    """One device's part: its samples of each global batch, and its share of the state.
+
+    `samples` may be zero (it only stores) and `state_share` may be zero (it only computes).
+    """
+
+    device: str
+    device_class: str
+    host: str = "localhost"
+    samples: int = Field(ge=0)
+    micro_batch: int = Field(ge=0, description="the most samples that run at once; 0 for none")
+    state_share: float = Field(
+        ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
+    )
+    mode: Mode = PLAIN
+    kept_graphs: int = Field(
+        default=0,
+        ge=0,
+        description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
+        "mode recomputes: the last ones of the forward pass",
+    )
+    state_on: Place = Field(
+        default="device",
+        description="where its share of fp32 parameters, of their gradients and of the optimizer's "
+        "state lies, and is updated",
+    )
+    parts: int = Field(
+        default=1,
+        ge=1,
+        description="of the parts into which its stage divides units, those that it computes; its "
+        "team computes the others",
+    )
+    compile: bool = Field(default=False, description="whether its units run in compiled code")
+    compute_dtype: ComputeDtype = "fp32"
+    efficiency: Efficiency = PLAIN_EFFICIENCY
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> Self:
+        if (self.samples == 0) != (self.micro_batch == 0) or self.micro_batch > self.samples:
+            raise ValueError(
+                f"worker '{self.device}' has {self.samples} samples in micro-batches of "
+                f"{self.micro_batch}"
+            )
+        return self
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Samples in each micro-batch; only the last may be smaller."""
+        return split_micro_batches(self.samples, self.micro_batch)
+
+
+class Taken(Value):
+    """What a stage needs of an earlier one: a tensor that a unit call returns."""
+
+    call: int = Field(ge=0, description="number of the call, counted over all stages")
+    output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
+    differentiable: bool = Field(default=True, description="whether its gradient goes back")
+
+
+@dataclass(frozen=True)
+class MicroBatchOf:
+    """A micro-batch of a stage: the places of those of its workers that compute it, in which wave,
+    and its rows of the global batch."""
+
+    seats: range
+    wave: int
+    rows: range
+
+    @property
+    def worker(self) -> int:
+        """The place of the first of them."""
+        return self.seats.start
+
+
+class Stage(Value):
+    """A contiguous run of units, and the workers that compute them, in rank order.
+
+    With tensor parallelism units are divided into `tensor` parts, and workers in a row that have
+    all of them are a *team*: they compute the same micro-batches together, and divide the state of
+    each part with the workers who have it in other teams. A worker that has all parts is a team
+    alone: so a stage's workers may differ in their tensor parallel degree.
+
+    `units` are the module names of the unit calls in the order of the forward pass, without the
+    root unit; a unit that is called twice is named twice. Where there are several stages, `takes`
+    and `root` are all that a stage needs of what lies outside of its units.
+    """
+
+    units: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="parts into which units are divided: the largest tensor parallel degree",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="whether each worker of a team has a part of the positions of a sample where "
+        "units are not divided: sequence parallelism",
+    )
+    joined: int = Field(
+        default=1, ge=1, description="units in a row that are gathered and reduced as one"
+    )
+    before: tuple[str, ...] = Field(
+        default=(),
+        description="parameters of the root that only the code before the units looks up",
+    )
+    after: tuple[str, ...] = Field(
+        default=(), description="parameters of the root that only head and loss use"
+    )
+    takes: tuple[Taken, ...] = ()
+    root: tuple[str, ...] | None = Field(
+        default=None, description="parameters of the root that the stage uses; null: all"
+    )
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if not self.workers:
+            raise ValueError("a stage without devices: nobody computes its units")
+        if not self.units:
+            raise ValueError("a stage without units: there are more stages than units to compute")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> Self:
+        refuse_twins("parameter of 'root'", self.root or ())
+        refuse_twins("entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes))
+        return self
+
+    @model_validator(mode="after")
+    def _whole_teams(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("only workers that are a team divide the positions of a sample")
+        if min(w.parts for w in self.workers) > 1:
+            raise ValueError(
+                f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
+                f"make it {max(len(team) for team in self.teams)}"
+            )
+        for team in self.teams:
+            names = ", ".join(w.device for w in team)
+            if len({w.parts for w in team}) > 1 or len(team) * team[0].parts != self.tensor:
+                raise ValueError(
+                    f"{'workers' if len(team) > 1 else 'worker'} {names} cannot form a team: their "
+                    f"parts ({', '.join(str(w.parts) for w in team)}) are to be alike and to add "
+                    f"up to {self.tensor}, the stage's tensor parallel degree"
+                )
+            alike = {
+                (w.samples, w.micro_batch, w.state_share, w.mode, w.kept_graphs, w.compute_dtype)
+                for w in team
+            }
+            if len(alike) > 1:
+                raise ValueError(
+                    f"the workers of a team ({names}) must have the same samples, micro-batch, "
+                    "state share, mode, kept graphs and dtype"
+                )
+            if len(team) > 1 and any(w.compile for w in team):
+                raise ValueError("units that several workers compute together are not compiled")
+        return self
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return tuple(w.state_share for w in self.workers)
+
+    @property
+    def teams(self) -> tuple[tuple[Worker, ...], ...]:
+        """The workers that compute together; of one each without tensor parallelism."""
+        return tuple(self.workers[seats.start : seats.stop] for seats in self.seats)
+
+    @property
+    def seats(self) -> Sequence[range]:
+        """The places of each team's workers among those of the stage."""
+        if self.tensor == 1:
+            return [range(n, n + 1) for n in range(len(self.workers))]
+        found, first, parts = [], 0, 0
+        for number, worker in enumerate(self.workers, 1):
+            parts += worker.parts
+            if parts >= self.tensor or number == len(self.workers):
+                found.append(range(first, number))
+                first, parts = number, 0
+        return found
+
+    @property
+    def unlike_teams(self) -> bool:
+        """Whether some teams have more workers than others."""
+        return len({worker.parts for worker in self.workers}) > 1
+
+    def team_size(self, worker: Worker) -> int:
+        """How many workers, this one among them, compute each unit together."""
+        return self.tensor // worker.parts
+
+    def stored_by(self, worker: Worker) -> float:
+        """Which part of the stage's state one of its workers stores."""
+        return worker.state_share * worker.parts / self.tensor
+
+    @property
+    def leaders(self) -> tuple[Worker, ...]:
+        """The first worker of each team, which stands for it."""
+        if self.tensor == 1:
+            return self.workers
+        return tuple(self.workers[seats.start] for seats in self.seats)
+
+    def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
+        """Those of the global batch, in the order of its samples: wave after wave, and of each
+        wave worker after worker."""
+        found: list[MicroBatchOf] = []
+        begin, seats_of_teams = 0, self.seats
+        for wave in range(waves):
+            for seats in seats_of_teams:
+                sizes = self.workers[seats.start].micro_batches
+                first, last = (len(sizes) * w // waves for w in (wave, wave + 1))
+                for size in sizes[first:last]:
+                    found.append(MicroBatchOf(seats, wave, range(begin, begin + size)))
+                    begin += size
+        return tuple(found)
+
+
+def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Who gives to whom where all members of a team have what those of another need: giver and
+    taker, each taker once."""
+    return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
+
+
+def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
+    """Of the names that each stage has of the root, those that several have, by these stages."""
+    users: dict[str, list[int]] = {}
+    for stage, names in enumerate(roots):
+        for name in names:
+            users.setdefault(name, []).append(stage)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in users.items():
+        if len(stages) > 1:
+            found.setdefault(tuple(stages), []).append(name)
+    return found

@@ -1,0 +1,84 @@
+"""Workers of one stage that differ in their tensor parallel degree train like one process."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
+from harness import run_ranks
+from memory import count_tensors
+from models import ARCHITECTURES
+from reference import batches, train_alone, worst_error
+from staging import own_samples, rows, staged_engine, staged_plan, train_in_turn
+
+STEPS = 2
+TOLERANCE = 1e-5
+KEPT = Mode(recompute=False)
+ONE_AND_TEAM = rows([4, 3], tensor=[(1, 2)])
+TEAM_AND_ONE = rows([4, 2], state=[[1, 3]], tensor=[(2, 1)])
+FOUR_IN_TWO_WAYS = rows([2, 3, 2], state=[[3, 1, 2]], tensor=[(1, 4, 2)])
+THEN_ONE = rows([4, 2], [6], tensor=[(2, 1), 1])
+AFTER_ONE = rows([6], [4, 2], tensor=[1, (1, 2)], micro_batch=1)
+SEQUENCE = rows([4, 3], tensor=[(1, 2)], sequence=True)
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "GPT-2, ZeRO 0": ("gpt2", ONE_AND_TEAM, {"zero_stage": 0}),
+    "GPT-2, ZeRO 1": ("gpt2", TEAM_AND_ONE, {"zero_stage": 1}),
+    "Llama, ZeRO 2": ("llama", ONE_AND_TEAM, {"zero_stage": 2}),
+    "Llama, ZeRO 3": ("llama", TEAM_AND_ONE, {"zero_stage": 3}),
+    "Qwen3": ("qwen3", ONE_AND_TEAM, {"zero_stage": 3}),
+    "BERT": ("bert", TEAM_AND_ONE, {"zero_stage": 3}),
+    "T5": ("t5", ONE_AND_TEAM, {"zero_stage": 1}),
+    "of one, two and four": ("gpt2", FOUR_IN_TWO_WAYS, {"zero_stage": 3}),
+    "then one": ("qwen3", THEN_ONE, {"zero_stage": 3}),
+    "then one, whole": ("gpt2", THEN_ONE, {"zero_stage": 1}),
+    "after one": ("llama", AFTER_ONE, {"zero_stage": 3, "waves": 2}),
+    "positions, Qwen3": ("qwen3", SEQUENCE, {"zero_stage": 3}),
+    "positions, GPT-2": ("gpt2", SEQUENCE, {"zero_stage": 1}),
+    "positions, T5": ("t5", SEQUENCE, {"zero_stage": 0}),
+    "kept": ("qwen3", rows([4, 3], tensor=[(1, 2)], mode=KEPT), {"zero_stage": 2}),
+    "sequential": (
+        "gpt2",
+        rows([4, 3], tensor=[(1, 2)], mode=Mode(order="sequential")),
+        {"zero_stage": 1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    plans = {key: (name, staged_plan(name, rows, **s)) for key, (name, rows, s) in CASES.items()}
+    return {key: (plans[key][1], *done) for key, done in train_in_turn(plans, STEPS).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(trained, case):
+    plan, losses, found = trained[case]
+    expected = train_alone(ARCHITECTURES[CASES[case][0]], plan.global_batch, STEPS)
+    assert worst_error(found, expected) < TOLERANCE
+    assert all(of_rank == losses[0] for of_rank in losses)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_nothing_is_left_of_an_engine_that_gathers_in_parts(zero_stage):
+    plan = staged_plan("gpt2", ONE_AND_TEAM, zero_stage=zero_stage)
+    assert run_ranks(_left, 3, plan.model_dump_json()) == [0, 0, 0]
+
+
+def _left(plan_json: str) -> int:
+    """How many tensors there are more after a second engine is gone, before the collector runs."""
+    plan = Plan.model_validate_json(plan_json)
+    gc.collect()
+    gc.disable()
+    left = []
+    for _ in range(2):
+        engine = staged_engine("gpt2", plan)
+        for batch in batches(ARCHITECTURES["gpt2"], plan.global_batch, 2):
+            engine.step(own_samples(plan, engine.comm.rank, batch))
+        del engine, batch
+        left.append(count_tensors())
+    return left[1] - left[0]

@@ -1,0 +1,98 @@
+"""Teams of unlike sizes in one stage, where that is faster, or where nothing else has room."""
+
+from __future__ import annotations
+
+import pytest
+from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
+
+from gpumix.cost.predict import predict
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.explain import STRATEGIES
+from gpumix.simulate.events import simulate
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.space import Space
+
+optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
+ONE_STAGE = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
+
+
+def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
+    """One that is large, and four small ones, which have no room for a sample alone."""
+    kinds = [block(trainable=1_000_000, kept=line(4e6), gradient=line(4e6), backward=line(1.6e7))]
+    found = profile(
+        [
+            Card("large", 1, GIB, steady(1e-3), per_host=1),
+            Card("small", 4, memory, steady(2e-3), per_host=2),
+        ],
+        calls=("block",) * 4,
+        kinds=kinds,
+    )
+    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, divided=faster)
+
+
+def best(found: Profile, batch: int = 8, **space) -> Plan:
+    return optimal(found, PlanRequest(global_batch=batch, space=Space(**ONE_STAGE | space)))
+
+
+def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
+    found = cards()
+    plan = best(found)
+    (stage,) = plan.stages
+    assert stage.unlike_teams and stage.tensor == 2
+    assert [[w.device_class for w in team] for team in stage.teams] == [
+        ["large"], ["small", "small"], ["small", "small"],
+    ]  # fmt: skip
+    assert all(leader.samples for leader in stage.leaders)
+    assert predicted(plan).step_s < 0.8 * predicted(best(found, tensor=1)).step_s
+    with pytest.raises(NoFeasiblePlanError):  # the small ones cannot hold all of the state
+        best(found, tensor=2)
+    for worker in predicted(plan).workers:
+        assert worker.peak_bytes <= worker.memory_limit_bytes
+
+
+def test_what_is_foretold_of_it_is_what_the_simulator_replays():
+    found = cards()
+    plan = best(found)
+    again = predict(found, plan)
+    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+    assert [w.memory_bytes for w in again.workers] == [
+        w.memory_bytes for w in predicted(plan).workers
+    ]
+    assert simulate(found, plan).step_s == pytest.approx(again.step_s, rel=0.02)
+    assert predicted(plan).bound_s <= predicted(plan).step_s
+
+
+def test_devices_with_room_enough_stay_alone():
+    assert not best(cards(memory=GIB, faster=1.2)).in_teams
+
+
+def test_teams_of_two_sizes_in_one_class_are_not_foretold():
+    found = cards()
+    plan = best(found)
+    (stage,) = plan.stages
+    one, pair, *_ = stage.teams
+    alone = pair[0].model_copy(update={"parts": 2})
+    workers = (*one, alone, *stage.teams[2])
+    mixed = stage.model_copy(update={"workers": workers})
+    with pytest.raises(InputError, match="class 'small' has teams of"):
+        predict(found, plan.model_copy(update={"stages": (mixed,), "ranks": ()}))
+
+
+def test_memory_is_foretold_of_ranks_in_their_own_order():
+    """Which need not be that of the stage."""
+    found = cards(memory=GIB, faster=1.2)
+    plan = best(found, tensor=1, zero_stages=3)
+    (stage,) = plan.stages
+    first, second, *others = stage.workers
+    shares = (0.5, 0.1, *([0.4 / len(others)] * len(others)))
+    workers = tuple(
+        worker.model_copy(update={"state_share": share})
+        for worker, share in zip(stage.workers, shares)
+    )
+    stage = stage.model_copy(update={"workers": workers})
+    devices = (second.device, *(w.device for w in others), first.device)
+    plan = plan.model_copy(update={"stages": (stage,), "ranks": devices, "prediction": None})
+    held = {w.device: w.memory_bytes["state"] for w in predict(found, plan).workers}
+    assert held[first.device] == pytest.approx(5 * held[second.device], rel=1e-3)

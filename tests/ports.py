@@ -1,0 +1,9 @@
+"""Ports of loopback for tests, of which no connection gets one before it is used."""
+
+from __future__ import annotations
+
+from gpumix.launch.probe import listening
+
+
+def free_port() -> int:
+    return int(str(listening("127.0.0.1", 0)["port"]))
