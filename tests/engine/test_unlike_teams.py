@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -80,5 +81,6 @@ def _left(plan_json: str) -> int:
         for batch in batches(ARCHITECTURES["gpt2"], plan.global_batch, 2):
             engine.step(own_samples(plan, engine.comm.rank, batch))
         del engine, batch
+        time.sleep(0.5)  # threads of gloo let go of what they have sent
         left.append(count_tensors())
-    return left[1] - left[0]
+    return max(0, left[1] - left[0])
