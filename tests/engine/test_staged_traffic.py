@@ -3,9 +3,7 @@ ranks do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ CHUNKED = Mode(recompute=False, head="chunked")
 MOST = 4  # devices of a plan
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
 # many ranks each worker is a team, all or one after the other, and whether it divides the sequence
-# too. Where they differ, those that are alone are of another class.
+# too.
 PLANS = {
     "1f1b": ([(3, [Share(6, 2, 1)]), (3, [Share(6, 2, 1)])], {"zero_stage": 0}),
     "kept": ([(4, [Share(6, 2, 1, KEEP)]), (2, [Share(6, 2, 1, KEEP)])], {"zero_stage": 0}),
@@ -84,7 +82,6 @@ UNLIKE = {
     "one, then unlike": ([(3, [Share(6, 1, 1)]), (3, [Share(4, 1, 1), Share(2, 1, 2)], (1, 2))],
                          {"zero_stage": 1}),
 }  # fmt: skip
-OTHER = "other"
 PLANNED = ["planned", "planned in stages"]
 
 
@@ -105,7 +102,6 @@ def _plan(profile: Profile, name: str) -> Plan:
             worker.model_copy(
                 update={
                     "device": f"d{device + n}",
-                    "device_class": OTHER if size < tensor else worker.device_class,
                     "parts": tensor // size,
                 }
             )
@@ -138,27 +134,11 @@ def measured() -> Profile:
 
 @pytest.fixture(scope="module")
 def profile(measured) -> Profile:
-    """Of as many such devices as the plans have, and of another class that is the same."""
-
-    def twice(classes: Sequence[Any], key: str) -> tuple[Any, ...]:
-        return (*classes, *(one.model_copy(update={key: OTHER}) for one in classes))
-
+    """Of as many such devices as the plans have."""
     one = measured.cluster.devices[0]
     every = tuple(one.model_copy(update={"id": f"d{n}", "ordinal": n}) for n in range(MOST))
-    cluster = measured.cluster.model_copy(
-        update={"devices": every, "classes": twice(measured.cluster.classes, "name")}
-    )
-    teams = tuple(
-        team.model_copy(
-            update={
-                "classes": twice(team.classes, "device_class"),
-                "told": team.told | {OTHER: next(iter(team.told.values()))},
-            }
-        )
-        for team in measured.teams
-    )
-    classes = twice(measured.classes, "device_class")
-    return measured.model_copy(update={"cluster": cluster, "classes": classes, "teams": teams})
+    cluster = measured.cluster.model_copy(update={"devices": every})
+    return measured.model_copy(update={"cluster": cluster})
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
     found = profile(
         [
             Card("large", 1, GIB, steady(1e-3), per_host=1),
-            Card("small", 4, memory, steady(2e-3), per_host=2),
+            Card("small", 4, memory, steady(2e-3), per_host=4),
         ],
         calls=("block",) * 4,
         kinds=kinds,
@@ -68,15 +68,29 @@ def test_devices_with_room_enough_stay_alone():
     assert not best(cards(memory=GIB, faster=1.2)).in_teams
 
 
-def test_teams_of_two_sizes_in_one_class_are_not_foretold():
+def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
+    """All of one class, of which one has room for what is not divided."""
+    kinds = [block(trainable=1_000_000, kept=line(1e4), gradient=line(1e4), backward=line(1e5))]
+    three = profile([Card("card", 3, GIB, steady(1e-3))], calls=("block",) * 4, kinds=kinds)
+    found = with_teams(in_a_row(three, message=line(1e4)), 2, faster=3.0)  # more than it costs
+    plan = best(found, batch=12)
+    (stage,) = plan.stages
+    assert sorted(map(len, stage.teams)) == [1, 2]
+    assert {worker.device_class for worker in plan.workers} == {"card"}
+    assert predicted(plan).step_s < 0.9 * predicted(best(found, batch=12, tensor=1)).step_s
+    assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
+    again = predict(found, plan)
+    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+
+
+def test_teams_that_were_not_measured_are_refused():
     found = cards()
     plan = best(found)
     (stage,) = plan.stages
-    one, pair, *_ = stage.teams
-    alone = pair[0].model_copy(update={"parts": 2})
-    workers = (*one, alone, *stage.teams[2])
-    mixed = stage.model_copy(update={"workers": workers})
-    with pytest.raises(InputError, match="class 'small' has teams of"):
+    four = tuple(w.model_copy(update={"samples": 1, "micro_batch": 1}) for w in stage.workers[1:])
+    one = stage.workers[0].model_copy(update={"parts": 4})
+    mixed = stage.model_copy(update={"workers": (one, *four), "tensor": 4})
+    with pytest.raises(InputError, match="how 4 ranks compute units together"):
         predict(found, plan.model_copy(update={"stages": (mixed,), "ranks": ()}))
 
 

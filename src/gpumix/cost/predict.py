@@ -27,7 +27,7 @@ from gpumix.cost.memory import (
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.of_model import check_units
 from gpumix.cost.staged import StagedStep, predict_stages
-from gpumix.cost.teams import of_members, of_stage, sizes_of
+from gpumix.cost.teams import in_one_stage, of_members
 from gpumix.cost.time import (
     can,
     can_keep_state_on_host,
@@ -53,19 +53,12 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
             class, a mode or a collective form of the plan.
     """
     check_match(profile, plan)
-    leaders = plan.of_leaders
     if len(plan.stages) > 1:
         found = predict_stages(profile, plan)
     else:
-        found = _Step(_in_team(profile, plan), leaders).prediction()
+        found = _Step(*in_one_stage(profile, plan)).prediction()
     found = of_members(profile, plan, found) if plan.in_teams else found
     return with_flops(profile, plan, no_faster_than_input(profile, plan, found))
-
-
-def _in_team(profile: Profile, plan: Plan) -> Profile:
-    """What the ranks of a plan of one stage are."""
-    (stage,) = plan.stages
-    return of_stage(profile, stage)
 
 
 def plan_seconds(profile: Profile, plan: Plan) -> float:
@@ -78,7 +71,7 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
     input_s = input_seconds(profile, plan)
     if len(plan.stages) > 1:
         return max(input_s, StagedStep(profile, plan).seconds)
-    return max(input_s, _Step(_in_team(profile, plan), plan.of_leaders).seconds)
+    return max(input_s, _Step(*in_one_stage(profile, plan)).seconds)
 
 
 @dataclass(frozen=True)
@@ -95,9 +88,6 @@ class _Alike:
 # Whether it keeps some graphs though it recomputes, what it has of the model, by its identity, and
 # where its state is.
 _Holding = tuple[Mode, bool, int, Place]
-NOTHING_FORETOLD = (
-    "train this plan as it is, with nothing foretold: gpumix train JOB.yaml --plan PLAN.json"
-)
 
 
 class _Step:
@@ -330,20 +320,11 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
 
 def _check_teams(plan: Plan) -> None:
     """A team is counted as its first worker, over links inside one host: see `cost.teams`."""
-    for number, stage in enumerate(plan.stages, 1):
-        for team in stage.teams if stage.unlike_teams else ():
-            name, size = team[0].device_class, len(team)
-            if (other := sizes_of(stage)[name]) != size:
-                raise InputError(
-                    f"class '{name}' has teams of {size} and of {other} in one stage, of which the "
-                    "cost model knows nothing",
-                    where=f"stage {number}",
-                    fix=f"make them alike, or {NOTHING_FORETOLD}",
-                )
     for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
             raise InputError(
                 "a team of several hosts or device classes was not measured",
                 where=f"the team of {', '.join(worker.device for worker in team)}",
-                fix=f"make teams of devices of one class on one host, or {NOTHING_FORETOLD}",
+                fix="make teams of devices of one class on one host, or train this plan as it is, "
+                "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",
             )

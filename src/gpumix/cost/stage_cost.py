@@ -18,12 +18,13 @@ from gpumix.cost.memory import Activations, MemoryModel, Owned, StateModel, owne
 from gpumix.cost.network import Cuts, Layout, free_links, links_for
 from gpumix.cost.of_stage import StagedModel
 from gpumix.cost.phases import Pass
+from gpumix.cost.teams import OfStage
 from gpumix.cost.time import optimizer_seconds, pass_seconds
 from gpumix.cost.wire import wire_among
 from gpumix.spec.errors import InputError
 from gpumix.spec.islands import Near
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, ModelProfile, Profile
+from gpumix.spec.profile import ROOT, ModelProfile
 from gpumix.spec.stage import DTYPE_BYTES, Mode, Worker
 
 
@@ -62,12 +63,12 @@ class StageCost:
     """
 
     def __init__(
-        self, whole: Profile, cut: StagedModel, plan: Plan, number: int, *, near: Near, moved: bool
+        self, of: OfStage, cut: StagedModel, plan: Plan, number: int, *, near: Near, moved: bool
     ) -> None:
-        stage = plan.stages[number]
-        self.plan, self.number, self.workers = plan, number, stage.workers
+        stage, whole = plan.stages[number], of.profile
+        self.plan, self.number, self.workers = plan, number, of.leaders
         self.profile = cut.profile_of(whole, number)
-        places = [(w.host, w.device_class) for w in stage.workers]
+        places = [(w.host, w.device_class) for w in self.workers]
         layout = Layout(
             plan.zero_stage,
             "all",
@@ -80,7 +81,7 @@ class StageCost:
         free = free_links(links.buckets)
         self.links = links if moved else free
         self._free = free
-        self.memory = MemoryModel(self.profile, links, len(stage.workers), plan.zero_stage)
+        self.memory = MemoryModel(self.profile, links, len(self.workers), plan.zero_stage)
         # Found before it is added: the gradient of what the code before the first unit looks up.
         sizes = {p.name: p.trainable for p in whole.model.root.parameters}
         self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)

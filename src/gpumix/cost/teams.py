@@ -7,12 +7,14 @@ with teams is counted as that of their first workers, on such a profile; the oth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.of_ranks import ModelOfRank, ProfileOfRanks, undivided
 from gpumix.cost.wire import team_seconds
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Prediction
@@ -71,55 +73,129 @@ def in_team(
     )
 
 
-def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> Profile:
-    """The profile of the leaders of a stage's teams; see `in_team`.
+def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfStage:
+    """The leaders of a stage's teams, and their profile; see `in_team`.
 
     Raises:
         InputError: such teams were not measured.
     """
-    return of_sizes(profile, sizes_of(stage), sequence=stage.sequence, in_stages=in_stages)
+    if not stage.unlike_teams:
+        (size,) = {stage.team_size(worker) for worker in stage.workers[:1]}
+        alone = in_team(profile, size, sequence=stage.sequence, in_stages=in_stages)
+        return OfStage(alone, stage.leaders)
+    teams = {w.device: TeamOf(w.device_class, stage.team_size(w)) for w in stage.leaders}
+    found = in_teams(profile, teams, sequence=stage.sequence, in_stages=in_stages)
+    names = _names(teams.values())
+    leaders = tuple(
+        worker.model_copy(update={"device_class": names[teams[worker.device]]})
+        for worker in stage.leaders
+    )
+    return OfStage(found, leaders)
 
 
-def of_sizes(
-    profile: Profile, sizes: Mapping[str, int], *, sequence: bool, in_stages: bool = False
-) -> Profile:
-    """The profile of leaders of teams of so many ranks, by class; see `in_team`."""
-    first, *others = set(sizes.values())
-    if others:
-        return in_teams(profile, sizes, sequence=sequence, in_stages=in_stages)
-    return in_team(profile, first, sequence=sequence, in_stages=in_stages)
+def in_one_stage(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
+    """The same of a plan of one stage, as a plan of leaders."""
+    (stage,) = plan.stages
+    of_leaders, leaders = of_stage(profile, stage)
+    alone = plan.of_leaders
+    if not stage.unlike_teams:
+        return of_leaders, alone
+    names = {worker.device: worker.device_class for worker in leaders}
+    workers = tuple(
+        worker.model_copy(update={"device_class": names[worker.device]})
+        for worker in alone.stages[0].workers
+    )
+    stages = (alone.stages[0].model_copy(update={"workers": workers}),)
+    return of_leaders, alone.model_copy(update={"stages": stages})
 
 
-def sizes_of(stage: Stage) -> dict[str, int]:
-    """How many ranks compute units together, by class of device."""
-    return {worker.device_class: stage.team_size(worker) for worker in stage.workers}
+class OfStage(NamedTuple):
+    """Leaders by the names that their classes have in a profile."""
+
+    profile: Profile
+    leaders: tuple[Worker, ...]
+
+
+class TeamOf(NamedTuple):
+    """A team of so many devices of a class."""
+
+    device_class: str
+    size: int
 
 
 def in_teams(
-    profile: Profile, sizes: Mapping[str, int], *, sequence: bool, in_stages: bool = False
-) -> ProfileOfRanks:
-    """The same of teams of unlike sizes."""
+    profile: Profile,
+    teams: Mapping[str, TeamOf],
+    *,
+    sequence: bool,
+    in_stages: bool = False,
+) -> Profile:
+    """The profile of leaders of these teams, by the leaders' devices. Of a class that has teams of
+    several sizes, each size is a class of its own there."""
+    kinds = sorted(set(teams.values()))
     of_size = {
         size: in_team(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
-        for size in set(sizes.values())
+        for size in {kind.size for kind in kinds}
     }
+    for kind in kinds:
+        if all(one.device_class != kind.device_class for one in of_size[kind.size].classes):
+            raise _not_measured(*kind)
+    if len(of_size) == 1:
+        return next(iter(of_size.values()))
     largest, least = max(of_size), min(of_size)
-    for name, size in sizes.items():
-        if all(one.device_class != name for one in of_size[size].classes):
-            raise _not_measured(name, size)
+    names = _names(kinds)
     whole = undivided(of_size[least].model, of_size[largest].model, (least, largest))
     models = {
         name: ModelOfRank.model_construct(
-            **dict(of_size[size].model_of(name)),
-            in_parts=size < largest,
+            **dict(of_size[kind.size].model_of(kind.device_class)),
+            in_parts=kind.size < largest,
             undivided=whole,
             degree=largest,
         )
-        for name, size in sizes.items()
+        for kind, name in names.items()
     }
-    classes = tuple(of_size[size].of_class(name) for name, size in sizes.items())
-    more = {"classes": classes, "models": models}
+    classes = tuple(
+        of_size[kind.size].of_class(kind.device_class).model_copy(update={"device_class": name})
+        for kind, name in names.items()
+    )
+    cluster = _with_classes(of_size[least].cluster, teams, names)
+    more = {"classes": classes, "models": models, "cluster": cluster}
     return ProfileOfRanks.model_construct(**dict(of_size[least]) | more)
+
+
+def _names(kinds: Iterable[TeamOf]) -> dict[TeamOf, str]:
+    """What the classes of leaders of such teams are called."""
+    every = sorted(set(kinds))
+    sizes = Counter(kind.device_class for kind in every)
+    return {
+        kind: f"{kind.device_class}-in-{kind.size}"
+        if sizes[kind.device_class] > 1
+        else kind.device_class
+        for kind in every
+    }
+
+
+def _with_classes(
+    cluster: Cluster, teams: Mapping[str, TeamOf], names: Mapping[TeamOf, str]
+) -> Cluster:
+    """A cluster whose devices that lead teams have their classes' names."""
+    new = {name: kind.device_class for kind, name in names.items() if name != kind.device_class}
+    if not new:
+        return cluster
+    classes = [cluster.class_named(old).model_copy(update={"name": n}) for n, old in new.items()]
+    devices = [
+        device.model_copy(update={"device_class": names[teams[device.id]]})
+        if device.id in teams
+        else device
+        for device in cluster.devices
+    ]
+    return cluster.model_copy(
+        update={
+            "classes": (*cluster.classes, *classes),
+            "devices": tuple(devices),
+            "network": cluster.network and cluster.network.as_of(new),
+        }
+    )
 
 
 def _not_measured(name: str, size: int) -> InputError:

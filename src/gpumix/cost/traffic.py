@@ -18,7 +18,7 @@ from gpumix.cost.of_ranks import ModelOfRank, Sized
 from gpumix.cost.pipeline import Action
 from gpumix.cost.predict import by_host, check_match, links_of_plan
 from gpumix.cost.staged import StagedStep
-from gpumix.cost.teams import of_stage, sizes_of, told_in
+from gpumix.cost.teams import in_one_stage, told_in
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.stage import DTYPE_BYTES, Worker, between_teams
@@ -55,7 +55,7 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
 
 def _in_one(profile: Profile, whole: Plan) -> Iterator[Traffic]:
     """Of each leader of a plan of one stage."""
-    plan, of_leaders = whole.of_leaders, of_stage(profile, whole.stages[0])
+    of_leaders, plan = in_one_stage(profile, whole)
     buckets = links_of_plan(of_leaders, plan).buckets
     over_hosts = _over_hosts(plan, buckets)
     known: dict[str, Traffic] = {}
@@ -85,7 +85,7 @@ def _apart(
     *of_calls, root = told_in(profile, plan, number, largest)
     summed = dict(zip(of_leaders.model.kind_of_call, (told.summed for told in of_calls)))
     summed[ROOT] = root.summed
-    parts = model.degree // sizes_of(stage)[worker.device_class]
+    parts = next(one.parts for one in stage.workers if one.device == worker.device)
     rest = model.undivided
 
     def with_sizes(of: Callable[[str, int, int], int]) -> Buckets:
@@ -244,7 +244,8 @@ class _InStages:
             yield from self._of_stage(rank, number)
 
     def _of_stage(self, rank: int, number: int) -> Iterator[tuple[str, int]]:
-        cost, worker = self._step.stages[number], self._plan.worker_of(rank, number)
+        cost = self._step.stages[number]
+        worker = cost.workers[self._step.place_of[number, rank]]
         every = _apart(
             self._step.profile, self._whole, number, cost.profile, cost.links.buckets, worker
         )

@@ -186,7 +186,7 @@ def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -
     stages = []
     for number, stage in enumerate(plan.stages):
         cost, most = step.stages[number], []
-        for worker in stage.leaders:
+        for worker in cost.workers:
             model = cost.profile.model_of(worker.device_class)
             per_share = cost.memory.state(model).bytes_per_share
             room = (free[worker.device] - ROUNDING_BYTES) / per_share

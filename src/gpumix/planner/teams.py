@@ -8,13 +8,13 @@ teams too, one degree at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from gpumix.cost.alone import samples_per_s_alone
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import in_teams, of_sizes, team_of
+from gpumix.cost.teams import TeamOf, in_teams, team_of
 from gpumix.planner.arrange import Cell, cell_of
 from gpumix.planner.base import (
     PlanRequest,
@@ -146,10 +146,24 @@ def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
 
 
 class _Sizes(NamedTuple):
-    """How many devices compute units together, by class; and whether they divide positions too."""
+    """How many devices compute units together, by class; whether they divide positions too; and
+    whether those that are too few for one more team compute alone."""
 
     of_class: dict[str, int]
     sequence: bool
+    others_alone: bool = False
+
+    def teams(self, devices: Sequence[Device]) -> Teams:
+        """The devices of all teams, in the order of their first ones."""
+        found = {
+            team[0].id: team
+            for name, size in self.of_class.items()
+            for team in members(tuple(d for d in devices if d.device_class == name), size)
+        }
+        used = {device.id for team in found.values() for device in team}
+        if self.others_alone:
+            found |= {device.id: (device,) for device in devices if device.id not in used}
+        return {device.id: found[device.id] for device in devices if device.id in found}
 
 
 def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
@@ -163,8 +177,8 @@ def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
 
 
 class _Mixture(NamedTuple):
-    """Teams whose size depends on the class; no plan for them takes less than `least_s`. So many
-    come before that this one is not looked at, if it is `late`."""
+    """Teams of several sizes; no plan for them takes less than `least_s`. So many come before that
+    this one is not looked at, if it is `late`."""
 
     teams: _Sizes
     least_s: float
@@ -174,17 +188,18 @@ class _Mixture(NamedTuple):
 def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device]
 ) -> Iterator[_Mixture]:
-    """Of all classes, with teams of several sizes; those that may be fastest first."""
-    counts = Counter(device.device_class for device in devices)
+    """Of all classes, with a size for each, or two; those that may be fastest first."""
+    names = list(dict.fromkeys(device.device_class for device in devices))
     sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
     found = []
     for sequence in sorted(sequences):
-        sizes = [_sizes_of(profile, request, name, sequence=sequence) for name in counts]
+        sizes = [_sizes_of(profile, request, name, sequence=sequence) for name in names]
         for chosen in product(*sizes):
-            of_class = dict(zip(counts, chosen))
-            if len(set(chosen)) > 1 and not any(max(chosen) % size for size in chosen):
-                least_s = _least_s(profile, request, counts, _Sizes(of_class, sequence))
-                found.append(_Mixture(_Sizes(of_class, sequence), least_s))
+            of_class = dict(zip(names, chosen))
+            mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
+            there = {len(team) for team in mixture.teams(devices).values()}
+            if len(there) > 1 and not any(max(there) % size for size in there):
+                found.append(_Mixture(mixture, _least_s(profile, request, mixture, devices)))
     for number, one in enumerate(sorted(found, key=lambda mixture: mixture.least_s)):
         yield one._replace(late=number >= MIXTURES)
 
@@ -200,31 +215,31 @@ def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bo
 
 
 def _least_s(
-    profile: Profile, request: PlanRequest, counts: Mapping[str, int], teams: _Sizes
+    profile: Profile, request: PlanRequest, mixture: _Sizes, devices: Sequence[Device]
 ) -> float:
     """That a step takes where all teams compute without a pause."""
-    leaders = in_teams(profile, teams.of_class, sequence=teams.sequence)
-    speed = sum(
-        counts[name] // size * samples_per_s_alone(leaders, name)
-        for name, size in teams.of_class.items()
-    )
+    teams = {leader: _kind(team) for leader, team in mixture.teams(devices).items()}
+    of_team = in_teams(profile, teams, sequence=mixture.sequence)
+    names = {device.id: device.device_class for device in of_team.cluster.devices}
+    counts = Counter(names[leader] for leader in teams)
+    speed = sum(n * samples_per_s_alone(of_team, name) for name, n in counts.items())
     return request.global_batch / speed if speed else 0.0
+
+
+def _kind(team: Sequence[Device]) -> TeamOf:
+    return TeamOf(team[0].device_class, len(team))
 
 
 def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes: _Sizes) -> Plan:
     """The strategy's plan for such teams."""
-    of_team = of_sizes(profile, sizes.of_class, sequence=sizes.sequence)
     devices = ranked_devices(profile, request)
-    teams = {
-        team[0].id: team
-        for name, size in sizes.of_class.items()
-        for team in members(tuple(d for d in devices if d.device_class == name), size)
-    }
-    places = {device.id: place for place, device in enumerate(devices)}
-    leaders = sorted(teams, key=places.__getitem__)
-    used = sum(map(len, teams.values()))
+    teams = sizes.teams(devices)
+    leaders, used = list(teams), sum(map(len, teams.values()))
+    there = sorted({len(team) for team in teams.values()} or set(sizes.of_class.values()))
     if not leaders or (used < len(devices) and request.space.leave_out is False):
-        raise _undivided(sorted(set(sizes.of_class.values())))
+        raise _undivided(there)
+    kinds = {leader: _kind(team) for leader, team in teams.items()}
+    of_team = in_teams(profile, kinds, sequence=sizes.sequence)
     request = request.model_copy(
         update={
             "devices": tuple(leaders),
@@ -244,7 +259,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes:
         plan, expected = expanded(found)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
-            f"teams of {' and '.join(map(str, sorted(set(sizes.of_class.values()))))} have no room "
+            f"teams of {' and '.join(map(str, there))} have no room "
             "for what their ranks tell each other in",
             fix="take a smaller batch, or another tensor parallel degree",
         )
@@ -270,7 +285,11 @@ def _expanded(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence
         degree = max(len(teams[worker.device]) for worker in stage.workers)
         workers = tuple(
             worker.model_copy(
-                update={"device": device.id, "parts": degree // len(teams[worker.device])}
+                update={
+                    "device": device.id,
+                    "device_class": device.device_class,
+                    "parts": degree // len(teams[worker.device]),
+                }
             )
             for worker in stage.workers
             for device in teams[worker.device]

@@ -17,7 +17,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import of_stage
+from gpumix.cost.teams import in_one_stage
 from gpumix.simulate.in_stages import simulate_stages
 from gpumix.simulate.program import Collective, Program, Task, program_of
 from gpumix.simulate.replay import OUTSIDE, Alike, Event, Kind, Replay
@@ -43,7 +43,7 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
     """
     if len(plan.stages) > 1:
         return _with_members(plan, simulate_stages(profile, plan))
-    program = program_of(of_stage(profile, plan.stages[0]), plan.of_leaders)
+    program = program_of(*in_one_stage(profile, plan))
     running = _Running(program)
     running.run()
     events, moved = tuple(running.events), tuple(running.moved)
