@@ -110,3 +110,17 @@ def test_memory_is_foretold_of_ranks_in_their_own_order():
     plan = plan.model_copy(update={"stages": (stage,), "ranks": devices, "prediction": None})
     held = {w.device: w.memory_bytes["state"] for w in predict(found, plan).workers}
     assert held[first.device] == pytest.approx(5 * held[second.device], rel=1e-3)
+
+
+def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch):
+    found = cards()
+    monkeypatch.setattr("gpumix.planner.teams.MIXTURES", 0)
+    without = best(found)
+    assert not without.stages[0].unlike_teams
+    monkeypatch.undo()
+    plan = best(found)
+    # What was not looked at might have taken less, and the bound says so.
+    assert predicted(without).bound_s <= predicted(plan).step_s < predicted(without).step_s
+    monkeypatch.setattr("gpumix.planner.teams.COMBINED", 1)
+    fewer = best(found)
+    assert predicted(fewer).bound_s <= predicted(plan).step_s

@@ -7,14 +7,14 @@ teams too, one degree at a time.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from gpumix.cost.alone import samples_per_s_alone
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import TeamOf, in_teams, team_of
+from gpumix.cost.teams import TeamOf, in_team, in_teams, team_of
 from gpumix.planner.arrange import Cell, cell_of
 from gpumix.planner.base import (
     PlanRequest,
@@ -34,8 +34,9 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Stage
 from gpumix.spec.teams import refuse_too_large
 
-# So many mixtures of teams are looked at: each takes a search of its own.
+# So many mixtures of teams, of so many, are looked at: each takes a search of its own.
 MIXTURES = 8
+COMBINED = 4096
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
 
@@ -177,8 +178,8 @@ def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
 
 
 class _Mixture(NamedTuple):
-    """Teams of several sizes; no plan for them takes less than `least_s`. So many come before that
-    this one is not looked at, if it is `late`."""
+    """Teams of several sizes; no plan for them takes less than `least_s`. A `late` one stands for
+    all that are not looked at."""
 
     teams: _Sizes
     least_s: float
@@ -189,19 +190,67 @@ def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device]
 ) -> Iterator[_Mixture]:
     """Of all classes, with a size for each, or two; those that may be fastest first."""
-    names = list(dict.fromkeys(device.device_class for device in devices))
     sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
-    found = []
+    found, late_s = [], []
     for sequence in sorted(sequences):
-        sizes = [_sizes_of(profile, request, name, sequence=sequence) for name in names]
-        for chosen in product(*sizes):
-            of_class = dict(zip(names, chosen))
-            mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
-            there = {len(team) for team in mixture.teams(devices).values()}
-            if len(there) > 1 and not any(max(there) % size for size in there):
-                found.append(_Mixture(mixture, _least_s(profile, request, mixture, devices)))
-    for number, one in enumerate(sorted(found, key=lambda mixture: mixture.least_s)):
-        yield one._replace(late=number >= MIXTURES)
+        options = _options(profile, request, devices, sequence=sequence)
+        kept = _fewer(options)
+        if kept != options:  # none of the others is faster than the fastest of each
+            late_s.append(_seconds(request, [of_class[0] for of_class in options.values()]))
+        for chosen in product(*kept.values()):
+            sizes = {size for one in chosen for size in one.sizes}
+            if len(sizes) > 1 and not any(max(sizes) % size for size in sizes):
+                of_class = {name: one.size for name, one in zip(kept, chosen)}
+                mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
+                found.append(_Mixture(mixture, _seconds(request, chosen)))
+    found.sort(key=lambda mixture: mixture.least_s)
+    yield from found[:MIXTURES]
+    least = [*late_s, *(mixture.least_s for mixture in found[MIXTURES:])]
+    if least:
+        yield _Mixture(_Sizes({}, sequence=False), min(least), late=True)
+
+
+class _Option(NamedTuple):
+    """A size of the teams of a class, and of what is left; how fast all of them are together."""
+
+    size: int
+    sizes: frozenset[int]
+    samples_per_s: float
+
+
+def _options(
+    profile: Profile, request: PlanRequest, devices: Sequence[Device], *, sequence: bool
+) -> dict[str, list[_Option]]:
+    """By class, the fastest first."""
+    alone = 1 in request.space.tensor
+    found: dict[str, list[_Option]] = {}
+    for name in dict.fromkeys(device.device_class for device in devices):
+        own = tuple(device for device in devices if device.device_class == name)
+        options = []
+        for size in _sizes_of(profile, request, name, sequence=sequence):
+            teams = len(members(own, size))
+            left = len(own) - teams * size if alone and size > 1 else 0
+            of_size = in_team(profile, size, sequence=sequence and size > 1)
+            speed = teams * samples_per_s_alone(of_size, name)
+            speed += left * samples_per_s_alone(profile, name) if left else 0.0
+            sizes = ({size} if teams else set()) | ({1} if left else set())
+            options.append(_Option(size, frozenset(sizes), speed))
+        found[name] = sorted(options, key=lambda option: -option.samples_per_s)
+    return found
+
+
+def _fewer(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
+    """As many of each class, of the fastest, as make no more than `COMBINED` mixtures."""
+    most = max(map(len, options.values()), default=0)
+    while most > 1 and prod(min(most, len(of_class)) for of_class in options.values()) > COMBINED:
+        most -= 1
+    return {name: of_class[:most] for name, of_class in options.items()}
+
+
+def _seconds(request: PlanRequest, chosen: Iterable[_Option]) -> float:
+    """That a step takes where all teams compute without a pause."""
+    speed = sum(option.samples_per_s for option in chosen)
+    return request.global_batch / speed if speed else 0.0
 
 
 def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bool) -> list[int]:
@@ -212,18 +261,6 @@ def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bo
         if team.sequence == sequence and any(c.device_class == name for c in team.classes)
     }
     return sorted(set(request.space.tensor) & (measured | {1}))
-
-
-def _least_s(
-    profile: Profile, request: PlanRequest, mixture: _Sizes, devices: Sequence[Device]
-) -> float:
-    """That a step takes where all teams compute without a pause."""
-    teams = {leader: _kind(team) for leader, team in mixture.teams(devices).items()}
-    of_team = in_teams(profile, teams, sequence=mixture.sequence)
-    names = {device.id: device.device_class for device in of_team.cluster.devices}
-    counts = Counter(names[leader] for leader in teams)
-    speed = sum(n * samples_per_s_alone(of_team, name) for name, n in counts.items())
-    return request.global_batch / speed if speed else 0.0
 
 
 def _kind(team: Sequence[Device]) -> TeamOf:
