@@ -21,6 +21,7 @@ pytestmark = [
 
 STEPS = 5
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+THREE = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "plain-own-blocks"])
@@ -105,12 +106,13 @@ IN_STAGES = {
         {"zero_stage": 1},
     ),
 }
+OF_UNLIKE_SIZES = {"one beside a team": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
 
 
-@pytest.mark.parametrize("case", IN_STAGES)
+@pytest.mark.parametrize("case", IN_STAGES | OF_UNLIKE_SIZES)
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
-    layout, settings = IN_STAGES[case]
+    layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
     plan = staged_plan(name, layout, **settings)
     _, found = train_in_stages(name, plan, STEPS, staged_on="cuda:0")
     expected = train_alone(ARCHITECTURES[name], plan.global_batch, STEPS)
@@ -118,9 +120,11 @@ def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
 
 
 @TWO
-@pytest.mark.parametrize("case", IN_STAGES)
+@pytest.mark.parametrize(
+    "case", [*IN_STAGES, *(pytest.param(case, marks=THREE) for case in OF_UNLIKE_SIZES)]
+)
 def test_stages_and_teams_on_gpus_of_their_own(case):
-    layout, settings = IN_STAGES[case]
+    layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
     plan = staged_plan("t5", layout, **settings)
     _, found = train_in_stages("t5", plan, STEPS, backend="nccl")
     expected = train_alone(ARCHITECTURES["t5"], plan.global_batch, STEPS)
