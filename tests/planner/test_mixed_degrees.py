@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
+from rich.console import Console
 
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import STRATEGIES
+from gpumix.report.facts import groups_of
 from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
+from gpumix.train.tables import plan_table
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
 ONE_STAGE = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
@@ -77,6 +82,10 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     (stage,) = plan.stages
     assert sorted(map(len, stage.teams)) == [1, 2]
     assert {worker.device_class for worker in plan.workers} == {"card"}
+    assert sorted((g.devices, g.team) for g in groups_of(plan, stage, 1)) == [(1, 1), (2, 2)]
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(plan_table(plan))
+    assert "2 in teams of 2" in console.export_text()
     assert predicted(plan).step_s < 0.9 * predicted(best(found, batch=12, tensor=1)).step_s
     assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
     again = predict(found, plan)

@@ -105,7 +105,7 @@ class Facts:
         return tuple(
             group
             for number, stage in enumerate(plan.stages)
-            for group in _groups(plan, stage, number)
+            for group in groups_of(plan, stage, number)
         )
 
     @cached_property
@@ -170,10 +170,11 @@ class Facts:
         }
 
 
-def _groups(plan: Plan, stage: Stage, number: int) -> list[Group]:
-    members: dict[str, list[Worker]] = {}
+def groups_of(plan: Plan, stage: Stage, number: int) -> list[Group]:
+    """Workers of a stage of one class, in teams of one size."""
+    members: dict[tuple[str, int], list[Worker]] = {}
     for worker in stage.workers:
-        members.setdefault(worker.device_class, []).append(worker)
+        members.setdefault((worker.device_class, worker.parts), []).append(worker)
     return [_group(plan, stage, number, workers) for workers in members.values()]
 
 

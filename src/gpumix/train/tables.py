@@ -124,7 +124,7 @@ def plan_table(plan: Plan) -> RenderableType:
                 memory += f", {show_bytes(of_device.host_bytes)} on the host"
             busy = f"{of_device.busy_s / plan.prediction.step_s:.0%}"
         share = sum(w.state_share for w in workers) / len(workers)
-        cells = [name, str(len(workers)), str(samples), _micro(workers[0])]
+        cells = [name, _devices(stage, workers), str(samples), _micro(workers[0])]
         cells = [place, str(len(stage.units)), *cells] if in_stages else cells
         where = " on the host" if workers[0].state_on == "host" else ""
         stored = f"{share:.1%}" if plan.zero_stage else "whole"
@@ -274,7 +274,7 @@ def _worth(worth: Worth) -> list[str]:
     return [whole, f"{worth.one_more:+.1%}"]
 
 
-def _alike(worker: Worker) -> tuple[str, int, int, float, str, int]:
+def _alike(worker: Worker) -> tuple[str, int, int, float, str, int, int]:
     return (
         worker.device_class,
         worker.samples,
@@ -282,7 +282,15 @@ def _alike(worker: Worker) -> tuple[str, int, int, float, str, int]:
         round(worker.state_share, 3),
         worker.mode.describe(),
         worker.kept_graphs,
+        worker.parts,
     )
+
+
+def _devices(stage: Stage, workers: Sequence[Worker]) -> str:
+    """How many; and in teams of how many, where others are in others."""
+    size = stage.team_size(workers[0])
+    in_teams = f" in teams of {size}" if stage.unlike_teams and size > 1 else ""
+    return f"{len(workers)}{in_teams}"
 
 
 def _backward(worker: Worker, plan: Plan) -> str:
