@@ -182,11 +182,6 @@ class Stage(Value):
     def _whole_teams(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("only workers that are a team divide the positions of a sample")
-        if min(w.parts for w in self.workers) > 1:
-            raise ValueError(
-                f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
-                f"make it {max(len(team) for team in self.teams)}"
-            )
         for team in self.teams:
             names = ", ".join(w.device for w in team)
             if len({w.parts for w in team}) > 1 or len(team) * team[0].parts != self.tensor:
@@ -206,6 +201,11 @@ class Stage(Value):
                 )
             if len(team) > 1 and any(w.compile for w in team):
                 raise ValueError("units that several workers compute together are not compiled")
+        if min(w.parts for w in self.workers) > 1:
+            raise ValueError(
+                f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
+                f"make it {max(len(team) for team in self.teams)}"
+            )
         return self
 
     @property
