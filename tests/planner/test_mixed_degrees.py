@@ -15,7 +15,7 @@ from gpumix.report.facts import groups_of
 from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.space import Space
 from gpumix.train.tables import plan_table
 
@@ -133,3 +133,18 @@ def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch)
     monkeypatch.setattr("gpumix.planner.teams.COMBINED", 1)
     fewer = best(found)
     assert predicted(fewer).bound_s <= predicted(plan).step_s
+
+
+def test_what_was_not_measured_of_teams_is_no_assertion():
+    found = cards()
+    plan = best(found)
+    (stage,) = plan.stages
+    chunked = tuple(
+        w.model_copy(update={"mode": w.mode.model_copy(update={"head": "chunked"})})
+        for w in stage.workers
+    )
+    changed = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": chunked}),)})
+    classes = (c.model_copy(update={"chunked_head": c.units[ROOT].backward}) for c in found.classes)
+    alone = found.model_copy(update={"classes": tuple(classes)})
+    with pytest.raises(InputError, match="teams of 2 of class 'small' take to"):
+        predict(alone, changed)

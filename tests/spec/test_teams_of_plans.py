@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
+from gpumix.spec.stage import Mode, Stage, Worker
 
 
 def worker(number: int, **more: Any) -> Worker:
@@ -89,3 +89,11 @@ def test_each_part_is_divided_among_those_that_have_it(sizes, random):
     assert held == Counter(dict.fromkeys(range(degree), count))
     for part in (None, *range(degree)):
         assert sum(plan.shares_among([0], part).values()) == pytest.approx(1.0)
+
+
+def test_workers_of_a_stage_with_teams_make_the_head_alike():
+    """A team's head is divided, unless it is made in chunks."""
+    chunked = [worker(n, mode=Mode(head="chunked")) for n in range(2)]
+    others = [worker(n + 2) for n in range(2)]
+    with pytest.raises(ValidationError, match="make the head in chunks, or none"):
+        Stage(units=("a",), workers=(*chunked, *others), tensor=2)

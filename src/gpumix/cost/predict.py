@@ -27,7 +27,7 @@ from gpumix.cost.memory import (
 from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
 from gpumix.cost.of_model import check_units
 from gpumix.cost.staged import StagedStep, predict_stages
-from gpumix.cost.teams import in_one_stage, of_members
+from gpumix.cost.teams import TeamOf, in_one_stage, of_members, refuse_unmeasured
 from gpumix.cost.time import (
     can,
     can_keep_state_on_host,
@@ -289,7 +289,7 @@ def check_match(profile: Profile, plan: Plan) -> None:
             )
     check_units(plan, profile.model)
     _check_classes(profile, plan)
-    _check_teams(plan)
+    _check_teams(profile, plan)
 
 
 def _check_classes(profile: Profile, plan: Plan) -> None:
@@ -318,7 +318,7 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
             )
 
 
-def _check_teams(plan: Plan) -> None:
+def _check_teams(profile: Profile, plan: Plan) -> None:
     """A team is counted as its first worker, over links inside one host: see `cost.teams`."""
     for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
@@ -328,3 +328,8 @@ def _check_teams(plan: Plan) -> None:
                 fix="make teams of devices of one class on one host, or train this plan as it is, "
                 "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",
             )
+    for stage in plan.stages:
+        teams = {(w.device_class, stage.team_size(w), w.mode) for w in stage.leaders}
+        for name, size, mode in sorted(teams, key=repr):
+            if size > 1:
+                refuse_unmeasured(profile, TeamOf(name, size), mode, sequence=stage.sequence)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.of_ranks import ModelOfRank, ProfileOfRanks, undivided
+from gpumix.cost.time import can
 from gpumix.cost.wire import team_seconds
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
@@ -27,7 +28,7 @@ from gpumix.spec.profile import (
     TeamTraffic,
     UnitTimes,
 )
-from gpumix.spec.stage import Stage, Taken, Worker
+from gpumix.spec.stage import Mode, Stage, Taken, Worker
 
 
 def in_team(
@@ -196,6 +197,21 @@ def _with_classes(
             "network": cluster.network and cluster.network.as_of(new),
         }
     )
+
+
+def refuse_unmeasured(profile: Profile, kind: TeamOf, mode: Mode, *, sequence: bool) -> None:
+    """Raise an InputError where the profile does not say what teams take in a mode."""
+    team = team_of(profile, kind.size, sequence=sequence)
+    if all(one.device_class != kind.device_class for one in team.classes):
+        raise _not_measured(*kind)
+    update = {"model": team.model, "other_models": team.other_models, "classes": team.classes}
+    if not can(profile.model_copy(update=update), kind.device_class, mode):
+        raise InputError(
+            f"the profile does not say what teams of {kind.size} of class '{kind.device_class}' "
+            f"take to {mode.describe()}",
+            fix="profile again on this cluster: `gpumix profile JOB.yaml`; a head in chunks is "
+            "measured of devices that compute alone only",
+        )
 
 
 def _not_measured(name: str, size: int) -> InputError:

@@ -277,12 +277,13 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes:
         raise _undivided(there)
     kinds = {leader: _kind(team) for leader, team in teams.items()}
     of_team = in_teams(profile, kinds, sequence=sizes.sequence)
-    request = request.model_copy(
-        update={
-            "devices": tuple(leaders),
-            "space": request.space.model_copy(update={"tensor": (1,)}),
-        }
+    # In chunks it was measured of devices alone only, and all of a stage make it alike.
+    if len(there) > 1 and "whole" not in request.space.heads:
+        raise _undivided(there)
+    space = request.space.model_copy(
+        update={"tensor": (1,), "heads": ("whole",) if len(there) > 1 else request.space.heads}
     )
+    request = request.model_copy(update={"devices": tuple(leaders), "space": space})
     of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
 
     def expanded(found: Plan) -> tuple[Plan, Prediction]:

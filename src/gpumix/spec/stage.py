@@ -201,6 +201,11 @@ class Stage(Value):
                 )
             if len(team) > 1 and any(w.compile for w in team):
                 raise ValueError("units that several workers compute together are not compiled")
+        if self.tensor > 1 and len({w.mode.head for w in self.workers}) > 1:
+            raise ValueError(
+                "either all workers of a stage with teams make the head in chunks, or none: it is "
+                "not divided where it is made so"
+            )
         if min(w.parts for w in self.workers) > 1:
             raise ValueError(
                 f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
