@@ -23,10 +23,10 @@ from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, pipelined, sequential
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
-from gpumix.engine.comm import Communicator, Pending, WaitClock
+from gpumix.engine.comm import Communicator, WaitClock
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
-from gpumix.engine.exchanged import Exchanged
+from gpumix.engine.exchanged import Exchanged, scale_of
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
@@ -587,7 +587,7 @@ class Engine(ShardedModel):
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")
-        return table, functools.cache(lambda: _gradient_scale(table, exchanged, scale))
+        return table, functools.cache(lambda: scale_of(table, exchanged, scale))
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
@@ -599,8 +599,3 @@ class Engine(ShardedModel):
         if self.overflowed:
             for parameter in self.parameters():
                 parameter.grad = None
-
-
-def _gradient_scale(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
-    exchanged.wait()
-    return (1.0 / (table[:, 1].sum() * scale)).float()

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from gpumix.engine.comm import Pending
+
 COLUMNS = 5
 
 
@@ -59,3 +61,10 @@ class Exchanged:
     def own_norms(self) -> list[float]:
         """The norm of what each rank itself had of the gradient in the step before."""
         return self._columns[4]
+
+
+def scale_of(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
+    """What gradients of summed losses times `scale` are multiplied with, to be those of the mean;
+    waits until the table is there."""
+    exchanged.wait()
+    return (1.0 / (table[:, 1].sum() * scale)).float()
