@@ -591,8 +591,7 @@ class Engine(ShardedModel):
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        own = [shard.gradient for g in self.groups() if g.trainable for shard in g.shards]
-        finite = [torch.isfinite(gradient).all() for gradient in own]
+        finite = [torch.isfinite(shard.gradient).all() for shard in self.trained_shards()]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
         self.scaler.update(overflow=self.overflowed)

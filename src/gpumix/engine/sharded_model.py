@@ -13,7 +13,7 @@ from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.optimizers import check
-from gpumix.engine.shard import Piece
+from gpumix.engine.shard import Piece, Shard
 from gpumix.engine.shards import FlatGroup
 from gpumix.engine.state import OptimizerState
 
@@ -34,6 +34,12 @@ class ShardedModel:
         """The flat groups of all buckets, the root's first, then those of units in order."""
         for bucket in self._buckets:
             yield from bucket.groups
+
+    def trained_shards(self) -> Iterator[Shard]:
+        """This rank's intervals of what is trained."""
+        for group in self.groups():
+            if group.trainable:
+                yield from group.shards
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's part of every parameter, in the order of `groups`."""
@@ -69,9 +75,7 @@ class ShardedModel:
 
     def finite(self) -> bool:
         """Whether all trained parameters are finite. Collective."""
-        masters = [
-            shard.master for group in self.groups() if group.trainable for shard in group.shards
-        ]
+        masters = [shard.master for shard in self.trained_shards()]
         bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
 
