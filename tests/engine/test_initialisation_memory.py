@@ -17,7 +17,7 @@ def _peak_of_preparing(shares):
     with PeakBytes() as tracker:
         model = build(causal_model("LlamaConfig", **WIDE), SEED)
         engine = prepare(model, plan_for(model, shares))
-    state = sum(2 * g.master.nbytes for g in engine.groups() if g.trainable)
+    state = sum(2 * shard.master.nbytes for shard in engine.trained_shards())
     pooled = [memory for pool in engine.comm._pools.values() for memory in pool]
     flat = [t for g in engine.groups() for t in (g.full, g.gradient)]
     buffers = storage_bytes([*flat, *pooled])

@@ -123,7 +123,7 @@ def _overflow_on_one_rank(shares):
     mine = own_rows(same_batch(), shares, engine.comm.rank)
     if engine.comm.rank == 1:
         # the first rank's part of the state stays finite: only the others see the overflow
-        next(iter(engine.groups())).master[-1] = float("inf")
+        next(iter(engine.groups())).shards[0].master[-1] = float("inf")
     engine.step(mine)
     return engine.overflowed, engine.scaler.scale, all(p.grad is None for p in engine.parameters())
 

@@ -80,7 +80,8 @@ def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, .
 
 def owned_by_each(buckets: Sequence[Buckets], shares: tuple[float, ...]) -> tuple[Owned, ...]:
     """The same where ranks have unlike parts of a model: of each its buckets."""
-    found = {id(of_rank): owned_by_rank(of_rank, shares) for of_rank in buckets}
+    distinct = {id(of_rank): of_rank for of_rank in buckets}
+    found = {key: owned_by_rank(of_rank, shares) for key, of_rank in distinct.items()}
     return tuple(found[id(of_rank)][rank] for rank, of_rank in enumerate(buckets))
 
 
