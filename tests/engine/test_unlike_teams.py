@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from gpumix.engine.deferred import build
+from gpumix.engine.prepare import prepare
+from gpumix.engine.units import dissect
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
 from harness import run_ranks
 from memory import count_tensors
 from models import ARCHITECTURES
-from reference import batches, train_alone, worst_error
+from reference import SEED, batches, optimizer_for, train_alone, worst_error
 from staging import own_samples, rows, staged_engine, staged_plan, train_in_turn
 
 STEPS = 2
@@ -62,6 +65,48 @@ def test_training_is_that_of_one_process(trained, case):
     expected = train_alone(ARCHITECTURES[CASES[case][0]], plan.global_batch, STEPS)
     assert worst_error(found, expected) < TOLERANCE
     assert all(of_rank == losses[0] for of_rank in losses)
+
+
+WAYS = {
+    "in bf16": ({"compute_dtype": "bf16"}, {"communication_dtype": "bf16"}, False),
+    "sent in fp32": ({"compute_dtype": "bf16"}, {}, False),
+    "state on the host": ({"state_on": "host"}, {}, False),
+    "some frozen": ({}, {}, True),
+}
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_hold_parameters(way, zero_stage):
+    """As a rank alone with all of them does."""
+    of_workers, of_plan, frozen = WAYS[way]
+    losses = []
+    for layout in (rows([7]), ONE_AND_TEAM):
+        plan = staged_plan("llama", layout, zero_stage=zero_stage, **of_plan)
+        (stage,) = plan.stages
+        workers = tuple(worker.model_copy(update=of_workers) for worker in stage.workers)
+        plan = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": workers}),)})
+        ranks = run_ranks(_losses, len(workers), plan.model_dump_json(), frozen)
+        assert all(of_rank == ranks[0] for of_rank in ranks)
+        losses.append(ranks[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def _losses(plan_json: str, frozen: bool) -> list[float]:
+    plan = Plan.model_validate_json(plan_json)
+    model = build(ARCHITECTURES["llama"].factory, SEED)
+    for name, parameter in model.named_parameters() if frozen else ():
+        if "mlp" in name or "q_proj" in name:
+            parameter.requires_grad_(False)
+    plan = plan.model_copy(update={"model": dissect(model).fingerprint()})
+    engine = prepare(model, plan)
+    optimizer = optimizer_for(engine.parameters())
+    losses = []
+    for batch in batches(ARCHITECTURES["llama"], plan.global_batch, 3):
+        optimizer.zero_grad()
+        losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
+        optimizer.step()
+    return losses
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
